@@ -24,7 +24,7 @@ from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.app import make_app
 from jaxspec.serving.background import warm_in_background
-from jaxspec.serving.lifecycle import serve
+from jaxspec.serving.lifecycle import end_if_loading, serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.service import Service
@@ -152,6 +152,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     finally:
         for own in metrics.members:
             own.close()
+    end_if_loading()
 
 
 async def _serve(

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,6 +21,7 @@ from jaxspec.serving.service import Service
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_SECONDS = 1  # for connections that are not closed after all requests have ended
 HEADER_SECONDS = 30.0  # until a connection has sent the head of a request
+LOADING = "jaxspec loading"  # the name of the thread that loads
 
 
 class Connection(H11Protocol):
@@ -142,8 +145,20 @@ def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
         else:
             tell(lambda: future.set_result(result))
 
-    threading.Thread(target=work, name="jaxspec loading", daemon=True).start()
+    threading.Thread(target=work, name=LOADING, daemon=True).start()
     return future
+
+
+def end_if_loading() -> None:
+    """End the process with status 0, if its model is still loading.
+
+    Python ends the threads that are left when it ends. Inside of XLA, which may be compiling, that
+    is a crash.
+    """
+    if any(thread.name == LOADING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 async def _drain(

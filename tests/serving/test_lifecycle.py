@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +17,8 @@ import pytest
 
 from jaxspec.__main__ import main
 from jaxspec.commands.serve import size
-from tests.serve_process import ServeProcess, serve_process
+from jaxspec.serving import lifecycle
+from tests.serve_process import ROOT, ServeProcess, serve_process
 from tests.served import MODEL
 
 LIMIT = 120  # seconds
@@ -70,6 +74,35 @@ def test_sigterm_lets_requests_end_and_a_second_one_does_not(model: Path, tmp_pa
         assert httpx.get(f"{own.address}/health").status_code == 503  # and takes no other
         own.process.send_signal(signal.SIGTERM)
         assert own.process.wait(LIMIT) == 0
+
+
+@pytest.mark.slow  # the next test has the same without a process
+def test_sigterm_while_the_model_loads_is_no_crash(model: Path):
+    command = [sys.executable, "-m", "jaxspec", "serve", "--port", "0", "--model", str(model)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=pipe, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "compiling for" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(LIMIT) == 0 and "FATAL" not in rest and "Traceback" not in rest
+
+
+def test_the_process_ends_at_once_while_the_model_loads(monkeypatch: pytest.MonkeyPatch):
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    lifecycle.end_if_loading()
+    assert not statuses
+    loaded = threading.Event()
+    thread = threading.Thread(target=loaded.wait, name=lifecycle.LOADING)
+    thread.start()
+    lifecycle.end_if_loading()
+    loaded.set()
+    thread.join()
+    assert statuses == [0]
 
 
 @pytest.mark.slow  # test_draining.py has the same without a process
