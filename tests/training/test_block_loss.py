@@ -74,7 +74,9 @@ def block_logits(head: BlockHead, batch: DraftBatch) -> jax.Array:
     return decoder.logits(TARGET, block_outputs(head, TARGET, batch, features, 5))
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [("dspark", 7), slow("dflash", 7), slow("dflash", 1)])
+@pytest.mark.parametrize(
+    ("kind", "page_size"), [("dspark", 7), slow("dflash", 7), slow("dflash", 1)]
+)
 def test_a_block_of_training_is_a_block_of_drafting(kind: str, page_size: int):
     """After prompts read in chunks and five rounds, on pages; all rows in one batch."""
     head = head_of(kind)
