@@ -25,7 +25,6 @@ GENERATE_KEYS = {
 def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"scripts/{name}.py", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout, whatever is installed
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as in conftest.py: it compiles quickly
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
