@@ -1,5 +1,6 @@
 """Several CPU devices, text to train on, few compiled programs, and a record of GPU tests."""
 
+import dataclasses
 import datetime
 import functools
 import gc
@@ -8,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import pytest
@@ -16,6 +17,9 @@ import pytest
 from jaxspec.commands.run_facts import source_commit
 from jaxspec.memory import USABLE_MAPS, maps_are_scarce
 from tests.compilations import Compilations, compilations_meanwhile
+
+if TYPE_CHECKING:
+    from jaxspec import LLM
 
 jax.config.update("jax_num_cpu_devices", 8)
 ROOT = Path(__file__).parent.parent
@@ -104,6 +108,25 @@ def few_slow_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("slow") and maps_are_scarce():
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint whose tokens are bytes."""
+    from tests.checkpoints import tiny_byte_llama  # it imports torch  # noqa: PLC0415
+
+    return tiny_byte_llama(tmp_path_factory.mktemp("bytes"), eos_token_id=256)
+
+
+@pytest.fixture(scope="session")
+def byte_llm(byte_model: Path) -> "LLM":
+    """It drafts by lookup; its few programs, for requests of any kind, serve several files."""
+    from jaxspec.structured import StructuredOutput  # noqa: PLC0415
+    from tests.engines import FULL, seal, tiny_llm  # noqa: PLC0415
+
+    llm = tiny_llm(byte_model)
+    seal(llm.engine, dataclasses.replace(FULL, structured=StructuredOutput(json_object=True)))
+    return llm
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_the_experts_matter(kind: str):
     assert texts(make_params("none", SpeculationConfig.chain(1), silent)) != plain_texts(kind)
 
 
-@first_is_fast(["gpt_oss", "groups", "mixtral", "qwen3_moe", "glm4_moe"], count=2)
+@first_is_fast(["gpt_oss", "groups", "mixtral", "qwen3_moe", "glm4_moe"])
 def test_devices_add_up_one_layer(case: str):
     """The guard of the slow test below."""
     whole = target(case)

@@ -1,14 +1,14 @@
 """Every option of SamplingParams through LLM, equal to plain decoding."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
 from jaxspec.config.engine import EngineConfig
-from tests.checkpoints import tiny_byte_llama
-from tests.engines import FULL, seal
+from tests.engines import seal
 
 PROMPTS = ["def f(x):", "hello", "class A:"]
 GREEDY = SamplingParams(max_tokens=40)
@@ -16,20 +16,13 @@ WARM = SamplingParams(temperature=1.0, max_tokens=40, seed=5)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory):
-    return tiny_byte_llama(tmp_path_factory.mktemp("options"))
+def llm(byte_llm: LLM) -> LLM:
+    return byte_llm
 
 
 @pytest.fixture(scope="module")
-def llm(model: Any) -> LLM:
-    llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=4), page_size=8)
-    seal(llm.engine, FULL)
-    return llm
-
-
-@pytest.fixture(scope="module")
-def plain(model: Any) -> LLM:
-    llm = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
+def plain(byte_model: Path) -> LLM:
+    llm = LLM(byte_model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
     seal(llm.engine)
     return llm
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.config.engine import EngineConfig
 from jaxspec.generation import ErrorKind
 from jaxspec.structured import GrammarError, GrammarLimit, StructuredOutput
-from tests.checkpoints import save_byte_tokenizer, tiny_llama
 from tests.engines import FULL, seal
 
 PATTERN = "[a-f]{3}(, [0-9]{2}){2,6}"
@@ -36,19 +36,13 @@ PROMPTS = ["abc, 12, 12", "abc, 12, 12", "fed, 00", "[1,22,", "yes or no? ", "ab
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory):
-    path = tmp_path_factory.mktemp("structured")
-    tiny_llama(path, vocab_size=257, num_hidden_layers=2, eos_token_id=256)
-    save_byte_tokenizer(path)
-    return path
+def model(byte_model: Path) -> Path:
+    return byte_model
 
 
 @pytest.fixture(scope="module")
-def llm(model: Any) -> LLM:
-    llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=8), page_size=8)
-    seal(llm.engine)
-    seal(llm.engine, dataclasses.replace(FULL, structured=CHOICE))
-    return llm
+def llm(byte_llm: LLM) -> LLM:
+    return byte_llm
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from jaxspec.program_sizes import RoundsKey
 from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
 from tests.block_heads import KINDS, block_params, block_target
+from tests.engines import seal
 from tests.layouts import in_stages
 from tests.marks import slow
 from tests.programs import FAST_COMPILE, traces
@@ -66,6 +67,7 @@ def staged(
 def texts(params: EngineParams, page_size: int = 8) -> list[tuple[list[int], int]]:
     cache = CacheConfig(page_size=page_size, max_length=256)
     engine = Engine(params, cache, EngineConfig(max_rows=4, rounds_per_call=4))
+    seal(engine, SAMPLING[1], prompt_tokens=170)
     generations = engine.add_all(PROMPTS, SAMPLING)
     engine.finish(generations)
     assert not any(one.error for one in generations)

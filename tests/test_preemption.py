@@ -81,7 +81,7 @@ def part_of(own: Engine) -> int:
 
 @pytest.mark.parametrize("parts", [0, 1])
 def test_requests_that_do_not_fit_host_memory_are_recomputed(parts: int):
-    size = part_of(ready())
+    size = part_of(new_engine(num_pages=FEW, preemption="swap"))
     own = seal(
         new_engine(num_pages=FEW, preemption="swap", swap_memory=(parts + 0.5) * size / 2**30)
     )
@@ -93,11 +93,6 @@ def test_requests_that_do_not_fit_host_memory_are_recomputed(parts: int):
     assert used == {0, parts * size}
     assert own.scheduler.preemptions["recompute"] > 0
     assert (own.scheduler.preemptions["swap"] > 0) == (parts > 0)
-
-
-@functools.cache
-def ready() -> Engine:
-    return seal(new_engine(num_pages=FEW, preemption="swap"))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from jaxspec.engine import Engine
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.warm_up import batch_keys
+from tests.marks import slow
 from tests.test_mesh_engine import DIGITS, PROMPTS, new_engine
 
 STRUCTURED = SamplingParams(max_tokens=20, temperature=0.8, seed=1, structured=DIGITS)
@@ -41,7 +42,7 @@ def test_one_kind_of_requests_has_one_kind_of_programs(
     assert engine.programs.compiled == compiled
 
 
-@pytest.mark.parametrize("fixed_rounds", [False, True])
+@pytest.mark.parametrize("fixed_rounds", [False, slow(True)])
 def test_the_programs_of_a_batch_are_known_before_it_runs(fixed_rounds: bool):
     engine = new_engine("ngram", fixed_rounds=fixed_rounds, max_rows=8, prefix_caching=False)
     for prompts, temperature in ((PROMPTS[:3], 0.0), (PROMPTS[:3], 1.0), (PROMPTS[:1], 0.0)):

@@ -30,6 +30,7 @@ read_tree, read_run = jit(DeltaState.read_tree), jit(DeltaState.read_run)
 read_in_order = jit(DeltaState.read_in_order, static_argnames=("implementation",))
 commit = jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
 convolved, fold = jit(DeltaState.convolved), jit(delta_rule.fold)
+defined_read, defined_commit = jit(delta_read), jit(delta_commit)
 
 
 def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Any, Any]:
@@ -173,7 +174,7 @@ def test_prompts_read_in_chunks_agree_with_the_recurrence_and_leave_the_same_bit
         assert np.abs(out - outputs[0]).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("length", [1, 7, LONGEST_CHUNK, 2 * LONGEST_CHUNK + 5])
+@pytest.mark.parametrize("length", [1, slow(7), slow(LONGEST_CHUNK), 2 * LONGEST_CHUNK + 5])
 def test_whole_sequences_and_their_gradients_agree_with_the_recurrence(length: int):
     rng = np.random.default_rng(3)
     q, inputs = random_inputs(rng, 2, length)
@@ -306,10 +307,10 @@ def test_what_kernels_are_held_against_agrees():
 
     held, window = lens % FOLDED, state.window.tokens
     arguments = rows, held, q, inputs.tokens, ancestors, tree.depth
-    errors = np.abs(delta_read(state.s, window, *arguments) - out)
+    errors = np.abs(defined_read(state.s, window, *arguments) - out)
     assert errors[np.arange(8) < np.asarray(sizes)[:, None]].max() < TOLERANCE
     arguments = rows, held, inputs.tokens, nodes.channels, path.path, path.counts
-    s, window, channels = delta_commit(state.s, window, state.channels, *arguments)
+    s, window, channels = defined_commit(state.s, window, state.channels, *arguments)
     assert np.abs(s - after.s).max() < TOLERANCE
     np.testing.assert_array_equal(channels, after.channels)
     left = np.zeros(3, int)
@@ -319,7 +320,7 @@ def test_what_kernels_are_held_against_agrees():
             np.testing.assert_array_equal(one[row, :count], other[row, :count])
 
 
-@pytest.mark.parametrize("size", [3, 8, 21])
+@pytest.mark.parametrize("size", [slow(3), slow(8), 21])
 def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
     """Reading prompts as pallas_kernels.delta_rule defines it."""
     rng = np.random.default_rng(7)

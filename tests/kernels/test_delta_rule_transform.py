@@ -1,6 +1,5 @@
 """A tree read by one triangular system, beside the recurrence with a state per node."""
 
-import functools
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from pallas_kernels.delta_rule.transform import transform_read
 from pallas_kernels.paged_attention.cases import random_parents
 from tests.marks import first_is_fast
 
+jit_transform, jit_read = jax.jit(transform_read, static_argnames="levels"), jax.jit(delta_read)
 TOLERANCE = 3e-6  # outputs are of up to about 3
 CASES = (
     Case(3, 64, groups=1, capacity=32),
@@ -28,9 +28,9 @@ CASES = (
 def assert_the_same(
     arguments: Any, levels: int | None = None, tolerance: float = TOLERANCE
 ) -> None:
-    transform = functools.partial(transform_read, levels=levels)
     found, expected = (
-        np.asarray(jax.jit(read)(*arguments), np.float64) for read in (transform, delta_read)
+        np.asarray(one, np.float64)
+        for one in (jit_transform(*arguments, levels=levels), jit_read(*arguments))
     )
     assert np.abs(found - expected).max() < tolerance
 
@@ -85,7 +85,7 @@ def test_what_the_window_does_not_hold_is_not_read():
     unread = Tokens(
         *(jnp.where(past.reshape(*past.shape, *(1,) * (x.ndim - 2)), jnp.nan, x) for x in window)
     )
-    found, expected = (transform_read(s, x, rows, held, *rest) for x in (unread, window))
+    found, expected = (jit_transform(s, x, rows, held, *rest) for x in (unread, window))
     assert jnp.array_equal(found, expected)
 
 

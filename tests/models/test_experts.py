@@ -17,6 +17,7 @@ from jaxspec.parallel import Layout, Shards
 from jaxspec.quantization.schemes import in_scheme
 from pallas_kernels.selection import NO_KERNELS
 from pallas_kernels.top_k import top_k
+from tests.marks import slow
 from tests.random_experts import random_own, random_rows, written_out
 
 WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.own_blocks))
@@ -62,7 +63,7 @@ def test_devices_add_their_share(monkeypatch):
         np.testing.assert_allclose(sum(shares), written_out(own, x, routes), atol=2e-5)
 
 
-@pytest.mark.parametrize("rows", [mix.MOST_ROWS + 1, 2 * mix.MOST_ROWS + 70])
+@pytest.mark.parametrize("rows", [mix.MOST_ROWS + 1, slow(2 * mix.MOST_ROWS + 70)])
 def test_many_rows_are_those_of_smaller_pieces(rows, monkeypatch):
     """More than MOST_ROWS go through every_expert in equal parts, the last one padded."""
     own = random_own(8, 32, 8, CLAMPED)

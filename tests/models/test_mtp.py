@@ -6,6 +6,7 @@ import operator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from jaxspec.config.mtp import AFTER, ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpS
 from jaxspec.drafter_loading import choose_drafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.heads import DraftHead, mtp_states
+from jaxspec.models.decoder import FINAL_NORM, Decoder
+from jaxspec.models.heads import DraftHead, HeadOutput, mtp_states
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.models.hf_values import read_json
 from jaxspec.parallel import make_mesh
@@ -86,15 +87,21 @@ def test_logits_are_those_of_transformers(
     target = load_decoder(path, config, FLOAT32)
     head = load_mtp_head(path, config, FLOAT32, states=states)
     assert head.capture == ((FINAL_NORM,) if normed else (config.num_layers,))
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    tokens = jnp.asarray(TOKENS)
-    none = target.no_states()
-    _, _, captured = decoder.run(target, tokens, positions, none, dense_causal_attend, head.capture)
-    assert captured is not None
-    hidden = head.hidden(captured[:, :-1])
-    out = head.run(target, tokens[:, 1:], hidden, positions[:, :-1], (None,), dense_causal_attend)
+
+    @jax.jit
+    def run(target: Decoder, head: DraftHead) -> tuple[HeadOutput, jax.Array]:
+        positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+        tokens, none = jnp.asarray(TOKENS), target.no_states()
+        read = tokens, positions, none, dense_causal_attend
+        captured = decoder.run(target, *read, head.capture)[2]
+        assert captured is not None
+        read = tokens[:, 1:], head.hidden(captured[:, :-1]), positions[:, :-1], (None,)
+        out = head.run(target, *read, dense_causal_attend)
+        return out, head.logits(target, out.normed)
+
+    out, logits = run(target, head)
     np.testing.assert_allclose(out.normed, expected, atol=1e-4)
-    np.testing.assert_allclose(head.logits(target, out.normed), expected_logits, atol=2e-4)
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
     assert (
         np.array_equal(out.hidden, out.normed) == states.own_normed
     )  # what the next draft step reads

@@ -72,13 +72,15 @@ def target(name: str) -> Decoder:
 
 
 def text(params: EngineParams, temperature: float | None) -> tuple[list[list[int]], Any]:
-    """``temperature`` None: one greedy row, and two that sample."""
+    """``temperature`` None: one greedy row, and two that sample, of shorter texts."""
+    limits = None
     if temperature is None:
+        limits = [len(prompt) + 80 for prompt in PROMPTS]
         temperatures = jnp.array([0.0, 0.8, 0.8])
         sampling = sampling_of(0.8, len(PROMPTS)).replace(temperature=temperatures)
     else:
         sampling = sampling_of(temperature, len(PROMPTS))
-    generated, state = generate(params, PROMPTS, page_size=4, sampling=sampling)
+    generated, state = generate(params, PROMPTS, page_size=4, sampling=sampling, max_lens=limits)
     return generated, state.rows.stats
 
 
