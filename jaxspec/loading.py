@@ -11,7 +11,12 @@ from jax.typing import DTypeLike
 
 from jaxspec.built_in import BUILT_IN_MODEL, is_built_in
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
+from jaxspec.config.speculation import (
+    PLAIN,
+    SpeculationConfig,
+    default_drafting_rows,
+    default_speculation,
+)
 from jaxspec.draft_reads import draft_weight_bytes
 from jaxspec.drafter_loading import (
     choose_drafter,
@@ -106,9 +111,11 @@ def load(
         check_drafter(drafter)
     scales = read_kv_scales(kv_dtype, kv_scales)
     meshes = stage_meshes(mesh, drafter_mesh)
+    most_drafting_rows = None
     if speculation is None:
-        built_in = is_built_in(model, drafter)
-        speculation = default_speculation(platform_of(meshes[-1]), built_in=built_in)
+        platform, built_in = platform_of(meshes[-1]), is_built_in(model, drafter)
+        speculation = default_speculation(platform, built_in=built_in)
+        most_drafting_rows = default_drafting_rows(platform)
     if stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
     chosen = _choose_kernels(kernels, meshes[0])
@@ -143,6 +150,7 @@ def load(
         kernels=chosen,
         mesh=meshes[-1],
         stages=stages,
+        most_drafting_rows=most_drafting_rows,
     )
     return with_kv_dtype(params if scales is None else _scaled(params, scales), kv_dtype)
 

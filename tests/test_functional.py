@@ -19,6 +19,7 @@ from jaxspec.speculation import round
 from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 from tests.programs import FAST_COMPILE
+from tests.random_models import empty_state, jit_decode, jit_prefill, make_params
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 320
 COUNTS = np.array([12, 5], np.int32)
@@ -89,6 +90,23 @@ def test_many_rounds_in_one_call_equal_one_at_a_time(params):
 
 
 @pytest.mark.slow
+def test_many_rows_draft_where_a_shape_is_asked_for():
+    params = make_params("ngram", SpeculationConfig.chain(3)).replace(most_drafting_rows=2)
+
+    def drafted(num_rows: int, **options: Any) -> tuple[int, list[list[int]]]:
+        prompts = np.tile(np.array([[5, 9, 5, 9, 5]], np.int32), (num_rows, 1))
+        state = admit(params, empty_state(params, 3, 24), range(num_rows), prompts, [5] * num_rows)
+        state, _ = jit_prefill(params, state, width=8)
+        run = functools.partial(jit_decode, max_rounds=20, **options)
+        state, emitted = run(params, state, 20, np.arange(num_rows))
+        return int(emitted.drafted.sum()), state.rows.tokens[:num_rows].tolist()
+
+    (some, few), (none, texts) = drafted(2), drafted(3)
+    asked, same = drafted(3, shape=params.speculation.shape)
+    assert some and asked and not none
+    assert texts == same and texts[:2] == few
+
+
 def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeypatch):
     plain = load(checkpoints[0])
 

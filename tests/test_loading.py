@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, SamplingParams, load
+from jaxspec import LLM, SamplingParams, SpeculationConfig, load
 from jaxspec.config.engine import EngineConfig
 from jaxspec.loading import resolve_dtype
 from jaxspec.prompt_checks import check_prompts
@@ -122,3 +122,9 @@ def test_a_tokenizer_that_does_not_load_is_an_error(without_tokenizer: Path, tmp
     (broken / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no tokenizer that loads"):
         check_prompts(broken, [[1]], SamplingParams())
+
+
+def test_only_a_default_tree_is_left_out_for_many_rows():
+    assert load(drafter="ngram").most_drafting_rows == 4  # on a CPU
+    asked = load(drafter="ngram", speculation=SpeculationConfig.chain(3))
+    assert asked.most_drafting_rows is None and asked.shape_for(64) is None

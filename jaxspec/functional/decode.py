@@ -72,7 +72,8 @@ def decode(
         GPU the host then need not wait for the launch: it decides after each round of any other
         call whether there is another.
       shape: shape of this call's draft trees, within ``params.speculation``; config.PLAIN drafts
-        nothing. None: the largest. In float32 the text does not depend on it.
+        nothing. None: the largest, but PLAIN for more rows than ``params.most_drafting_rows``. In
+        float32 the text does not depend on it.
       columns: width of the page table that the program sees, None: all of it. Rows that would
         outgrow it wait.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
@@ -102,8 +103,10 @@ def decode(
     check_sizes(columns=columns)
     if max_rounds is None:
         max_rounds = int(np.asarray(num_rounds))
+    rows = listed_rows(params, state, rows)
+    num_rows = len(state.rows.status if rows is None else rows)
     call = params.call(
-        shape,
+        params.shape_for(num_rows) if shape is None else shape,
         greedy=greedy,
         controls=controls,
         logprobs=logprobs,
@@ -114,7 +117,6 @@ def decode(
     )
     function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns, checked)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
-    rows = listed_rows(params, state, rows)
     check_order(state, rows, decodes=max_rounds > 0)
     specs = (P(), None if rows is None else row_spec(params))
     return on_mesh(function, params, state, (limit, rows), specs, emitted_specs(params, call))

@@ -31,6 +31,8 @@ class EngineParams(Pytree):
       mesh: the devices; None: one device.
       stages: of a pipeline, those before the target's own layers (see models.stages). An Engine
         runs them; the functions of this package need parameters without any.
+      most_drafting_rows: rows up to which ``decode`` drafts where no shape is asked for, as load
+        sets it for its default tree; None: any number. An Engine names the shape of each call.
     """
 
     target: Decoder
@@ -39,6 +41,7 @@ class EngineParams(Pytree):
     kernels: Kernels = static(default=Kernels())
     mesh: Mesh | None = static(default=None)
     stages: tuple[Stage, ...] = ()
+    most_drafting_rows: int | None = static(default=None)
 
     @property
     def last_stage(self) -> "EngineParams":
@@ -64,6 +67,11 @@ class EngineParams(Pytree):
     def drafter_name(self) -> str:
         kind = type(self.drafter)
         return f"{kind.__module__}.{kind.__qualname__}"
+
+    def shape_for(self, num_rows: int) -> TreeShape | None:
+        """The shape of a call of ``decode`` that names none; None: the largest."""
+        most = self.most_drafting_rows
+        return PLAIN if most is not None and num_rows > most else None
 
     def call(
         self,
