@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from jaxspec.config.checks import is_integer
 from jaxspec.functional.params import EngineParams, Integers
 from jaxspec.models.decoder import Decoder
 from jaxspec.number_text import first_of
@@ -43,7 +44,7 @@ class Problems:
 
     def whole(self, name: str, value: Any, least: int, cure: str = "") -> None:
         """``value`` must be an int of at least ``least``."""
-        if is_whole(value) and value >= least:
+        if is_integer(value) and value >= least:
             return
         self.add(f"{name} must be an int, at least {least}{cure}, got {value!r}")
 
@@ -79,10 +80,6 @@ class Problems:
             place = tuple(wrong[0].tolist())
             index = f"[{', '.join(map(str, place))}]" if place else ""
             self.add(f"{name}{index} is {values[place]}: {rule}")
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def known(value: Any) -> np.ndarray | None:
