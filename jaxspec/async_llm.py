@@ -23,7 +23,7 @@ from jaxspec.prompt_checks import for_each
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.structured import GrammarCompiler
-from jaxspec.tokenizer.text import Prompt
+from jaxspec.tokenizer.prompts import Prompt
 
 LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
 GRAMMAR_THREADS = 2

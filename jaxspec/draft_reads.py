@@ -1,10 +1,10 @@
 """How many bytes of weights drafting reads in a round, on each device."""
 
 from jaxspec.exchanges import without_exchanges
-from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import Attention
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantization.scaled import only_eight_bits
 from jaxspec.speculation.drafters import (
     BlockDrafter,

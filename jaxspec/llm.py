@@ -32,7 +32,8 @@ from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.shared_programs import FollowingPrograms, make_programs
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
-from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, open_tokenizer, tokenize
+from jaxspec.tokenizer.prompts import Conversation, Prompt
+from jaxspec.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
 from jaxspec.warm_up import GREEDY_AND_SAMPLED
 
 if TYPE_CHECKING:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.cache import Geometry, pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.functional.pipelined import init_stage
-from jaxspec.number_text import gigabytes
 from jaxspec.parallel import Layout, named_shardings
+from jaxspec.parallel.bytes import gigabytes
 
 USABLE = 0.9  # of the free memory; the rest is for what programs compute with
 USABLE_MAPS = 0.5  # of the memory maps that Linux allows a process
@@ -219,20 +218,6 @@ def _bytes(make: Callable[[], Any], layout: Layout, mesh: Mesh | None, *, togeth
         devices = mesh.size if together else 1
     leaves = zip(shapes, jax.tree.leaves(state), strict=True)
     return devices * sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in leaves)
-
-
-def local_bytes(tree: Any) -> int:
-    """Bytes of the tree's arrays on one device."""
-    return sum(
-        -(-math.prod(leaf.sharding.shard_shape(leaf.shape)) * _bits(leaf.dtype) // 8)
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
-def _bits(dtype: jnp.dtype) -> int:
-    """Bits of an element on a device: two integers of 4 bits share a byte."""
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return jnp.iinfo(dtype).bits if is_integer else 8 * jnp.dtype(dtype).itemsize
 
 
 def free_bytes(device: Any) -> int | None:

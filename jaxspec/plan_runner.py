@@ -15,11 +15,10 @@ from jaxspec.past_outputs import PastOutputs
 from jaxspec.plan_timer import PlanTimer
 from jaxspec.program_sizes import Load, Reads
 from jaxspec.programs import Programs
-from jaxspec.row_snapshots import RowSnapshots
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.state import ERRORS, Emitted, Ending, Status
-from jaxspec.swapping import SwappedRows
+from jaxspec.swapping import RowSnapshots, SwappedRows
 
 
 class Launched(NamedTuple):

@@ -7,7 +7,8 @@ from jaxspec.config.checks import check_count
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.scheduling.requests import SamplingParams, check_is_sampling, check_requests
-from jaxspec.tokenizer.text import Prompt, TextTokenizer, open_tokenizer, tokenize
+from jaxspec.tokenizer.prompts import Prompt
+from jaxspec.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
 from jaxspec.weights.hub import resolve_directory
 
 DEFAULT_MAX_LENGTH = 2048

@@ -14,7 +14,7 @@ from jaxspec.prompt_checks import for_each
 from jaxspec.scheduling.balancer import Balancer, Share
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.tokenizer.text import Prompt
+from jaxspec.tokenizer.prompts import Prompt
 
 WHOLE = ("stop", "length")  # how texts end that are done
 

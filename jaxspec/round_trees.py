@@ -1,14 +1,13 @@
-"""The rounds of a request: what they committed, their draft trees, and these as JSON."""
+"""What calls emitted, added to the requests that they served: rounds, draft trees and
+log-probabilities."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxspec.calls import Call
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.generation import Generation, RoundTree, Running
-from jaxspec.logprobs import take_logprobs
+from jaxspec.generation import Generation, RoundTree, Running, TokenLogprob
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted
@@ -62,49 +61,37 @@ def _integers(values: Any, count: int) -> tuple[int, ...]:
     return tuple(np.asarray(values)[:count].tolist())
 
 
-class RoundTexts:
-    """Turns the rounds of one request into JSON, in their order.
-
-    Args:
-      decode: token ids to text, special tokens included.
-      prompt: of the request.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
-        self._before = Detokenizer(decode, prompt)
-        self._last: int | None = None  # the last token, which is not in it yet
-
-    def add(self, trees: Iterable[RoundTree]) -> list[dict[str, Any]]:
-        """The next rounds, each ``{"nodes": [{"token", "text", "parent", "probability"}], "path",
-        "bonus": {"token", "text"}, "committed"}``; see RoundTree.
-
-        A token's text is what it adds to the text before it: U+FFFD where it leaves a character
-        unfinished, and the whole character for the token that ends it.
-        """
-        return [self._add(tree) for tree in trees]
-
-    def _add(self, tree: RoundTree) -> dict[str, Any]:
-        if self._last not in (None, tree.tokens[0]):  # the root was sampled as a prompt was read
-            self._before.push([self._last])
-        nodes, after = [], []
-        rows = zip(tree.tokens, tree.parents, tree.probabilities, strict=True)
-        for token, parent, probability in rows:
-            state, text = _follow(self._before if parent < 0 else after[parent], token)
-            after.append(state)
-            nodes.append(
-                {"token": token, "text": text, "parent": parent, "probability": probability}
-            )
-        _, text = _follow(after[tree.path[-1]], tree.bonus)
-        tokens = [tree.tokens[0], *tree.committed_tokens]
-        self._before.push(tokens[:-1])
-        self._last = tokens[-1]
-        path, committed = list(tree.path), tree.committed
-        bonus = {"token": tree.bonus, "text": text}
-        return {"nodes": nodes, "path": path, "bonus": bonus, "committed": committed}
+def take_logprobs(generation: Generation, emitted: Emitted, place: int) -> None:
+    """Add those of a row, in ``place`` of what one call emitted, as far as they are asked for."""
+    sampling = generation.sampling
+    if generation.logprobs is not None:
+        counts = np.asarray(emitted.counts)[:, place]
+        kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
+        arrays = (emitted.tokens, emitted.logprobs, emitted.top_tokens, emitted.top_logprobs)
+        own = [np.asarray(x)[:, place][kept] for x in arrays]
+        generation.logprobs.extend(_entries(*own, alternatives=sampling.logprobs or 0))
+    if sampling.prompt_logprobs is not None and emitted.prompt is not None:
+        prompt = emitted.prompt
+        kept = np.asarray(prompt.valid)[place]
+        arrays = (prompt.logprobs, prompt.top_tokens, prompt.top_logprobs)
+        own = [np.asarray(x)[place][kept] for x in arrays]
+        known = len(generation.prompt_logprobs or ())
+        tokens = np.array(generation.prompt[known : known + len(own[0])], np.int32)
+        own = [x[: len(tokens)] for x in own]
+        generation.add_prompt_logprobs(
+            _entries(tokens, *own, alternatives=sampling.prompt_logprobs)
+        )
 
 
-def _follow(before: Detokenizer, token: int) -> tuple[Detokenizer, str]:
-    """A token after a text: what follows both, and what the token adds."""
-    after = before.copy()
-    text = after.push([token])
-    return after, text or after.held
+def _entries(
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    top_tokens: np.ndarray,
+    top_logprobs: np.ndarray,
+    alternatives: int,
+) -> Iterator[TokenLogprob]:
+    """Of tokens [n], with the first of their alternatives [n, K]."""
+    rows = (x.tolist() for x in (tokens, logprobs, top_tokens, top_logprobs))
+    for token, logprob, ids, values in zip(*rows, strict=True):
+        top = zip(ids[:alternatives], values[:alternatives], strict=True)
+        yield TokenLogprob(token, logprob, tuple(top))

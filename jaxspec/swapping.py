@@ -1,4 +1,9 @@
-"""Rows in host memory. Their pages are moved a part at a time, by the same two programs for all."""
+"""Copies in host memory: of rows that were swapped out, and of what rows keep outside of pages.
+
+The pages of swapped rows are moved a part at a time, by the same two programs for all. Snapshots
+hold the states of recurrent layers. The scheduler says which slot is for which, and gives slots up;
+see scheduling/snapshots.py.
+"""
 
 import functools
 import time
@@ -7,12 +12,13 @@ import jax
 import numpy as np
 
 from jaxspec import functional
+from jaxspec.cache import ModelState
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.functional.pipelined import init_stage, save_from_stage
 from jaxspec.new_rows import empty_state
 from jaxspec.program_sizes import Sizes
 from jaxspec.programs import Programs
-from jaxspec.scheduling.plan import SwapIn, SwapOut
+from jaxspec.scheduling.plan import Snapshot, SwapIn, SwapOut
 from jaxspec.scheduling.preemption import PreemptionCosts
 
 MEASURED = 3  # times that a part is moved to see what it costs; the fastest counts
@@ -90,4 +96,41 @@ def part_bytes(params: EngineParams, sizes: Sizes) -> int:
         size = sizes.num_pages, sizes.page_size, sizes.num_rows
         states = jax.eval_shape(functools.partial(init_stage, stage, *size))
         saved.append(jax.eval_shape(save_from_stage, stage, states, row, pages)[1])
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+
+
+class RowSnapshots:
+    """States of recurrent layers that the plans of a scheduler have copied, by slot."""
+
+    def __init__(self, programs: Programs):
+        self.programs = programs
+        self._saved: dict[int, ModelState] = {}
+        self._leaving: set[int] = set()  # their copies are still in device memory
+
+    @property
+    def bytes(self) -> int:
+        """In use, those of slots included that were given up and not used again."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._saved))
+
+    def take(self, step: Snapshot) -> None:
+        """Start copying a row's states to host memory."""
+        self._saved[step.slot] = self.programs.take_states(step.row)
+        self._leaving.add(step.slot)
+
+    def finish(self) -> None:
+        """Wait for what was started, and give the device's copies up."""
+        for slot in self._leaving:
+            self._saved[slot] = jax.device_get(self._saved[slot])
+        self._leaving.clear()
+
+    def put(self, slot: int, row: int) -> None:
+        """Give a row the states of a slot."""
+        self.programs.put_states(self._saved[slot], row)
+
+
+def snapshot_bytes(params: EngineParams, sizes: Sizes) -> int:
+    """Bytes of a snapshot. Nothing is allocated."""
+    state = jax.eval_shape(lambda: empty_state(params, sizes))
+    row = np.zeros(1, np.int32)
+    saved = jax.eval_shape(functional.take_states, params, state, row)[1]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))

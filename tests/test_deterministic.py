@@ -12,8 +12,8 @@ from jaxspec import LLM
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_verify_width
-from jaxspec.deterministic import deterministic_params, fixed_chunk
 from jaxspec.engine import Engine
+from jaxspec.engine_limits import deterministic_params, fixed_chunk
 from jaxspec.generation import Generation
 from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder

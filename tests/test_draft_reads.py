@@ -9,7 +9,7 @@ import pytest
 from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.draft_reads import draft_weight_bytes, head_passes
-from jaxspec.memory import local_bytes
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.drafters import (
     DraftModelDrafter,

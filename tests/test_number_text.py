@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxspec.number_text import gigabytes, megabytes, or_blank, span, with_interval
+from jaxspec.number_text import or_blank, span, with_interval
+from jaxspec.parallel.bytes import gigabytes, megabytes
 
 
 def test_a_value_stands_before_its_interval():

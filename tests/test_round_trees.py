@@ -19,11 +19,11 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation, RoundTree
-from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import EngineState
 from jaxspec.structured import StructuredOutput
 from jaxspec.tokenizer import TextTokenizer
+from jaxspec.tree_text import RoundTexts
 from tests.checkpoints import tiny_byte_llama
 from tests.engines import CHAIN, LENGTH, new_engine
 from tests.layouts import on_mesh

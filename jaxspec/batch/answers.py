@@ -9,7 +9,7 @@ from jaxspec.completion import Completion, generated_tokens
 from jaxspec.generation import TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.tokenizer.text import Prompt
+from jaxspec.tokenizer.prompts import Prompt
 
 
 class Generator(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.structured import StructuredOutput
-from jaxspec.tokenizer.text import Conversation, Prompt
+from jaxspec.tokenizer.prompts import Conversation, Prompt
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 IDS = ("id", "custom_id")

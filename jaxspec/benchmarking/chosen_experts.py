@@ -15,13 +15,13 @@ from jax import Array, lax
 
 from jaxspec import functional
 from jaxspec.functional import EngineParams
-from jaxspec.memory import local_bytes
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
 from jaxspec.models.mlps.routing import Routes
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.pytree import pytree, static
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.state import EngineState

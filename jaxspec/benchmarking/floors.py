@@ -17,11 +17,11 @@ from jaxspec.cache import Geometry
 from jaxspec.draft_reads import draft_weight_bytes, head_passes
 from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
-from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention
 from jaxspec.parallel import WHOLE
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.speculation.drafters import BlockDrafter, EagleDrafter, NoDrafter

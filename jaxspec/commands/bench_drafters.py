@@ -38,8 +38,9 @@ from jaxspec.commands.shell import (
 from jaxspec.comparison import compile_race, race
 from jaxspec.config.engine import EngineConfig
 from jaxspec.drafter_loading import choose_drafter
-from jaxspec.memory import bytes_of_token, local_bytes
+from jaxspec.memory import bytes_of_token
 from jaxspec.models.decoder import Decoder
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.tokenizer.text import TextTokenizer
 from jaxspec.training.draft_data import held_out_prompts, spread_rows

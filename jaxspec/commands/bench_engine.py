@@ -51,11 +51,11 @@ from jaxspec.commands.shell import (
     table_console,
 )
 from jaxspec.config.model import ModelConfig
-from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.number_text import gigabytes, or_blank
+from jaxspec.number_text import or_blank
 from jaxspec.parallel import grid_of, replica_meshes
+from jaxspec.parallel.bytes import gigabytes, local_bytes
 from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
 

@@ -45,9 +45,9 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.generation import Generation
-from jaxspec.memory import local_bytes
 from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.parallel import make_mesh, stage_meshes
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.pipeline.programs import PipelinePrograms
 from jaxspec.program_sizes import Kind, Load
 from jaxspec.scheduling.requests import SamplingParams

@@ -29,7 +29,7 @@ from jaxspec.commands.shell import (
     run_command,
     typed_command,
 )
-from jaxspec.number_text import megabytes
+from jaxspec.parallel.bytes import megabytes
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.quantizer.gptq import GptqConfig, Order
 from jaxspec.quantizer.methods import Method

@@ -14,7 +14,7 @@ from jaxspec.commands.shell import command_parser, given_option, run_command, ty
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.hf_values import read_json
-from jaxspec.number_text import megabytes
+from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, num_parameters
 from jaxspec.training.precision import resolve_precision

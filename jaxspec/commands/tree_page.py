@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxspec import Completion
-from jaxspec.round_trees import RoundTexts
+from jaxspec.tree_text import RoundTexts
 
 PAGE = Path(__file__).parents[1] / "serving" / "page"  # the server's page draws with the same code
 

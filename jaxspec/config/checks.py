@@ -1,6 +1,7 @@
-"""Checks of values that users give."""
+"""Checks of values that users give, and lists in the errors about them."""
 
 import reprlib
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -27,3 +28,9 @@ def check_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value!r}")
+
+
+def first_of(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first texts of a list that may be long: ``a, b and 3 more``."""
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")

@@ -14,10 +14,9 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxspec.config.checks import is_integer
+from jaxspec.config.checks import first_of, is_integer
 from jaxspec.functional.params import EngineParams, Integers
 from jaxspec.models.decoder import Decoder
-from jaxspec.number_text import first_of
 from jaxspec.parallel import mesh_layout
 from jaxspec.sampling import Sampling
 from jaxspec.state import EngineState, Status

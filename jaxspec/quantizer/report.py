@@ -7,7 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from jaxspec.number_text import megabytes, with_interval
+from jaxspec.number_text import with_interval
+from jaxspec.parallel.bytes import megabytes
 from jaxspec.text_scores import Perplexity
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxspec.completion import Completion, TextChunk, TextOptions
 from jaxspec.generation import TokenLogprob
-from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving import results
 from jaxspec.serving.errors import ApiError
@@ -42,6 +41,7 @@ from jaxspec.serving.tool_grammar import is_free, known_tool_grammar, tool_gramm
 from jaxspec.serving.tools import Part, ToolFormat, ToolParser, offered_tools, tool_format
 from jaxspec.structured import StructuredOutput
 from jaxspec.structured.spec import JSON_KINDS
+from jaxspec.tree_text import RoundTexts
 
 
 @dataclasses.dataclass(frozen=True)

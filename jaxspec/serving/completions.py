@@ -9,7 +9,6 @@ from typing import Any
 from jaxspec.completion import Completion, TextChunk
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.generation import TokenLogprob
-from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving import results
 from jaxspec.serving.protocol.base import FieldError
@@ -30,6 +29,7 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
+from jaxspec.tree_text import RoundTexts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from jaxspec.completion import Completion, generated_tokens
 from jaxspec.detokenizer import REPLACEMENT, Detokenizer
 from jaxspec.generation import ErrorKind, TokenLogprob
 from jaxspec.llm import LLM
-from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.errors import ApiError, CutShort
 from jaxspec.serving.protocol.chat import ChatChoice
@@ -23,6 +22,7 @@ from jaxspec.serving.protocol.sampling import (
     Speculation,
     Usage,
 )
+from jaxspec.tree_text import RoundTexts
 
 # Of a request that ended with an error: its HTTP status, and the error's ``code``.
 _ERRORS: Mapping[ErrorKind, tuple[int, str | None]] = MappingProxyType(

@@ -22,7 +22,7 @@ from jaxspec.noise import Stream, uniform
 from jaxspec.parallel import Layout
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
-from jaxspec.speculation.tree import DraftTree, unpack_mask
+from jaxspec.speculation.tree import DraftTree, path_to, unpack_mask
 
 
 @pytree
@@ -115,20 +115,6 @@ def _deepest_path(tree: DraftTree, matches: Array) -> tuple[Array, Array]:
     ancestors = unpack_mask(tree.ancestors, size)  # [B, N, N]
     reachable = jnp.all(~ancestors | matches[:, None, :], axis=-1)
     return path_to(tree, jnp.argmax(jnp.where(reachable, tree.depth, -1), axis=1))
-
-
-def path_to(tree: DraftTree, leaf: Array) -> tuple[Array, Array]:
-    """Nodes from the root to ``leaf`` [B], by depth: (int32 [B, A], depth [B])."""
-    size = tree.tokens.shape[1]
-    depths = jnp.arange(tree.max_depth + 1)
-    if tree.is_chain:  # a node's index is its depth
-        leaf = leaf.astype(jnp.int32)
-        return jnp.where(depths <= leaf[:, None], depths, 0), leaf
-    words = jnp.take_along_axis(tree.ancestors, leaf[:, None, None], axis=1)[:, 0]
-    on_path = unpack_mask(words, size)  # [B, N]
-    at_depth = on_path[:, None, :] & (tree.depth[:, None, :] == depths[:, None])  # [B, A, N]
-    path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
-    return path, jnp.take_along_axis(tree.depth, leaf[:, None], axis=1)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ from jax import Array
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.speculation.acceptance import path_to
-from jaxspec.speculation.tree import DraftTree
+from jaxspec.speculation.tree import DraftTree, path_to
 from jaxspec.state import EngineState
 
 

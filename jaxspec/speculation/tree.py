@@ -158,3 +158,17 @@ def unpack_mask(words: Array, size: int) -> Array:
     """The inverse of pack_mask: uint32 [..., words] -> bool [..., size]."""
     bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :size] == 1
+
+
+def path_to(tree: DraftTree, leaf: Array) -> tuple[Array, Array]:
+    """Nodes from the root to ``leaf`` [B], by depth: (int32 [B, A], depth [B])."""
+    size = tree.tokens.shape[1]
+    depths = jnp.arange(tree.max_depth + 1)
+    if tree.is_chain:  # a node's index is its depth
+        leaf = leaf.astype(jnp.int32)
+        return jnp.where(depths <= leaf[:, None], depths, 0), leaf
+    words = jnp.take_along_axis(tree.ancestors, leaf[:, None, None], axis=1)[:, 0]
+    on_path = unpack_mask(words, size)  # [B, N]
+    at_depth = on_path[:, None, :] & (tree.depth[:, None, :] == depths[:, None])  # [B, A, N]
+    path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
+    return path, jnp.take_along_axis(tree.depth, leaf[:, None], axis=1)[:, 0]

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         tokenizer_json,
         turn_end,
     )
-    from jaxspec.tokenizer.text import Conversation, Message, Prompt, TextTokenizer, tokenize
+    from jaxspec.tokenizer.prompts import Conversation, Message, Prompt
+    from jaxspec.tokenizer.text import TextTokenizer, tokenize
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -24,9 +25,8 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.tokenizer.hugging_face": (
             *("Tokenizer", "load_tokenizer", "tokenize_chats", "tokenizer_json", "turn_end"),
         ),
-        "jaxspec.tokenizer.text": (
-            *("Conversation", "Message", "Prompt", "TextTokenizer", "tokenize"),
-        ),
+        "jaxspec.tokenizer.prompts": ("Conversation", "Message", "Prompt"),
+        "jaxspec.tokenizer.text": ("TextTokenizer", "tokenize"),
     },
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from jaxspec.tokenizer.text import Conversation, check_unicode
+from jaxspec.tokenizer.prompts import Conversation, check_unicode
 from jaxspec.weights.hub import resolve_directory
 
 

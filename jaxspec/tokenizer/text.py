@@ -9,15 +9,12 @@ import tokenizers
 
 from jaxspec import tokenizer as package  # its names load transformers when they are asked for
 from jaxspec.models.hf_values import read_json
+from jaxspec.tokenizer.prompts import Prompt, check_unicode
 from jaxspec.tokenizer.token_bytes import TokenBytes
 from jaxspec.weights.hub import resolve_directory
 
 if TYPE_CHECKING:
     from jaxspec.tokenizer.hugging_face import Tokenizer
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 
 # Keys of tokenizer_config.json that change no token, as long as the tokens they name are there.
 _NAMES = {"bos_token", "eos_token", "pad_token", "unk_token"}
@@ -175,13 +172,3 @@ def _tokenize(tokenizer: TextTokenizer, index: int, prompt: Prompt) -> list[int]
         )
     tolist = getattr(prompt, "tolist", None)  # of arrays: jax's give arrays one by one, not numbers
     return list(prompt) if tolist is None else tolist()
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Raises ValueError for text that cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
-        ) from None

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend
-from jaxspec.number_text import megabytes
+from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import fingerprint
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, target_states

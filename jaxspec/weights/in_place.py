@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.number_text import first_of
+from jaxspec.config.checks import first_of
 from jaxspec.pytree import array_text, is_static
 from jaxspec.weight_places import weight_place
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from jaxspec.number_text import first_of
+from jaxspec.config.checks import first_of
 from jaxspec.parallel import Layout
 from jaxspec.pytree import is_static
 from pallas_kernels.selection import Kernels

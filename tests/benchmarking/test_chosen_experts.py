@@ -25,13 +25,13 @@ from jaxspec.benchmarking.random_params import random_decoder, random_head_of_ki
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import model_shape
 from jaxspec.functional import EngineParams
-from jaxspec.memory import local_bytes
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import make_pass
 from jaxspec.models.mlps import Experts
 from jaxspec.parallel import WHOLE
+from jaxspec.parallel.bytes import local_bytes
 from pallas_kernels.selection import NO_KERNELS
 from tests.marks import slow
 

@@ -19,9 +19,9 @@ from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.memory import local_bytes
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.hf_config import parse_model_config, with_mtp_layer
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.speculation.drafters import BlockDrafter
 from pallas_kernels.selection import NO_KERNELS
 

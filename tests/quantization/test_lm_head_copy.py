@@ -19,11 +19,11 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.memory import local_bytes
 from jaxspec.models import decoder
 from jaxspec.models.heads.lm_head import target_logits
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import make_mesh
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.lm_head_copy import with_lm_head_copy

@@ -11,8 +11,8 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.loading import load
-from jaxspec.row_snapshots import snapshot_bytes
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.swapping import snapshot_bytes
 from tests.engines import seal
 from tests.marks import slow
 from tests.random_models import random_prompts

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.speculation.acceptance import path_to
 from jaxspec.speculation.tree import (
     DraftTree,
     make_chain,
     make_tree,
     pack_mask,
     pad_tree,
+    path_to,
     root_only,
     unpack_mask,
 )

@@ -11,12 +11,12 @@ from safetensors.numpy import load_file
 from jaxspec import LLM, SamplingParams, SpeculationConfig, drafter_loading, loading
 from jaxspec.config.model import ModelConfig
 from jaxspec.draft_reads import draft_weight_bytes
-from jaxspec.memory import local_bytes
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.hf_config import load_model_config, read_json
 from jaxspec.models.mixers import Attention
 from jaxspec.models.pipeline import chosen_layers
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
+from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter
 from jaxspec.weights.block import (

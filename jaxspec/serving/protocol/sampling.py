@@ -106,7 +106,7 @@ class Speculation(ResponseBody):
       drafted: tokens that were drafted.
       acceptance_length: tokens committed in a round, on average, the bonus token included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
-      trees: of each round, see round_trees.RoundTexts; a chunk of a stream has them alone.
+      trees: of each round, see tree_text.RoundTexts; a chunk of a stream has them alone.
     """
 
     optional: ClassVar = frozenset(
