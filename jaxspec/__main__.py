@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import jaxspec
-from jaxspec.commands.importing import INTERRUPTED, MissingExtra, import_command
+from jaxspec.commands.shared.importing import INTERRUPTED, MissingExtra, import_command
 
 # What each command does. Its module has the same name, with underscores, in jaxspec/commands/.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(name: str, arguments: Sequence[str]) -> int:
     """Import and run one command. Modules of other commands are not imported."""
-    module = "jaxspec.commands." + name.replace(" ", "_").replace("-", "_")
+    module = "jaxspec.commands." + name.replace(" ", ".").replace("-", "_")
     try:
         command = import_command(module, f"jaxspec {name}")
     except MissingExtra as error:

@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 
 import jaxspec
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, EngineParams, SpeculationConfig
-from jaxspec.speculation.acceptance import Accepted
-from jaxspec.speculation.round import accept, verify
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import EngineState
-from jaxspec.tokenizer import load_tokenizer
+from jaxspec.decoding.acceptance import Accepted
+from jaxspec.decoding.round import accept, verify
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.llm.tokenizer import load_tokenizer
 
 PROMPT = "import json\n\n\ndef read_config(path):\n"
 BLACK, GREEN, GREY, ORANGE = "#1f2328", "#1a7f37", "#8c959f", "#bc4c00"

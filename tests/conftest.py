@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import pytest
 
-from jaxspec.commands.run_facts import source_commit
-from jaxspec.memory import USABLE_MAPS, maps_are_scarce
-from tests.compilations import Compilations, compilations_meanwhile
+from jaxspec.commands.shared.run_facts import source_commit
+from jaxspec.engine.memory import USABLE_MAPS, maps_are_scarce
+from tests.helpers.compilations import Compilations, compilations_meanwhile
 
 if TYPE_CHECKING:
     from jaxspec import LLM
@@ -113,7 +113,7 @@ def few_slow_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint whose tokens are bytes."""
-    from tests.checkpoints import tiny_byte_llama  # it imports torch  # noqa: PLC0415
+    from tests.helpers.checkpoints import tiny_byte_llama  # it imports torch  # noqa: PLC0415
 
     return tiny_byte_llama(tmp_path_factory.mktemp("bytes"), eos_token_id=256)
 
@@ -121,8 +121,8 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def byte_llm(byte_model: Path) -> "LLM":
     """It drafts by lookup; its few programs, for requests of any kind, serve several files."""
-    from jaxspec.structured import StructuredOutput  # noqa: PLC0415
-    from tests.engines import FULL, seal, tiny_llm  # noqa: PLC0415
+    from jaxspec.config.structured_output import StructuredOutput  # noqa: PLC0415
+    from tests.helpers.engines import FULL, seal, tiny_llm  # noqa: PLC0415
 
     llm = tiny_llm(byte_model)
     seal(llm.engine, dataclasses.replace(FULL, structured=StructuredOutput(json_object=True)))

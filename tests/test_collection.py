@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 ROOT = Path(__file__).parent.parent
 MISSING = ("fastapi", "httpx", "hypothesis", "matplotlib", "openai", "optax", "uvicorn")
@@ -38,7 +38,7 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("paths", "missing"),
     [
-        (("tests/test_sharding.py", "tests/test_plot_tree.py"), "matplotlib"),
+        (("tests/parallel/test_sharding.py", "tests/commands/test_plot_tree.py"), "matplotlib"),
         slow(("tests",), "openai"),
     ],
 )
@@ -54,5 +54,5 @@ def test_collecting_needs_one_device_and_no_package_of_the_tests(
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "tests/test_sharding.py::test_a_grid_of_one_line_is_no_grid[4]" in result.stdout
+    assert "tests/parallel/test_sharding.py::test_a_grid_of_one_line_is_no_grid[4]" in result.stdout
     assert f"no {missing}: install jaxspec[test]" in result.stdout

@@ -20,81 +20,81 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest layer first. A module may import from its own layer and from lower ones, listed before it.
 LAYERS = (
     "pallas_kernels",
-    "jaxspec.lazy",
-    "jaxspec.version",
-    "jaxspec.number_text",
-    "jaxspec.byte_letters",
-    "jaxspec.built_in",
-    "jaxspec.pytree",
+    "jaxspec._lazy",
+    "jaxspec._version",
+    "jaxspec.evaluation.number_format",
+    "jaxspec.engine.structured.byte_letters",
+    "jaxspec.checkpoints.built_in",
+    "jaxspec.parallel.pytree",
     "jaxspec.config",
     "jaxspec.parallel",
-    "jaxspec.collectives",
-    "jaxspec.weight_places",
+    "jaxspec.parallel.collectives",
+    "jaxspec.parallel.weight_layout",
     "jaxspec.cache",
-    "jaxspec.tensors",
-    "jaxspec.wrapped_sources",
+    "jaxspec.models.tensors",
+    "jaxspec.models.wrapped_tensors",
     "jaxspec.models",
-    "jaxspec.quantization",
-    "jaxspec.weights",
-    "jaxspec.detokenizer",
-    "jaxspec.tokenizer",
-    "jaxspec.noise",
-    "jaxspec.sampling",
-    "jaxspec.past_text",
-    "jaxspec.state",
-    "jaxspec.speculation",
+    "jaxspec.models.quantized",
+    "jaxspec.checkpoints",
+    "jaxspec.llm.tokenizer.detokenizer",
+    "jaxspec.llm.tokenizer",
+    "jaxspec.decoding.sampling.noise",
+    "jaxspec.decoding.sampling",
+    "jaxspec.decoding.past_text",
+    "jaxspec.decoding.state",
+    "jaxspec.decoding",
     "jaxspec.functional",
-    "jaxspec.exchanges",
-    "jaxspec.program_weights",
-    "jaxspec.processes",
-    "jaxspec.memory",
-    "jaxspec.draft_reads",
-    "jaxspec.drafter_loading",
-    "jaxspec.loading",
-    "jaxspec.compiler_options",
-    "jaxspec.benchmarking",
-    "jaxspec.structured",
+    "jaxspec.decoding.all_reduce_buffers",
+    "jaxspec.engine.programs.weights",
+    "jaxspec.parallel.processes",
+    "jaxspec.engine.memory",
+    "jaxspec.checkpoints.draft_bytes",
+    "jaxspec.checkpoints.load_drafter",
+    "jaxspec.checkpoints.load",
+    "jaxspec.engine.programs.xla_options",
+    "jaxspec.evaluation.benchmarks",
+    "jaxspec.engine.structured",
     "jaxspec.scheduling",
-    "jaxspec.generation",
-    "jaxspec.program_sizes",
-    "jaxspec.new_rows",
-    "jaxspec.calls",
-    "jaxspec.pipeline_use",
-    "jaxspec.programs",
-    "jaxspec.pipeline",
-    "jaxspec.shared_programs",
-    "jaxspec.masked_programs",
-    "jaxspec.masked_rounds",
-    "jaxspec.swapping",
-    "jaxspec.past_outputs",
-    "jaxspec.plan_timer",
-    "jaxspec.plan_runner",
-    "jaxspec.ahead",
-    "jaxspec.round_trees",
-    "jaxspec.tree_text",
-    "jaxspec.draft_watch",
-    "jaxspec.progress",
-    "jaxspec.engine_limits",
-    "jaxspec.warm_up",
-    "jaxspec.measuring",
-    "jaxspec.adaptive_shapes",
+    "jaxspec.engine.generation",
+    "jaxspec.engine.programs.sizes",
+    "jaxspec.engine.programs.arguments",
+    "jaxspec.engine.programs.call",
+    "jaxspec.engine.programs.pipeline.use",
+    "jaxspec.engine.programs.programs",
+    "jaxspec.engine.programs.pipeline",
+    "jaxspec.engine.programs.several_processes",
+    "jaxspec.engine.programs.structured",
+    "jaxspec.engine.plans.structured_rounds",
+    "jaxspec.engine.plans.host_copies",
+    "jaxspec.engine.plans.past_outputs",
+    "jaxspec.engine.plans.timer",
+    "jaxspec.engine.plans.runner",
+    "jaxspec.engine.warm_up.compile_early",
+    "jaxspec.engine.emitted",
+    "jaxspec.llm.tree_text",
+    "jaxspec.engine.draft_watch",
+    "jaxspec.llm.progress_bar",
+    "jaxspec.engine.limits",
+    "jaxspec.engine.warm_up.compile_all",
+    "jaxspec.engine.warm_up.measure_costs",
+    "jaxspec.engine.adaptive_trees",
     "jaxspec.engine",
-    "jaxspec.async_engine",
-    "jaxspec.load_test",
-    "jaxspec.client_load",
-    "jaxspec.completion",
-    "jaxspec.prompt_checks",
+    "jaxspec.engine.async_engine",
+    "jaxspec.evaluation.load_test",
+    "jaxspec.evaluation.closed_loop",
+    "jaxspec.llm.completion",
+    "jaxspec.llm.prompt_checks",
     "jaxspec.llm",
-    "jaxspec.async_llm",
-    "jaxspec.replicated_llm",
-    "jaxspec.bootstrap",
-    "jaxspec.text_scores",
+    "jaxspec.llm.async_llm",
+    "jaxspec.llm.replicas",
+    "jaxspec.evaluation.bootstrap",
+    "jaxspec.evaluation.perplexity",
     "jaxspec.evaluation",
-    "jaxspec.comparison",
-    "jaxspec.kv_calibration",
-    "jaxspec.batch",
+    "jaxspec.evaluation.speedup",
+    "jaxspec.quantize.kv_calibration",
+    "jaxspec.llm.batch",
     "jaxspec.training",
-    "jaxspec.quantizer",
+    "jaxspec.quantize",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",
     "jaxspec.commands",
@@ -104,20 +104,25 @@ LAYERS = (
 )
 # Host code. It may use nothing of jaxspec but these, and only these may use it.
 SCHEDULING = "jaxspec.scheduling"
-STRUCTURED = "jaxspec.structured"
+STRUCTURED = "jaxspec.engine.structured"
 HOST_MAY_USE = {
-    STRUCTURED: {STRUCTURED, "jaxspec.byte_letters"},
+    STRUCTURED: {STRUCTURED, "jaxspec.engine.structured.byte_letters"},
     SCHEDULING: {SCHEDULING, STRUCTURED, "jaxspec.config"},
 }
-SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.generation") :]}
+SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.engine.generation") :]}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 
 # The one place where model code calls kernels by operation name; mixers and MLPs know none.
-KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
+KERNEL_CALLERS = {"jaxspec.models.forward_pass", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
-JIT_HOMES = {"jaxspec.programs", "jaxspec.pipeline", "jaxspec.training", "jaxspec.benchmarking"}
-JIT_HOMES |= {"jaxspec.quantizer"}
+JIT_HOMES = {
+    "jaxspec.engine.programs.programs",
+    "jaxspec.engine.programs.pipeline",
+    "jaxspec.training",
+    "jaxspec.evaluation.benchmarks",
+}
+JIT_HOMES |= {"jaxspec.quantize"}
 
 MAX_LINES = 400
 
@@ -129,7 +134,7 @@ def python_files(*folders: str) -> list[Path]:
 SOURCES = python_files("pallas_kernels", "jaxspec", "scripts")
 LIBRARY_SOURCES = python_files("pallas_kernels", "jaxspec")
 JAXSPEC_SOURCES = python_files("jaxspec")
-HOST_SOURCES = python_files("jaxspec/scheduling", "jaxspec/structured")
+HOST_SOURCES = python_files("jaxspec/scheduling", "jaxspec/engine/structured")
 
 
 def label(path: Path) -> str:
@@ -227,7 +232,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "folder",
-    ["pallas_kernels", "jaxspec", "jaxspec/scheduling", "jaxspec/structured", "scripts"],
+    ["pallas_kernels", "jaxspec", "jaxspec/scheduling", "jaxspec/engine/structured", "scripts"],
 )
 def test_the_sources_are_found(folder: str):
     assert python_files(folder), f"no Python file in {folder}/: the rules below would check nothing"
@@ -360,14 +365,14 @@ def test_host_code_runs_without_jax():
         ("jaxspec.cache.pages", "jaxspec.models.decoder", False),
         ("jaxspec.models.decoder", "jaxspec.cache.pages", True),
         ("jaxspec.models.decoder", "jaxspec.LLM", False),
-        ("jaxspec.speculation.drafters.eagle", "jaxspec.speculation.tree", True),
-        ("jaxspec.state", "jaxspec.speculation.tree", False),
+        ("jaxspec.decoding.drafters.eagle", "jaxspec.decoding.trees.tree", True),
+        ("jaxspec.decoding.state", "jaxspec.decoding.trees.tree", False),
         ("jaxspec.scheduling.pages", "jax.numpy", False),
-        ("jaxspec.scheduling.pages", "jaxspec.sampling", False),
+        ("jaxspec.scheduling.pages", "jaxspec.decoding.sampling", False),
         ("jaxspec.scheduling.pages", "jaxspec.config.cache.CacheConfig", True),
-        ("jaxspec.scheduling.requests", "jaxspec.structured.StructuredOutput", True),
-        ("jaxspec.structured.matcher", "jax.numpy", False),
-        ("jaxspec.structured.matcher", "jaxspec.tokenizer", False),
+        ("jaxspec.config.sampling_params", "jaxspec.engine.structured.StructuredOutput", True),
+        ("jaxspec.engine.structured.matcher", "jax.numpy", False),
+        ("jaxspec.engine.structured.matcher", "jaxspec.llm.tokenizer", False),
         ("jaxspec.training.loop", "jaxspec.scheduling.request", True),
         ("jaxspec.engine", "jaxspec.scheduling.request", True),
         ("jaxspec", "jaxspec.llm.LLM", True),

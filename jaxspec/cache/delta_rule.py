@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.delta_rule import Tokens
 
 LONGEST_CHUNK = 64  # of ``sequences``: longer ones take more work, shorter ones more steps

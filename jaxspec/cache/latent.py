@@ -11,7 +11,7 @@ from jax import Array
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.cache.paged import moved_slots
 from jaxspec.parallel import Layout, named_shardings
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels
 

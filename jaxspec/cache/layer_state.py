@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxspec.parallel import Layout
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.cache.spread import move_rows
 from jaxspec.parallel import Axes, Layout, named_shardings
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.float8 import BYTES
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels

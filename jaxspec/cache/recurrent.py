@@ -34,7 +34,7 @@ from jaxspec.cache.delta_rule import (
 )
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.parallel import Layout, named_shardings
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run, misfit
 from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
 

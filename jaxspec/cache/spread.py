@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.collectives import all_reduce, shard_offset
 from jaxspec.parallel import Axes
+from jaxspec.parallel.collectives import all_reduce, shard_offset
 from pallas_kernels.rope_kv_write.reference import read_rows, write_rows
 
 

@@ -6,19 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.checkpoints.checkpoint_files import canonical_tensors, quantization_of, scan
+from jaxspec.checkpoints.copies import warn_of_changed_copies
+from jaxspec.checkpoints.safetensors_io import check_not_quantized, load_tree, placements, save_tree
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.block_head import block_config, says_block, to_hf_block
 from jaxspec.models.heads import BlockHead, block_head_shapes
-from jaxspec.models.hf_blocks import block_config, says_block, to_hf_block
-from jaxspec.models.hf_values import naming, read_json
+from jaxspec.models.json.values import naming, read_json
 from jaxspec.models.linear import Linear
+from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.models.tensors import splitting
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import splitting
-from jaxspec.weights.checkpoint_files import canonical_tensors, quantization_of, scan
-from jaxspec.weights.copies import warn_of_changed_copies
-from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, placements, save_tree
-from jaxspec.weights.tied_head import EMBEDDINGS, HEAD
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", HEAD)

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.models.hf_values import naming, one_line, read_json, shown, shown_name
-from jaxspec.quantization.formats import canonical, named_quantization
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.checkpoints.formats import canonical, named_quantization
+from jaxspec.models.json.values import naming, one_line, read_json, shown, shown_name
+from jaxspec.models.tensors import CheckpointTensor
 
 # A dtype that safetensors does not read for NumPy.
 E4M3 = "F8_E4M3"

@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Mapping
 
-from jaxspec.tensors import CheckpointTensor
-from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, QUANTIZED_HEAD, same_values
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, QUANTIZED_HEAD, same_values
+from jaxspec.models.tensors import CheckpointTensor
 
 COMPARED_DTYPES = {"F32", "F16", "BF16"}
 

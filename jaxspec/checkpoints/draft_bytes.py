@@ -1,18 +1,18 @@
 """How many bytes of weights drafting reads in a round, on each device."""
 
-from jaxspec.exchanges import without_exchanges
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mixers import Attention
-from jaxspec.parallel.bytes import local_bytes
-from jaxspec.quantization.scaled import only_eight_bits
-from jaxspec.speculation.drafters import (
+from jaxspec.decoding.all_reduce_buffers import without_exchanges
+from jaxspec.decoding.drafters import (
     BlockDrafter,
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
     MixedDrafter,
 )
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.mixers import Attention
+from jaxspec.models.quantized.scaled import only_eight_bits
+from jaxspec.parallel.bytes import local_bytes
 
 
 def draft_weight_bytes(drafter: Drafter, steps: int, lm_head: int) -> int:

@@ -9,25 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.config.model import ModelConfig
-from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
-from jaxspec.models.hf_config import read_json, to_hf_config
-from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias
-from jaxspec.models.hf_values import naming, shown_name
-from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import CheckpointTensor, Source, choosing, splitting
-from jaxspec.weight_places import put_weight
-from jaxspec.weights.checkpoint_files import canonical_tensors
-from jaxspec.weights.copies import warn_of_changed_copies
-from jaxspec.weights.safetensors_io import (
+from jaxspec.checkpoints.checkpoint_files import canonical_tensors
+from jaxspec.checkpoints.copies import warn_of_changed_copies
+from jaxspec.checkpoints.safetensors_io import (
     check_not_quantized,
     load_tree,
     open_checkpoint,
     placements,
     save_tree,
 )
-from jaxspec.weights.tied_head import EMBEDDINGS
+from jaxspec.checkpoints.tied_head import EMBEDDINGS
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
+from jaxspec.models.from_config.model import read_json, to_hf_config
+from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
+from jaxspec.models.json.values import naming, shown_name
+from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.models.tensors import CheckpointTensor, Source, choosing, splitting
+from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.parallel.weight_layout import put_weight
 
 MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
 

@@ -22,12 +22,12 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax import Array
 
+from jaxspec.checkpoints.flax_layouts import Order, Shape, order_of_axes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.quantization.kv_cache import has_float8_cache, with_scales_of, without_kv_scales
-from jaxspec.tensors import joining, splitting, tensor_shapes
-from jaxspec.weights.flax_layouts import Order, Shape, order_of_axes
-from jaxspec.weights.in_place import place_of
+from jaxspec.models.quantized.kv_cache import has_float8_cache, with_scales_of, without_kv_scales
+from jaxspec.models.tensors import joining, splitting, tensor_shapes
+from jaxspec.parallel.placement import place_of
 
 ROW = re.compile(r"(.*)\[(\d+)\]")  # the path of an array that stacks several, and an index
 

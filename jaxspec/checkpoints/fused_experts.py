@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.config.experts import ExpertsConfig, Fused
 from jaxspec.config.model import ModelConfig
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.models.tensors import CheckpointTensor
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?")
 

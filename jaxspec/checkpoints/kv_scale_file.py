@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.cache import KVScales
-from jaxspec.models.hf_values import read_json, shown
+from jaxspec.models.json.values import read_json, shown
 
 FORMAT = "jaxspec-kv-scales-1"
 PARTS = ("target", "drafter")

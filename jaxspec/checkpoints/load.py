@@ -9,7 +9,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxspec.built_in import BUILT_IN_MODEL, is_built_in
+from jaxspec.checkpoints.built_in import BUILT_IN_MODEL, is_built_in
+from jaxspec.checkpoints.draft_bytes import draft_weight_bytes
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.checkpoints.kv_scale_file import KVScaleFile
+from jaxspec.checkpoints.load_drafter import (
+    choose_drafter,
+    in_bits,
+    load_drafter,
+    platform_of,
+    with_lm_head_in_bits,
+)
+from jaxspec.checkpoints.safetensors_io import load_decoder, load_pipeline
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import (
     PLAIN,
@@ -17,21 +28,15 @@ from jaxspec.config.speculation import (
     default_drafting_rows,
     default_speculation,
 )
-from jaxspec.draft_reads import draft_weight_bytes
-from jaxspec.drafter_loading import (
-    choose_drafter,
-    in_bits,
-    load_drafter,
-    platform_of,
-    with_lm_head_in_bits,
-)
-from jaxspec.functional import EngineParams
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.drafters.checks import check_drafter
+from jaxspec.decoding.drafters.names import check_name
+from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.pipeline import check_layers, chosen_layers
-from jaxspec.models.stages import Stage
-from jaxspec.parallel import devices_of_model, mesh_layout, stage_meshes
-from jaxspec.quantization.kv_cache import (
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.pipeline_cut import check_layers, chosen_layers
+from jaxspec.models.pipeline_stage import Stage
+from jaxspec.models.quantized.kv_cache import (
     FP8,
     check_kv_dtype,
     count_attentions,
@@ -39,12 +44,7 @@ from jaxspec.quantization.kv_cache import (
     with_float8_cache,
     with_kv_scales,
 )
-from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.speculation.drafters import Drafter
-from jaxspec.speculation.drafters.checks import check_drafter
-from jaxspec.speculation.drafters.names import check_name
-from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
+from jaxspec.parallel import devices_of_model, mesh_layout, stage_meshes
 from pallas_kernels.selection import Kernels
 
 

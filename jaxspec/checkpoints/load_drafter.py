@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.built_in import BUILT_IN_HEAD, is_built_in
+from jaxspec.checkpoints.block import check_block_copies, holds_block_head, load_block_head
+from jaxspec.checkpoints.built_in import BUILT_IN_HEAD, is_built_in
+from jaxspec.checkpoints.eagle import check_own_embeddings, head_method, load_eagle_head
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.checkpoints.mtp import MtpChoice, has_mtp_layers, holds_only_mtp_layers, load_mtp_heads
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.hf_values import read_json, shown
-from jaxspec.quantization.lm_head_copy import with_lm_head_copy
-from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.quantization.schemes import in_four_bits, to_four_bits
-from jaxspec.speculation.drafters import (
+from jaxspec.decoding.drafters import (
     BlockDrafter,
     Drafter,
     DraftModelDrafter,
@@ -23,23 +22,14 @@ from jaxspec.speculation.drafters import (
     MixedDrafter,
     NoDrafter,
 )
-from jaxspec.speculation.drafters.names import (
-    check_name,
-    lookup_drafter,
-    mixed_lookup,
-    split_mixed,
-)
-from jaxspec.speculation.expand import check_top_k
-from jaxspec.weights.block import check_block_copies, holds_block_head, load_block_head
-from jaxspec.weights.eagle import check_own_embeddings, head_method, load_eagle_head
-from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.mtp import (
-    MtpChoice,
-    has_mtp_layers,
-    holds_only_mtp_layers,
-    load_mtp_heads,
-)
-from jaxspec.weights.safetensors_io import load_decoder
+from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lookup, split_mixed
+from jaxspec.decoding.trees.grow import check_top_k
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.json.values import read_json, shown
+from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
+from jaxspec.models.quantized.scaled import in_eight_bits
+from jaxspec.models.quantized.schemes import in_four_bits, to_four_bits
 from pallas_kernels.selection import default_device
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with

@@ -10,8 +10,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.copies import warn_of_changed_copies
+from jaxspec.checkpoints.fused_experts import unfused
+from jaxspec.checkpoints.safetensors_io import (
+    check_not_quantized,
+    load_tree,
+    open_checkpoint,
+    placements,
+    save_tree,
+)
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import ALL_MTP_STATES, MtpConfig, MtpStates
+from jaxspec.models.from_config.model import load_model_config, with_mtp_layer
 from jaxspec.models.heads import (
     DraftHead,
     MtpFront,
@@ -19,22 +31,10 @@ from jaxspec.models.heads import (
     mtp_head_config,
     mtp_states,
 )
-from jaxspec.models.hf_config import load_model_config, with_mtp_layer
-from jaxspec.models.mtp_names import mtp_tensors
+from jaxspec.models.json.mtp_names import mtp_tensors
+from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.models.tensors import choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import choosing, splitting
-from jaxspec.weights.checkpoint_files import scan
-from jaxspec.weights.copies import warn_of_changed_copies
-from jaxspec.weights.fused_experts import unfused
-from jaxspec.weights.safetensors_io import (
-    check_not_quantized,
-    load_tree,
-    open_checkpoint,
-    placements,
-    save_tree,
-)
-from jaxspec.weights.tied_head import EMBEDDINGS, HEAD
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config.checks import first_of
 from jaxspec.parallel import Layout
-from jaxspec.pytree import is_static
+from jaxspec.parallel.pytree import is_static
 from pallas_kernels.selection import Kernels
 
 CHOICES = "jaxspec_choices.json"

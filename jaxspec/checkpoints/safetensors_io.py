@@ -20,19 +20,21 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
+from jaxspec.checkpoints.checkpoint_files import canonical_tensors, scan
+from jaxspec.checkpoints.formats.to_linear import as_stored
+from jaxspec.checkpoints.fused_experts import unfused
+from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.hf_config import to_hf_config
-from jaxspec.models.hf_values import shown_name
-from jaxspec.models.mtp_names import mtp_tensors
-from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
-from jaxspec.parallel import Shards, mesh_layout, named_shardings
-from jaxspec.quantization.float8 import E4M3, Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear, in_kernel_order
-from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.quantization.scaled import ScaledLinear
-from jaxspec.quantization.stored import as_stored
-from jaxspec.tensors import (
+from jaxspec.models.from_config.model import to_hf_config
+from jaxspec.models.json.mtp_names import mtp_tensors
+from jaxspec.models.json.values import shown_name
+from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
+from jaxspec.models.quantized.float8 import E4M3, Float8Linear
+from jaxspec.models.quantized.grouped import GroupedLinear, in_kernel_order
+from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.models.quantized.scaled import ScaledLinear
+from jaxspec.models.tensors import (
     CheckpointTensor,
     Piece,
     Source,
@@ -41,11 +43,9 @@ from jaxspec.tensors import (
     splitting,
     tensor_shapes,
 )
-from jaxspec.weight_places import default_place, put_weight, weight_place
-from jaxspec.weights.checkpoint_files import canonical_tensors, scan
-from jaxspec.weights.fused_experts import unfused
-from jaxspec.weights.in_place import place_of
-from jaxspec.weights.tied_head import HEAD, with_stored_head
+from jaxspec.parallel import Shards, mesh_layout, named_shardings
+from jaxspec.parallel.placement import place_of
+from jaxspec.parallel.weight_layout import default_place, put_weight, weight_place
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))

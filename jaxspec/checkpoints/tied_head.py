@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.models.tensors import CheckpointTensor
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUANTIZED_HEAD = "lm_head.values"  # see quantization.formats

@@ -22,16 +22,21 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxspec import BUILT_IN_HEAD, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
+from jaxspec.checkpoints.eagle import save_eagle_head
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.shell import (
+    add_model_option,
+    command_parser,
+    progress_console,
+    run_command,
+)
 from jaxspec.config.engine import EngineConfig
-from jaxspec.evaluation import Acceptance, measure_acceptance, summarize
-from jaxspec.training.draft_data import Examples, read_examples
-from jaxspec.training.draft_loss import LossConfig
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.evaluation.acceptance import Acceptance, measure_acceptance, summarize
+from jaxspec.training.heads.data import Examples, read_examples
+from jaxspec.training.heads.loss import LossConfig
+from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter
 from jaxspec.training.precision import cast_weights
-from jaxspec.weights.eagle import save_eagle_head
 
 
 def make_parser() -> argparse.ArgumentParser:

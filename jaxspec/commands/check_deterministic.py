@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxspec.benchmarking.workloads import Lengths, drawn_lengths, source_prompts
-from jaxspec.built_in import BUILT_IN_HEAD
 from jaxspec.cache import pages_for
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.checkpoints.built_in import BUILT_IN_HEAD
+from jaxspec.checkpoints.load import load
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     add_model_option,
     collect_parts,
@@ -35,15 +35,15 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
-from jaxspec.comparison import first_difference
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.loading import load
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.tokenizer import TextTokenizer
+from jaxspec.engine.engine import Engine
+from jaxspec.evaluation.benchmarks.workloads import Lengths, drawn_lengths, source_prompts
+from jaxspec.evaluation.speedup import first_difference
+from jaxspec.llm.tokenizer import TextTokenizer
 
 PAGE_SIZE = 16
 PREFIXES = 8  # that half of the prompts begin with

@@ -19,11 +19,20 @@ import jax
 from rich.console import Console
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.engine_config import engine_config, with_memory
-from jaxspec.commands.engine_options import add_kv_options, add_memory_options, add_mode_options
-from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
-from jaxspec.comparison import first_difference, logit_gap
-from jaxspec.evaluation import summarize
+from jaxspec.commands.shared.engine_config import engine_config, with_memory
+from jaxspec.commands.shared.engine_options import (
+    add_kv_options,
+    add_memory_options,
+    add_mode_options,
+)
+from jaxspec.commands.shared.shell import (
+    add_model_option,
+    command_parser,
+    progress_console,
+    run_command,
+)
+from jaxspec.evaluation.acceptance import summarize
+from jaxspec.evaluation.speedup import first_difference, logit_gap
 
 
 def make_parser() -> argparse.ArgumentParser:

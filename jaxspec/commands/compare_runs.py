@@ -17,8 +17,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from jaxspec.benchmarking.run_files import RunFile, compare, read_runs
-from jaxspec.commands.shell import command_parser, device_line, run_command, show_results
+from jaxspec.commands.shared.shell import command_parser, device_line, run_command, show_results
+from jaxspec.evaluation.benchmarks.run_files import RunFile, compare, read_runs
 
 # Columns: the key of a record, its title and its format.
 COLUMNS = (

@@ -32,8 +32,22 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from jaxspec.benchmarking import tpu_ahead
-from jaxspec.benchmarking.ahead_of_time import (
+from jaxspec.commands.shared.compiling_process import (
+    add_compiler_options,
+    run_compiling,
+    run_or_compile,
+)
+from jaxspec.commands.shared.engine_options import (
+    add_kv_dtype,
+    add_layers_option,
+    add_quantization_options,
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
+from jaxspec.commands.shared.head_options import check_head_options
+from jaxspec.commands.shared.shell import command_parser, left_table, show_results
+from jaxspec.evaluation.benchmarks import tpu_ahead
+from jaxspec.evaluation.benchmarks.ahead_of_time import (
     PROGRAMS,
     Job,
     check_wheels,
@@ -41,27 +55,17 @@ from jaxspec.benchmarking.ahead_of_time import (
     compiler_environment,
     read_round,
 )
-from jaxspec.benchmarking.compiled_round import CompiledRound
-from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
-from jaxspec.benchmarking.modes import parse_mode
-from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
-from jaxspec.benchmarking.shapes import SHAPES, model_shape
-from jaxspec.benchmarking.tpu_ahead import (
+from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound
+from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
+from jaxspec.evaluation.benchmarks.modes import parse_mode
+from jaxspec.evaluation.benchmarks.rounds import LARGEST_CHUNK, Workload
+from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.tpu_ahead import (
     TpuProgram,
     check_libtpu,
     libtpu_environment,
     read_program,
 )
-from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
-from jaxspec.commands.engine_options import (
-    add_kv_dtype,
-    add_layers_option,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.head_options import check_head_options
-from jaxspec.commands.shell import command_parser, left_table, show_results
 from jaxspec.parallel import check_divides, grid_of
 
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine

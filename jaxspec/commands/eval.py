@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.engine_options import add_drafter_bits, add_kv_options
-from jaxspec.commands.shell import (
+from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.engine_options import add_drafter_bits, add_kv_options
+from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
     progress_console,
@@ -27,12 +29,10 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.config.engine import EngineConfig
-from jaxspec.drafter_loading import MIXED, choose_drafter
-from jaxspec.evaluation import measure_acceptance
-from jaxspec.loading import resolve_dtype
-from jaxspec.number_text import with_interval
-from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training.draft_data import held_out_prompts
+from jaxspec.evaluation.acceptance import measure_acceptance
+from jaxspec.evaluation.number_format import with_interval
+from jaxspec.llm.tokenizer import load_tokenizer
+from jaxspec.training.heads.data import held_out_prompts
 
 RULES = ("coupled", "top_k", "rejection")
 

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec import LLM
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.shell import (
+from jaxspec.checkpoints.kv_scale_file import KVScaleFile
+from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
     progress_console,
@@ -25,14 +27,12 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.config.engine import EngineConfig
-from jaxspec.kv_calibration import MARGIN, NEW_TOKENS, measured_scales, scores
-from jaxspec.loading import resolve_dtype
-from jaxspec.number_text import span
-from jaxspec.quantization.kv_cache import FP8
-from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.text_scores import difference, summarize
-from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training.draft_data import held_out_prompts
+from jaxspec.evaluation.number_format import span
+from jaxspec.evaluation.perplexity import difference, summarize
+from jaxspec.llm.tokenizer import load_tokenizer
+from jaxspec.models.quantized.kv_cache import FP8
+from jaxspec.quantize.kv_calibration import MARGIN, NEW_TOKENS, measured_scales, scores
+from jaxspec.training.heads.data import held_out_prompts
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -15,17 +15,22 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.built_in import BUILT_IN_MODEL
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.shell import command_parser, progress_console, run_command, show_results
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.number_text import with_interval
-from jaxspec.quantizer.scoring import score
-from jaxspec.text_scores import Scores, difference, summarize
-from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training.draft_data import Examples, read_examples
+from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.shell import (
+    command_parser,
+    progress_console,
+    run_command,
+    show_results,
+)
+from jaxspec.evaluation.number_format import with_interval
+from jaxspec.evaluation.perplexity import Scores, difference, summarize
+from jaxspec.llm.tokenizer import load_tokenizer
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.quantize.scoring import score
+from jaxspec.training.heads.data import Examples, read_examples
 from jaxspec.training.progress import counting, progress_bar
-from jaxspec.weights.hub import resolve_directory
 
 
 def make_parser() -> argparse.ArgumentParser:

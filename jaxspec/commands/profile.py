@@ -23,24 +23,17 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
-from jaxspec.benchmarking.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
-from jaxspec.benchmarking.modes import make_params, parse_mode
-from jaxspec.benchmarking.profile import Cost, Profile, Round, profile_rounds, record, summarize
-from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
-from jaxspec.benchmarking.rounds import Bench, Workload
-from jaxspec.benchmarking.shapes import SHAPES, model_shape
-from jaxspec.benchmarking.timing import timed
-from jaxspec.commands.engine_options import (
+from jaxspec.checkpoints.load import with_kv_dtype
+from jaxspec.commands.shared.engine_options import (
     add_kv_dtype,
     add_layers_option,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
-from jaxspec.commands.head_options import check_head_options
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.commands.shared.head_options import check_head_options
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     command_parser,
     device_line,
     left_table,
@@ -48,8 +41,22 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
-from jaxspec.loading import with_kv_dtype
-from jaxspec.number_text import or_blank
+from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
+from jaxspec.evaluation.benchmarks.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
+from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
+from jaxspec.evaluation.benchmarks.profile import (
+    Cost,
+    Profile,
+    Round,
+    profile_rounds,
+    record,
+    summarize,
+)
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
+from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.timing import timed
+from jaxspec.evaluation.number_format import or_blank
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.engine_options import add_program_options, check_program_options
-from jaxspec.commands.program_cache import keep_compiled_programs, program_folder
-from jaxspec.commands.shell import (
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.engine_options import add_program_options, check_program_options
+from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
+from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
     print_json,
@@ -29,20 +30,19 @@ from jaxspec.commands.shell import (
     run_command,
     typed_command,
 )
+from jaxspec.evaluation.perplexity import difference, summarize
+from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.parallel.bytes import megabytes
-from jaxspec.quantizer.checkpoint import Checkpoint
-from jaxspec.quantizer.gptq import GptqConfig, Order
-from jaxspec.quantizer.methods import Method
-from jaxspec.quantizer.report import Report, perplexity_lines, write_report
-from jaxspec.quantizer.rounding import Grid
-from jaxspec.quantizer.run import Quantization, Text
-from jaxspec.quantizer.scoring import score
-from jaxspec.quantizer.writing import FORMATS, Activations, FormatName, Plan
-from jaxspec.text_scores import difference, summarize
-from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training.draft_data import Examples, read_examples
+from jaxspec.quantize.checkpoint import Checkpoint
+from jaxspec.quantize.gptq import GptqConfig, Order
+from jaxspec.quantize.methods import Method
+from jaxspec.quantize.report import Report, perplexity_lines, write_report
+from jaxspec.quantize.rounding import Grid
+from jaxspec.quantize.run import Quantization, Text
+from jaxspec.quantize.scoring import score
+from jaxspec.quantize.writing import FORMATS, Activations, FormatName, Plan
+from jaxspec.training.heads.data import Examples, read_examples
 from jaxspec.training.progress import counting, progress_bar
-from jaxspec.weights.hub import resolve_directory
 
 OWN_FORMAT: dict[Method, FormatName] = {
     "rtn": "compressed-tensors",

@@ -9,18 +9,18 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.shell import command_parser, given_option, run_command, typed_command
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.shell import command_parser, given_option, run_command, typed_command
 from jaxspec.config.model import ModelConfig, dense_model
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.models.hf_values import read_json
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.json.values import read_json
 from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import data
-from jaxspec.training.lm import TrainConfig, num_parameters
+from jaxspec.training.lm.model import TrainConfig, num_parameters
+from jaxspec.training.lm.report import Card, export
+from jaxspec.training.lm.run import Pretraining, Record, sample
 from jaxspec.training.precision import resolve_precision
-from jaxspec.training.pretrain import Pretraining, Record, sample
 from jaxspec.training.progress import follow
-from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule, deadline_of
 from jaxspec.training.vocabulary import Vocabulary, vocabulary_of
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from jaxspec.config.checks import is_integer, is_number
-from jaxspec.structured.spec import StructuredOutput
+from jaxspec.config.structured_output import StructuredOutput
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
 MOST_LOGPROBS = 20  # alternatives, as in other servers

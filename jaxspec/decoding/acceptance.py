@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec import collectives
 from jaxspec.config.speculation import Proposal, sound_proposals
-from jaxspec.noise import Stream, uniform
-from jaxspec.parallel import Layout
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
-from jaxspec.speculation.tree import DraftTree, path_to, unpack_mask
+from jaxspec.decoding.sampling import Sampling, perturb, probabilities, vocab_ids
+from jaxspec.decoding.sampling.noise import Stream, uniform
+from jaxspec.decoding.trees.tree import DraftTree, path_to, unpack_mask
+from jaxspec.parallel import Layout, collectives
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 
 @pytree

@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxspec.functional import EngineParams
+from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.stages import Stage
-from jaxspec.pytree import is_static
-from jaxspec.quantization.kv_cache import with_scales_of
-from jaxspec.weights.in_place import in_place_of
+from jaxspec.models.pipeline_stage import Stage
+from jaxspec.models.quantized.kv_cache import with_scales_of
+from jaxspec.parallel.placement import in_place_of
+from jaxspec.parallel.pytree import is_static
 from pallas_kernels.reduce_add_rms_norm.exchange import make_exchange
 
 Make = Callable[[Mesh, str, int], Any]  # mesh, axis and width -> an exchange or None

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree, path_to
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.speculation.tree import DraftTree, path_to
-from jaxspec.state import EngineState
 
 
 def score_by_batch_expansion(target: Decoder, state: EngineState, tree: DraftTree) -> Array:

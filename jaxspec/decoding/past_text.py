@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 GAP = -1  # after each text, and where nothing was written; no token equals it
 

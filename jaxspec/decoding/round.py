@@ -6,20 +6,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec import collectives
 from jaxspec.cache import CommittedPath, LayerStates, page_slots
+from jaxspec.decoding.acceptance import Accepted, Verified, acceptance_rule, checked_outcome
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.drafters.checks import checked_proposal, checked_state
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import (
+    History,
+    Logprobs,
+    control_logits,
+    process_logits,
+    token_logprobs,
+)
+from jaxspec.decoding.state import Ending, EngineState, RoundTrees, Statistics, Status, write_tokens
+from jaxspec.decoding.token_masks import restrict
+from jaxspec.decoding.trees.tree import DraftTree, pad_tree, path_tokens, root_only
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.stages import Passage
-from jaxspec.sampling import History, Logprobs, control_logits, process_logits, token_logprobs
-from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule, checked_outcome
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import Drafter
-from jaxspec.speculation.drafters.checks import checked_proposal, checked_state
-from jaxspec.speculation.token_masks import restrict
-from jaxspec.speculation.tree import DraftTree, pad_tree, path_tokens, root_only
-from jaxspec.state import Ending, EngineState, RoundTrees, Statistics, Status, write_tokens
+from jaxspec.models.pipeline_stage import Passage
+from jaxspec.parallel import collectives
 from pallas_kernels.policy import fewest_rows
 
 

@@ -10,9 +10,9 @@ from jax import Array
 
 from jaxspec.cache import ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.past_text import PastText
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sampling import Controls, Sampling
+from jaxspec.decoding.past_text import PastText
+from jaxspec.decoding.sampling import Controls, Sampling
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
 class Status(enum.IntEnum):

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.decoding.sampling import vocab_ids
 from jaxspec.parallel import Layout
-from jaxspec.sampling import vocab_ids
 
 
 def restrict(logits: Array, masks: Array, layout: Layout) -> Array:

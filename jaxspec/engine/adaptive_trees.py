@@ -5,17 +5,17 @@ from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
-from jaxspec.calls import Call
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.functional import EngineParams
-from jaxspec.masked_rounds import sampling_of
-from jaxspec.measuring import measure_rounds
-from jaxspec.programs import Programs
-from jaxspec.scheduling.adaptive import SHORT_CALL, RoundCosts, ShapePolicy
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.plans.structured_rounds import sampling_of
+from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.warm_up.compile_all import Coverage, Progress, compile_all, coverage
+from jaxspec.engine.warm_up.measure_costs import measure_rounds
 from jaxspec.scheduling.plan import Limits, Plan
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.warm_up import Coverage, Progress, compile_all, coverage
+from jaxspec.scheduling.tree_policy import SHORT_CALL, RoundCosts, ShapePolicy
 
 CHAINS = (1, 3, 5)  # tokens of the chains that are choices by default
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
-from jaxspec.engine import Engine
-from jaxspec.generation import FinishReason, Generation
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import FinishReason, Generation
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from jaxspec.calls import Call
-from jaxspec.speculation.drafters import Drafter
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.engine.programs.call import Call
 
 FEWEST, MOST = 100, 200  # rounds that are counted before anything is said, and at most
 LEAST_ACCEPTED = 0.05  # of these rounds accept their first drafted token

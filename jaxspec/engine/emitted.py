@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.calls import Call
-from jaxspec.generation import Generation, RoundTree, Running, TokenLogprob
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.state import Emitted
+from jaxspec.engine.generation import Generation, RoundTree, Running, TokenLogprob
+from jaxspec.engine.programs.call import Call
 from jaxspec.scheduling.plan import Plan
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.state import Emitted
 
 
 def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:

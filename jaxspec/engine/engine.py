@@ -13,35 +13,36 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
-from jaxspec.adaptive_shapes import CallShapes
-from jaxspec.ahead import compile_first
-from jaxspec.calls import Call
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams, check_requests
 from jaxspec.config.speculation import TreeShape
-from jaxspec.draft_watch import DraftWatch
-from jaxspec.engine_limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
-from jaxspec.exchanges import replacement
-from jaxspec.functional import EngineParams
-from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation
-from jaxspec.measuring import measure_preemption
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.decoding.all_reduce_buffers import replacement
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.adaptive_trees import CallShapes
+from jaxspec.engine.draft_watch import DraftWatch
+from jaxspec.engine.emitted import check_trees, take_calls
+from jaxspec.engine.generation import FinishReason, Generation, Grammar, Running, new_generation
+from jaxspec.engine.limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
+from jaxspec.engine.plans.runner import Launched, PlanRunner
+from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.pipeline.programs import own_programs
+from jaxspec.engine.programs.pipeline.use import PipelineUse
+from jaxspec.engine.programs.several_processes import MakePrograms
+from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
+from jaxspec.engine.programs.weights import without_lm_head_copy
+from jaxspec.engine.structured import Matcher
+from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED, Progress
+from jaxspec.engine.warm_up.compile_early import compile_first
+from jaxspec.engine.warm_up.measure_costs import measure_preemption
 from jaxspec.models.decoder import Decoder
-from jaxspec.pipeline.programs import own_programs
-from jaxspec.pipeline_use import PipelineUse
-from jaxspec.plan_runner import Launched, PlanRunner
-from jaxspec.program_sizes import Kind, Load, RoundsKey
-from jaxspec.program_weights import without_lm_head_copy
-from jaxspec.round_trees import check_trees, take_calls
+from jaxspec.parallel.placement import committed
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
-from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
-from jaxspec.shared_programs import MakePrograms
-from jaxspec.speculation.drafters import Drafter
-from jaxspec.structured import Matcher, StructuredOutput
-from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
-from jaxspec.weights.in_place import committed
 
 
 class Engine:

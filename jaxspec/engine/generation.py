@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.state import Ending
+from jaxspec.engine.structured import Matcher
 from jaxspec.scheduling.sequence import Request
-from jaxspec.state import Ending
-from jaxspec.structured import Matcher
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 _REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}

@@ -13,17 +13,17 @@ swapped, not recomputed.
 
 import dataclasses
 
-from jaxspec import memory
 from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_verify_width
-from jaxspec.functional import EngineParams
-from jaxspec.program_sizes import SMALLEST_CHUNK, Sizes
+from jaxspec.decoding.drafters.checks import check_drafter
+from jaxspec.decoding.drafters.whole_chains import with_whole_chains
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine import memory
+from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
+from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Sizes
 from jaxspec.scheduling.plan import Limits
-from jaxspec.speculation.drafters.checks import check_drafter
-from jaxspec.speculation.drafters.whole_chains import with_whole_chains
-from jaxspec.swapping import part_bytes, snapshot_bytes
 
 MOST_STOPS = 16
 # Prompt tokens of a row in a call, for each device that shares them. On GPUs a long prompt is read

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from jaxspec.cache import Geometry, pages_for
 from jaxspec.config.cache import CacheConfig
-from jaxspec.functional import EngineParams, init_pool
-from jaxspec.functional.pipelined import init_stage
+from jaxspec.decoding.functional import EngineParams, init_pool
+from jaxspec.decoding.functional.pipelined import init_stage
 from jaxspec.parallel import Layout, named_shardings
 from jaxspec.parallel.bytes import gigabytes
 

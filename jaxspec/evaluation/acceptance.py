@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec import bootstrap
-from jaxspec.completion import Completion, decode_rate
-from jaxspec.llm import LLM
-from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
+from jaxspec.config.sampling_params import SamplingParams, with_own_seeds
+from jaxspec.evaluation import bootstrap
+from jaxspec.llm.completion import Completion, decode_rate
+from jaxspec.llm.llm import LLM
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
 
 
 @dataclasses.dataclass(frozen=True)

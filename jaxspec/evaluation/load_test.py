@@ -13,13 +13,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxspec.benchmarking.workloads import Arrival
-from jaxspec.calls import Call
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import StructuredOutput
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.programs.call import Call
+from jaxspec.evaluation.benchmarks.workloads import Arrival
 
 PERCENTILES = (50, 90, 99)
 USAGE_EVERY = 0.05  # seconds between two looks at the pages

@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-from jaxspec import bootstrap
-from jaxspec.bootstrap import Interval
+from jaxspec.evaluation import bootstrap
+from jaxspec.evaluation.bootstrap import Interval
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.ahead import compile_program, compiling_threads
-from jaxspec.completion import Completion, decode_rate, decode_seconds
-from jaxspec.evaluation import Acceptance, summarize
-from jaxspec.llm import LLM, Prompt
+from jaxspec.config.sampling_params import SamplingParams, with_own_seeds
+from jaxspec.engine.warm_up.compile_all import Progress, batch_keys
+from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
+from jaxspec.evaluation.acceptance import Acceptance, summarize
+from jaxspec.llm.completion import Completion, decode_rate, decode_seconds
+from jaxspec.llm.llm import LLM, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
-from jaxspec.warm_up import Progress, batch_keys
 
 
 @dataclasses.dataclass(frozen=True)

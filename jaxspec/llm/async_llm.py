@@ -8,22 +8,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from jaxspec.async_engine import AsyncEngine, Chunk
-from jaxspec.completion import (
-    WHOLE_TEXT,
-    Completion,
-    GrowingText,
-    TextChunk,
-    TextOptions,
-    best,
-)
-from jaxspec.engine import Engine
-from jaxspec.llm import LLM
-from jaxspec.prompt_checks import for_each
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.async_engine import AsyncEngine, Chunk
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.structured import GrammarCompiler
+from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.llm import LLM
+from jaxspec.llm.prompt_checks import for_each
+from jaxspec.llm.tokenizer.prompts import Prompt
 from jaxspec.scheduling.plan import QueueFull
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import GrammarCompiler
-from jaxspec.tokenizer.prompts import Prompt
 
 LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
 GRAMMAR_THREADS = 2

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxspec.detokenizer import Detokenizer, StopStrings
-from jaxspec.generation import ErrorKind, Generation, RoundTree, Timings, TokenLogprob
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.generation import ErrorKind, Generation, RoundTree, Timings, TokenLogprob
+from jaxspec.llm.tokenizer.detokenizer import Detokenizer, StopStrings
 
 
 @dataclasses.dataclass(frozen=True)

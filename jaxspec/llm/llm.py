@@ -11,33 +11,33 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
-from jaxspec.built_in import BUILT_IN_MODEL
-from jaxspec.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
+from jaxspec.checkpoints.kv_scale_file import KVScaleFile
+from jaxspec.checkpoints.load import load
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams
-from jaxspec.generation import Generation
-from jaxspec.loading import load
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.programs.several_processes import FollowingPrograms, make_programs
+from jaxspec.engine.structured import GrammarCompiler
+from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED
+from jaxspec.llm import tokenizer as tokenizing  # chats load transformers when they are asked for
+from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.progress_bar import progress_bar
+from jaxspec.llm.prompt_checks import allowed_length, check_sampling, for_each
+from jaxspec.llm.tokenizer.detokenizer import Detokenizer
+from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
+from jaxspec.llm.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
 from jaxspec.models.decoder import Decoder
-from jaxspec.processes import Processes
-from jaxspec.progress import progress_bar
-from jaxspec.prompt_checks import allowed_length, check_sampling, for_each
-from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.shared_programs import FollowingPrograms, make_programs
-from jaxspec.speculation.drafters import Drafter
-from jaxspec.structured import GrammarCompiler
-from jaxspec.tokenizer.prompts import Conversation, Prompt
-from jaxspec.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
-from jaxspec.warm_up import GREEDY_AND_SAMPLED
+from jaxspec.parallel.processes import Processes
 
 if TYPE_CHECKING:
-    from jaxspec.tokenizer import Tokenizer
+    from jaxspec.llm.tokenizer import Tokenizer
 
 
 class LLM:

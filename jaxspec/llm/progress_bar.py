@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from jaxspec.generation import Generation
+from jaxspec.engine.generation import Generation
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.config.checks import check_count
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.scheduling.requests import SamplingParams, check_is_sampling, check_requests
-from jaxspec.tokenizer.prompts import Prompt
-from jaxspec.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
-from jaxspec.weights.hub import resolve_directory
+from jaxspec.config.sampling_params import SamplingParams, check_is_sampling, check_requests
+from jaxspec.llm.tokenizer.prompts import Prompt
+from jaxspec.llm.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
+from jaxspec.models.from_config.model import load_model_config
 
 DEFAULT_MAX_LENGTH = 2048
 

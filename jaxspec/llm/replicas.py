@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.completion import WHOLE_TEXT, Completion, TextChunk, TextOptions
-from jaxspec.generation import ErrorKind
-from jaxspec.llm import LLM
-from jaxspec.prompt_checks import for_each
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.generation import ErrorKind
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.completion import WHOLE_TEXT, Completion, TextChunk, TextOptions
+from jaxspec.llm.llm import LLM
+from jaxspec.llm.prompt_checks import for_each
+from jaxspec.llm.tokenizer.prompts import Prompt
 from jaxspec.scheduling.balancer import Balancer, Share
 from jaxspec.scheduling.plan import QueueFull
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.tokenizer.prompts import Prompt
 
 WHOLE = ("stop", "length")  # how texts end that are done
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.generation import RoundTree
+from jaxspec.engine.generation import RoundTree
+from jaxspec.llm.tokenizer.detokenizer import Detokenizer
 
 
 class RoundTexts:

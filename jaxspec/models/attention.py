@@ -14,11 +14,11 @@ from jax import Array, lax
 
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import own_slots
-from jaxspec.collectives import shard_offset
 from jaxspec.config.latent import LatentConfig
-from jaxspec.models.forward import Heads, LatentHeads
+from jaxspec.models.forward_pass import Heads, LatentHeads
 from jaxspec.parallel import Axes
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.collectives import shard_offset
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention

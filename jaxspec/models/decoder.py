@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.collectives import (
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.attention import PagedAttend
+from jaxspec.models.forward_pass import Attend, make_pass
+from jaxspec.models.layer import Layer, layer_shape, run_layers
+from jaxspec.models.linear import AnyLinear, Linear, linear_shape
+from jaxspec.models.pipeline_stage import Passage, new_passage
+from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.tensors import Filler, One
+from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
+from jaxspec.parallel.collectives import (
     all_gather,
     all_reduce,
     all_tokens,
@@ -21,16 +30,7 @@ from jaxspec.collectives import (
     reduce_scatter,
     shard_offset,
 )
-from jaxspec.config.model import ModelConfig
-from jaxspec.models.attention import PagedAttend
-from jaxspec.models.forward import Attend, make_pass
-from jaxspec.models.layer import Layer, layer_shape, run_layers
-from jaxspec.models.linear import AnyLinear, Linear, linear_shape
-from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.stages import Passage, new_passage
-from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 

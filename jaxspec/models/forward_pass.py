@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import KVScales
-from jaxspec.collectives import all_tokens
 from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig
@@ -32,6 +31,7 @@ from jaxspec.models.linear import (
 from jaxspec.models.norms import norm_all_heads, rms_norm
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
+from jaxspec.parallel.collectives import all_tokens
 from pallas_kernels.activations import Clamp
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.model import LayerConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
+from jaxspec.models.tensors import Filler
 from jaxspec.parallel import ONE_SHARD, Shards
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
 @pytree

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.collectives import all_gather, all_reduce, all_tokens, reduce_scatter
+from jaxspec.models.tensors import Filler, Source
 from jaxspec.parallel import UNSPLIT, Axes, Layout
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, Source
+from jaxspec.parallel.collectives import all_gather, all_reduce, all_tokens, reduce_scatter
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32, precision_of, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.split_k import choose_split_k

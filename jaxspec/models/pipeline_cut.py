@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.layer import layer_shape
-from jaxspec.models.stages import Stage
+from jaxspec.models.pipeline_stage import Stage
 from jaxspec.parallel import Shards, mesh_layout
 
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.attention import PagedAttend
-from jaxspec.models.forward import make_pass
+from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.parallel import WHOLE, Layout
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.tensors import Piece, Source, Split, Tensors
+from jaxspec.models.tensors import Piece, Source, Split, Tensors
 
 
 @dataclasses.dataclass(frozen=True)

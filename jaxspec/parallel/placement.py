@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config.checks import first_of
-from jaxspec.pytree import array_text, is_static
-from jaxspec.weight_places import weight_place
+from jaxspec.parallel.pytree import array_text, is_static
+from jaxspec.parallel.weight_layout import weight_place
 
 MOST_SHOWN = 4  # differences that an error lists
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.parallel.layout import WHOLE, Layout
-from jaxspec.pytree import is_static
+from jaxspec.parallel.pytree import is_static
 
 
 def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:

@@ -7,7 +7,7 @@ of the projections that share it, and then, for each group of weights, a limit t
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.quantizer.rounding import Grid, as_rounded, by_group, fit, nearest
+from jaxspec.quantize.rounding import Grid, as_rounded, by_group, fit, nearest
 
 RATIOS = 20  # of the search for scales: 0, 1/20, ...
 SMALLEST = 1e-4

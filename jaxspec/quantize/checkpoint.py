@@ -11,29 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import AttentionConfig
-from jaxspec.config.model import ModelConfig
-from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.hf_blocks import says_block
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.hf_values import read_json
-from jaxspec.models.layer import Layer
-from jaxspec.models.mtp_names import mtp_tensors
-from jaxspec.parallel import ONE_SHARD
-from jaxspec.quantization.stored import as_stored
-from jaxspec.quantizer.layers import FLOAT32, LayerKind
-from jaxspec.tensors import CheckpointTensor, choosing, splitting, tensor_shapes
-from jaxspec.weights.checkpoint_files import (
+from jaxspec.checkpoints.checkpoint_files import (
     StoredTensor,
     canonical_tensors,
     quantization_of,
     scan,
 )
-from jaxspec.weights.eagle import head_method
-from jaxspec.weights.fused_experts import unfused
-from jaxspec.weights.safetensors_io import check_tensors, load_tree, placements
-from jaxspec.weights.tied_head import HEAD, with_stored_head
+from jaxspec.checkpoints.eagle import head_method
+from jaxspec.checkpoints.formats.to_linear import as_stored
+from jaxspec.checkpoints.fused_experts import unfused
+from jaxspec.checkpoints.safetensors_io import check_tensors, load_tree, placements
+from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
+from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.from_config.block_head import says_block
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.json.mtp_names import mtp_tensors
+from jaxspec.models.json.values import read_json
+from jaxspec.models.layer import Layer
+from jaxspec.models.tensors import CheckpointTensor, choosing, splitting, tensor_shapes
+from jaxspec.parallel import ONE_SHARD
+from jaxspec.quantize.layers import FLOAT32, LayerKind
 
 LAYERS = "model.layers."
 PROJECTIONS = (

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.quantizer.compiled import program
-from jaxspec.quantizer.rounding import Grid, Rounded, by_group, fit, nearest, rounded
+from jaxspec.quantize.compiled import program
+from jaxspec.quantize.rounding import Grid, Rounded, by_group, fit, nearest, rounded
 
 Order = Literal["inputs", "static", "mixed"]
 BLOCK = 128  # columns whose errors are spread together

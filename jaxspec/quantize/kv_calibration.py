@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from jaxspec.cache import KVScales, PagedKV
-from jaxspec.llm import LLM
-from jaxspec.quantization.kv_cache import has_float8_cache
-from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
-from jaxspec.text_scores import Scores
+from jaxspec.checkpoints.kv_scale_file import KVScaleFile
+from jaxspec.config.sampling_params import SamplingParams, with_own_seeds
+from jaxspec.evaluation.perplexity import Scores
+from jaxspec.llm.llm import LLM
+from jaxspec.models.quantized.kv_cache import has_float8_cache
 from pallas_kernels.float8 import LARGEST
 
 MARGIN = 1.25  # room above the largest entry that was seen; larger ones saturate

@@ -17,12 +17,12 @@ from jax import Array
 
 from jaxspec.config.model import LayerConfig
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.forward import ForwardPass, make_pass
+from jaxspec.models.forward_pass import ForwardPass, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, Product
+from jaxspec.models.tensors import Source, choosing, joining
 from jaxspec.parallel import WHOLE
-from jaxspec.quantizer.compiled import program
-from jaxspec.tensors import Source, choosing, joining
+from jaxspec.quantize.compiled import program
 from pallas_kernels.selection import NO_KERNELS
 
 FLOAT32 = jnp.dtype("float32")

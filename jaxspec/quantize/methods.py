@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.quantizer.awq import candidate_scales, clip_limits, rounded_under_scale, scale_errors
-from jaxspec.quantizer.compiled import program
-from jaxspec.quantizer.gptq import GptqConfig, gptq
-from jaxspec.quantizer.layers import (
+from jaxspec.quantize.awq import candidate_scales, clip_limits, rounded_under_scale, scale_errors
+from jaxspec.quantize.compiled import program
+from jaxspec.quantize.gptq import GptqConfig, gptq
+from jaxspec.quantize.layers import (
     SHARED,
     Batch,
     InputStatistics,
@@ -24,7 +24,7 @@ from jaxspec.quantizer.layers import (
     inputs_of,
     observe,
 )
-from jaxspec.quantizer.rounding import Grid, Rounded, output_error, round_to_nearest
+from jaxspec.quantize.rounding import Grid, Rounded, output_error, round_to_nearest
 
 Method = Literal["rtn", "awq", "gptq", "fp8"]
 # As published: their products matter.

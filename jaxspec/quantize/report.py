@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from jaxspec.number_text import with_interval
+from jaxspec.evaluation.number_format import with_interval
+from jaxspec.evaluation.perplexity import Perplexity
 from jaxspec.parallel.bytes import megabytes
-from jaxspec.text_scores import Perplexity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array
 
 from jaxspec.models.norms import rms_norm
-from jaxspec.quantizer.checkpoint import Checkpoint, Unit, layer_kinds
-from jaxspec.quantizer.compiled import program
-from jaxspec.quantizer.layers import (
+from jaxspec.quantize.checkpoint import Checkpoint, Unit, layer_kinds
+from jaxspec.quantize.compiled import program
+from jaxspec.quantize.layers import (
     Batch,
     InputStatistics,
     LayerKind,
@@ -23,16 +23,10 @@ from jaxspec.quantizer.layers import (
     embedded,
     nothing_seen,
 )
-from jaxspec.quantizer.methods import (
-    QuantizedLayer,
-    gptq_part,
-    joined,
-    quantize_layer,
-    round_part,
-)
-from jaxspec.quantizer.rounding import Grid, Rounded, round_to_float8, round_to_nearest
-from jaxspec.quantizer.work_folder import WorkFolder
-from jaxspec.quantizer.writing import Named, Plan, check_plan, module_tensors, write_checkpoint
+from jaxspec.quantize.methods import QuantizedLayer, gptq_part, joined, quantize_layer, round_part
+from jaxspec.quantize.rounding import Grid, Rounded, round_to_float8, round_to_nearest
+from jaxspec.quantize.work_folder import WorkFolder
+from jaxspec.quantize.writing import Named, Plan, check_plan, module_tensors, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxspec.evaluation.perplexity import Scores
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
 from jaxspec.models.norms import rms_norm
-from jaxspec.quantizer.checkpoint import Streamed, layer_kinds
-from jaxspec.quantizer.compiled import program
-from jaxspec.quantizer.layers import LayerKind, on_host, run_layer
-from jaxspec.text_scores import Scores
+from jaxspec.quantize.checkpoint import Streamed, layer_kinds
+from jaxspec.quantize.compiled import program
+from jaxspec.quantize.layers import LayerKind, on_host, run_layer
 
 
 def score(

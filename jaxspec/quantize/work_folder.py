@@ -10,9 +10,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.quantization.float8 import E4M3
-from jaxspec.quantizer.methods import QuantizedLayer
-from jaxspec.quantizer.rounding import Rounded
+from jaxspec.models.quantized.float8 import E4M3
+from jaxspec.quantize.methods import QuantizedLayer
+from jaxspec.quantize.rounding import Rounded
 
 STATE = "state.json"
 

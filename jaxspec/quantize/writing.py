@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec.quantization.formats.awq import ORDER
-from jaxspec.quantization.formats.packing import pack, per_word
-from jaxspec.quantizer.gptq import GptqConfig
-from jaxspec.quantizer.methods import Method
-from jaxspec.quantizer.rounding import Grid, Rounded
-from jaxspec.version import __version__
+from jaxspec._version import __version__
+from jaxspec.checkpoints.formats.awq import ORDER
+from jaxspec.checkpoints.formats.packing import pack, per_word
+from jaxspec.quantize.gptq import GptqConfig
+from jaxspec.quantize.methods import Method
+from jaxspec.quantize.rounding import Grid, Rounded
 
 FormatName = Literal["awq", "gptq", "compressed-tensors", "dense"]
 Activations = Literal["fp8"]

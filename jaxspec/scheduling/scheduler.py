@@ -5,8 +5,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from jaxspec.scheduling.call_rounds import CallRounds
-from jaxspec.scheduling.draft import Draft, Flight
 from jaxspec.scheduling.pages import PageUsage, page_usage, pages_for
 from jaxspec.scheduling.plan import (
     Delivery,
@@ -19,7 +17,9 @@ from jaxspec.scheduling.plan import (
     Snapshot,
     SwapOut,
 )
+from jaxspec.scheduling.plan_builder import Draft, Flight
 from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
+from jaxspec.scheduling.rounds_per_call import CallRounds
 from jaxspec.scheduling.sequence import Request, Sequence, State
 from jaxspec.scheduling.shard import Placement, Shard
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.scheduling.survival import AcceptanceEstimate, family_of
+from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate, family_of
 
 SHORT_CALL = 4  # rounds of a call that explores
 ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
+from jaxspec._version import __version__
 from jaxspec.serving import chat, completions, models, tokens
 from jaxspec.serving.draining import Draining
 from jaxspec.serving.errors import ApiError, add_handlers
@@ -38,7 +39,6 @@ from jaxspec.serving.security import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.streaming import EVENTS, ClientGone, EventStream, first, until_gone
-from jaxspec.version import __version__
 
 FOLDER = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody sees it but the log

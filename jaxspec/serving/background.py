@@ -10,14 +10,21 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.masked_programs import prepare_masked
-from jaxspec.program_sizes import SMALLEST_TABLE, ReadKey, RoundsKey
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import StructuredOutput
-from jaxspec.warm_up import Coverage, compile_small, coverage, reading_keys, rounds_keys, steps
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.sizes import SMALLEST_TABLE, ReadKey, RoundsKey
+from jaxspec.engine.programs.structured import prepare_masked
+from jaxspec.engine.warm_up.compile_all import (
+    Coverage,
+    compile_small,
+    coverage,
+    reading_keys,
+    rounds_keys,
+    steps,
+)
+from jaxspec.llm.async_llm import AsyncLLM
 
 SAMPLED = SamplingParams(temperature=1.0)
 FULL = dataclasses.replace(SAMPLED, logprobs=1, presence_penalty=0.5)

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.replicated_llm import ReplicatedLLM
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving import chat, completions
 from jaxspec.serving.errors import ApiError, api_error
 from jaxspec.serving.protocol.base import FieldError

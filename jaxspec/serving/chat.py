@@ -7,9 +7,11 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from jaxspec.completion import Completion, TextChunk, TextOptions
-from jaxspec.generation import TokenLogprob
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.structured_output import JSON_KINDS, StructuredOutput
+from jaxspec.engine.generation import TokenLogprob
+from jaxspec.llm.completion import Completion, TextChunk, TextOptions
+from jaxspec.llm.tree_text import RoundTexts
 from jaxspec.serving import results
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.messages import template_messages, template_variables
@@ -39,9 +41,6 @@ from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
 from jaxspec.serving.tool_grammar import is_free, known_tool_grammar, tool_grammar
 from jaxspec.serving.tools import Part, ToolFormat, ToolParser, offered_tools, tool_format
-from jaxspec.structured import StructuredOutput
-from jaxspec.structured.spec import JSON_KINDS
-from jaxspec.tree_text import RoundTexts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,11 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from jaxspec.completion import Completion, TextChunk
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.generation import TokenLogprob
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.generation import TokenLogprob
+from jaxspec.llm.completion import Completion, TextChunk
+from jaxspec.llm.tokenizer.detokenizer import Detokenizer
+from jaxspec.llm.tree_text import RoundTexts
 from jaxspec.serving import results
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.completions import (
@@ -29,7 +30,6 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
-from jaxspec.tree_text import RoundTexts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.replicated_llm import ReplicatedLLM
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving.draining import drain
 from jaxspec.serving.service import Service
 

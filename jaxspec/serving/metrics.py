@@ -16,9 +16,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-from jaxspec.async_engine import Chunk
-from jaxspec.calls import Call
-from jaxspec.engine import Engine
+from jaxspec.engine.async_engine import Chunk
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.call import Call
 from jaxspec.scheduling.plan import Delivery, Plan
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5)

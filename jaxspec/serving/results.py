@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxspec.completion import Completion, generated_tokens
-from jaxspec.detokenizer import REPLACEMENT, Detokenizer
-from jaxspec.generation import ErrorKind, TokenLogprob
-from jaxspec.llm import LLM
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.generation import ErrorKind, TokenLogprob
+from jaxspec.llm.completion import Completion, generated_tokens
+from jaxspec.llm.llm import LLM
+from jaxspec.llm.tokenizer.detokenizer import REPLACEMENT, Detokenizer
+from jaxspec.llm.tree_text import RoundTexts
 from jaxspec.serving.errors import ApiError, CutShort
 from jaxspec.serving.protocol.chat import ChatChoice
 from jaxspec.serving.protocol.completions import CompletionChoice, CompletionLogprobs
@@ -22,7 +23,6 @@ from jaxspec.serving.protocol.sampling import (
     Speculation,
     Usage,
 )
-from jaxspec.tree_text import RoundTexts
 
 # Of a request that ended with an error: its HTTP status, and the error's ``code``.
 _ERRORS: Mapping[ErrorKind, tuple[int, str | None]] = MappingProxyType(

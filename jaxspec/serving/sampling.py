@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.completion import TextOptions
-from jaxspec.scheduling.requests import ParameterError, SamplingParams
+from jaxspec.config.sampling_params import ParameterError, SamplingParams
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.llm.completion import TextOptions
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields
 from jaxspec.serving.service import Service
-from jaxspec.structured import StructuredOutput
 
 SEEDS = 2**32
 LEAST_TEMPERATURE = 1e-5  # below it is 0, as in vLLM: logits would not be finite

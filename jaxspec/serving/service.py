@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 from typing import Literal
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.replicated_llm import ReplicatedLLM
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving.errors import ApiError, NotReady
 from jaxspec.serving.results import TokenTexts, now
 

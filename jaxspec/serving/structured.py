@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured.json_schema import read_schema
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields, StructuredOutputs
-from jaxspec.structured import StructuredOutput
-from jaxspec.structured.json_schema import read_schema
 
 MOST_CHARACTERS = 100_000  # of a schema, regular expression or list of choices
 MOST_OF_GRAMMAR = 30_000  # characters: no limit of the compiler is on reading them

@@ -5,12 +5,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured import GrammarCompiler
+from jaxspec.engine.structured.compiler import BLANK_LINE
+from jaxspec.engine.structured.json_schema import guided_text, read_schema
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, Function, NamedTool, Tool
 from jaxspec.serving.tools import ToolFormat
-from jaxspec.structured import GrammarCompiler, StructuredOutput
-from jaxspec.structured.compiler import BLANK_LINE
-from jaxspec.structured.json_schema import guided_text, read_schema
 
 MOST_CHARACTERS = 100_000  # of the tools together
 MOST_SECONDS = 1.0  # of CPU time to find those whose schemas do not compile

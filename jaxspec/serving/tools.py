@@ -7,7 +7,7 @@ import dataclasses
 import json
 from types import MappingProxyType
 
-from jaxspec.detokenizer import overlap
+from jaxspec.llm.tokenizer.detokenizer import overlap
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, NamedTool, Tool
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jax.stages import Lowered
 
-from jaxspec import memory
+from jaxspec.engine import memory
 
 
 class Program(NamedTuple):

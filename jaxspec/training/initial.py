@@ -10,8 +10,8 @@ from jax import Array
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.expert_linear import ExpertLinear
 from jaxspec.models.linear import Linear
+from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.shapes import weight_name
 from jaxspec.training.optimizer import MATRICES
 

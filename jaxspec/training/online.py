@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.completion import Completion
-from jaxspec.llm import LLM
+from jaxspec.decoding.drafters import EagleDrafter, MixedDrafter
+from jaxspec.llm.completion import Completion
+from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
-from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter
-from jaxspec.training import draft_step
-from jaxspec.training.draft_loss import DraftBatch, check_unrolled
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.training.heads import step as draft_step
+from jaxspec.training.heads.loss import DraftBatch, check_unrolled
+from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import UNKNOWN_STEPS
 

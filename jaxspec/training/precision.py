@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxspec.models.attention import dense_causal_attend, dense_causal_attention
-from jaxspec.models.forward import Attend
+from jaxspec.models.forward_pass import Attend
 
 ComputeDtype = Literal["bfloat16", "float32"]
 Attention = Literal["xla", "cudnn"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jaxspec.training.draft_run import DraftRecord
-from jaxspec.training.pretrain import Record
+from jaxspec.training.heads.run import DraftRecord
+from jaxspec.training.lm.run import Record
 
 QUIET_SECONDS = 10  # most time between two lines where the output is not a terminal
 

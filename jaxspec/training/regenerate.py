@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.llm import LLM
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.llm.llm import LLM
 from jaxspec.training import fingerprint
-from jaxspec.training.draft_data import Examples
+from jaxspec.training.heads.data import Examples
 
 
 def regenerate(

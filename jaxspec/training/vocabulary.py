@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.tokenizer import Tokenizer as ModelTokenizer
-from jaxspec.tokenizer import load_tokenizer, tokenizer_json
-from jaxspec.weights.hub import resolve_directory
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.llm.tokenizer import Tokenizer as ModelTokenizer
+from jaxspec.llm.tokenizer import load_tokenizer, tokenizer_json
+from jaxspec.models.from_config.model import load_model_config
 
 END_OF_TEXT = "<|endoftext|>"
 # The pre-tokenization pattern of GPT-4, with two changes: every digit is a token of its own, and

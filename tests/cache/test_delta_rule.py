@@ -12,13 +12,13 @@ from jax import Array
 from jaxspec.cache import CommittedPath, Geometry, delta_rule
 from jaxspec.cache.delta_rule import LONGEST_CHUNK, DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
+from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.parallel import Layout
-from jaxspec.speculation.tree import DraftTree, unpack_mask
 from pallas_kernels.delta_rule import delta_commit, delta_read
 from pallas_kernels.selection import NO_KERNELS
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_trees import path_from_root, random_tree
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_trees import path_from_root, random_tree
 
 GROUPS, VALUES, K_DIM, V_DIM, TAPS = 2, 2, 16, 8, 4
 NODES, DEPTH, FOLDED = 64, 16, 8

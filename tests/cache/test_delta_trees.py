@@ -13,7 +13,7 @@ from jax import Array
 from jaxspec.cache import delta_rule
 from jaxspec.cache.delta_rule import DeltaInputs
 from pallas_kernels.delta_rule.transform import transform_read
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 KEYS, VALUES, FOLDED, LENGTH = 128, 128, 32, 8
 Read = Callable[[Array, DeltaInputs, Array, DeltaInputs, Array], Array]

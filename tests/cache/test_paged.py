@@ -20,7 +20,7 @@ from jaxspec.cache.paged import move
 from jaxspec.parallel import WHOLE
 from pallas_kernels.rope_kv_write.reference import write_rows
 from pallas_kernels.selection import Kernels
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 BATCH, COLUMNS, HEADS, HEAD_DIM, TOKENS = 2, 7, 2, 3, 5
 PAGE_SIZES = (1, 3, 4, 16)

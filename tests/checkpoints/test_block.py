@@ -8,28 +8,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec import LLM, SamplingParams, SpeculationConfig, drafter_loading, loading
-from jaxspec.config.model import ModelConfig
-from jaxspec.draft_reads import draft_weight_bytes
-from jaxspec.models.heads import BlockHead
-from jaxspec.models.hf_config import load_model_config, read_json
-from jaxspec.models.mixers import Attention
-from jaxspec.models.pipeline import chosen_layers
-from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
-from jaxspec.parallel.bytes import local_bytes
-from jaxspec.quantizer.checkpoint import Checkpoint
-from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter
-from jaxspec.weights.block import (
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints import load as loading
+from jaxspec.checkpoints import load_drafter as drafter_loading
+from jaxspec.checkpoints.block import (
     check_block_copies,
     holds_block_head,
     load_block_head,
     save_block_head,
 )
-from jaxspec.weights.safetensors_io import load_decoder, save_decoder
-from tests.block_checkpoints import MASK, RANK, published_head
-from tests.block_heads import KINDS, arrays_equal
-from tests.checkpoints import save_byte_tokenizer, save_tensors
-from tests.random_models import random_target, tiny_config
+from jaxspec.checkpoints.draft_bytes import draft_weight_bytes
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
+from jaxspec.config.model import ModelConfig
+from jaxspec.decoding.drafters import BlockDrafter, MixedDrafter
+from jaxspec.models.from_config.model import load_model_config, read_json
+from jaxspec.models.heads import BlockHead
+from jaxspec.models.mixers import Attention
+from jaxspec.models.pipeline_cut import chosen_layers
+from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
+from jaxspec.parallel.bytes import local_bytes
+from jaxspec.quantize.checkpoint import Checkpoint
+from tests.helpers.block_checkpoints import MASK, RANK, published_head
+from tests.helpers.block_heads import KINDS, arrays_equal
+from tests.helpers.checkpoints import save_byte_tokenizer, save_tensors
+from tests.helpers.random_models import random_target, tiny_config
 
 FLOAT32 = jnp.dtype("float32")
 CONFIDENCE = {"confidence_head.proj.weight", "confidence_head.proj.bias"}

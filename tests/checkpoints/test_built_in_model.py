@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
 from jaxspec.commands import generate
-from jaxspec.commands.engine_config import speculation_config
+from jaxspec.commands.shared.engine_config import speculation_config
 from jaxspec.config.speculation import default_speculation
-from jaxspec.drafter_loading import MIXED, choose_drafter
-from jaxspec.loading import load
+from jaxspec.decoding.drafters import EagleDrafter, MixedDrafter, NGramDrafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.parallel import make_mesh
-from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter, NGramDrafter
-from tests.checkpoints import hf_logits, tiny_llama
-from tests.marks import slow
+from tests.helpers.checkpoints import hf_logits, tiny_llama
+from tests.helpers.marks import slow
 
 PROMPTS = [
     "import json\n\n\ndef read_config(path):\n",

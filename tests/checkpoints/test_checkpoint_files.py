@@ -12,14 +12,14 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.eagle import head_method
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.quantizer.checkpoint import Checkpoint
-from jaxspec.weights.checkpoint_files import scan
-from jaxspec.weights.eagle import head_method
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import tiny_eagle1_head, tiny_llama
-from tests.quantized_checkpoints import awq, gptq, quantize_checkpoint
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.quantize.checkpoint import Checkpoint
+from tests.helpers.checkpoints import tiny_eagle1_head, tiny_llama
+from tests.helpers.quantized_checkpoints import awq, gptq, quantize_checkpoint
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

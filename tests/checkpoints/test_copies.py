@@ -11,12 +11,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import SpeculationConfig
-from jaxspec.drafter_loading import load_drafter
-from jaxspec.loading import resolve_dtype
-from jaxspec.models.hf_config import load_model_config
-from tests.block_checkpoints import published_head
-from tests.checkpoints import save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
-from tests.eagle31_checkpoint import tiny_eagle31_head
+from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.checkpoints.load_drafter import load_drafter
+from jaxspec.models.from_config.model import load_model_config
+from tests.helpers.block_checkpoints import published_head
+from tests.helpers.checkpoints import save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
+from tests.helpers.eagle31_checkpoint import tiny_eagle31_head
 
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 HEADS = {"eagle1": tiny_eagle1_head, "eagle3": tiny_eagle3_head}

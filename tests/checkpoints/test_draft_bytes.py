@@ -1,23 +1,23 @@
-"""What drafting reads in a round. (tests/benchmarking has the floors of heads, which are made of
-it.)"""
+"""What drafting reads in a round. (tests/evaluation/benchmarks has the floors of heads, which are
+made of it.)"""
 
 import dataclasses
 
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.benchmarking.random_params import random_decoder, random_head
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.draft_reads import draft_weight_bytes, head_passes
-from jaxspec.parallel.bytes import local_bytes
-from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.speculation.drafters import (
+from jaxspec.checkpoints.draft_bytes import draft_weight_bytes, head_passes
+from jaxspec.decoding.drafters import (
     DraftModelDrafter,
     EagleDrafter,
     MixedDrafter,
     NGramDrafter,
     NoDrafter,
 )
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.models.quantized.scaled import in_eight_bits
+from jaxspec.parallel.bytes import local_bytes
 
 TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")
 

@@ -12,18 +12,24 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from jaxspec import loading
+from jaxspec.checkpoints import load as loading
+from jaxspec.checkpoints.eagle import load_eagle_head, save_eagle_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.from_config.model import load_model_config, read_json
 from jaxspec.models.heads import DraftHead, Eagle3Front
-from jaxspec.models.hf_config import load_model_config, read_json
 from jaxspec.models.mixers import Attention
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
-from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import DATA, save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
+from tests.helpers.checkpoints import (
+    DATA,
+    save_tensors,
+    tiny_eagle1_head,
+    tiny_eagle3_head,
+    tiny_llama,
+)
 from tests.models.test_published_heads import TEMPLATES, template
 
 GOLDEN_TARGET = dense_model(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_tree
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.hf_config import load_model_config, parse_model_config
-from jaxspec.tensors import joining, splitting
-from jaxspec.weights.safetensors_io import load_decoder, save_tree
-from tests import mtp_families
-from tests.random_models import random_arrays
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
+from jaxspec.models.tensors import joining, splitting
+from tests.helpers import mtp_families
+from tests.helpers.random_models import random_arrays
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48,

@@ -13,17 +13,17 @@ from flax import nnx, traverse_util
 from jax.sharding import SingleDeviceSharding
 
 from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.flax_bridge import head_from_flax, target_from_flax
+from jaxspec.checkpoints.flax_layouts import order_of_axes
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.quantization.kv_cache import with_float8_cache
-from jaxspec.speculation.drafters import EagleDrafter
-from jaxspec.weights.flax_bridge import head_from_flax, target_from_flax
-from jaxspec.weights.flax_layouts import order_of_axes
-from tests.programs import FAST_COMPILE
-from tests.random_models import CONFIG, eagle3_head, random_target
+from jaxspec.models.quantized.kv_cache import with_float8_cache
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import CONFIG, eagle3_head, random_target
 
 ATTENTION = CONFIG.layers[0].attention
 H, F = "inputs", "outputs"  # of the projection gate

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 
-from jaxspec.weights import hub
-from jaxspec.weights.hub import resolve_directory
+from jaxspec.checkpoints import hub
+from jaxspec.checkpoints.hub import resolve_directory
 
 
 def refuse(*_, **__):

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
+from jaxspec.checkpoints import hub
+from jaxspec.checkpoints.load import resolve_dtype
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import resolve_dtype
-from jaxspec.prompt_checks import check_prompts
-from jaxspec.speculation.drafters import NGramDrafter
-from jaxspec.speculation.drafters.names import check_name
-from jaxspec.weights import hub
-from tests.random_models import save_random_target
+from jaxspec.decoding.drafters import NGramDrafter
+from jaxspec.decoding.drafters.names import check_name
+from jaxspec.llm.prompt_checks import check_prompts
+from tests.helpers.random_models import save_random_target
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.checkpoints.block import holds_block_head, load_block_head, save_block_head
+from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.eagle import head_method, load_eagle_head, save_eagle_head
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.weights.block import holds_block_head, load_block_head, save_block_head
-from jaxspec.weights.checkpoint_files import scan
-from jaxspec.weights.eagle import head_method, load_eagle_head, save_eagle_head
-from jaxspec.weights.safetensors_io import load_decoder, save_decoder
-from tests.block_heads import KINDS as BLOCK_HEADS
-from tests.block_heads import random_head
-from tests.random_models import eagle3_head, tiny_config
+from jaxspec.models.from_config.model import load_model_config
+from tests.helpers.block_heads import KINDS as BLOCK_HEADS
+from tests.helpers.block_heads import random_head
+from tests.helpers.random_models import eagle3_head, tiny_config
 
 CASES = 334  # of each kind of file
 LONGEST = 4000  # message

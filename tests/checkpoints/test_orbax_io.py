@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.checkpoints.orbax_io import CHOICES, restore_pytree, save_pytree, static_choices
 from jaxspec.config.rope import RopeConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import init_state
 from jaxspec.parallel import MODEL_AXIS, Layout, make_mesh
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.weights.orbax_io import CHOICES, restore_pytree, save_pytree, static_choices
-from tests.random_models import CONFIG, eagle3_head, make_params, random_target
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from tests.helpers.random_models import CONFIG, eagle3_head, make_params, random_target
 
 
 @pytree

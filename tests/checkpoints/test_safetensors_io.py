@@ -17,19 +17,19 @@ import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
+from jaxspec.checkpoints import safetensors_io
+from jaxspec.checkpoints.checkpoint_files import StoredTensor
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.config.model import dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
+from jaxspec.models.tensors import joining, splitting
 from jaxspec.parallel import DATA_AXIS, grid_of, make_mesh, partition_specs
-from jaxspec.tensors import joining, splitting
-from jaxspec.weights import safetensors_io
-from jaxspec.weights.checkpoint_files import StoredTensor
-from jaxspec.weights.safetensors_io import load_decoder, save_decoder
-from tests.checkpoints import (
+from tests.helpers.checkpoints import (
     hf_logits,
     save_tensors,
     tiny_llama,
@@ -345,10 +345,10 @@ def test_few_of_many_misfits_are_listed(llama: Path, tmp_path: Path):
 MEASURE = """
 import resource, sys
 import jax.numpy as jnp
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
-from jaxspec.weights.safetensors_io import load_decoder
+from jaxspec.checkpoints.safetensors_io import load_decoder
 
 def peak():  # of this process alone; ru_maxrss would start at its parent's
     lines = open("/proc/self/status").read().splitlines()

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.loading import load
+from jaxspec.checkpoints import tied_head
+from jaxspec.checkpoints.checkpoint_files import StoredTensor, canonical_tensors
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.safetensors_io import load_decoder, load_pipeline
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.parallel import make_mesh, stage_meshes
-from jaxspec.quantizer.checkpoint import Checkpoint, Streamed
-from jaxspec.weights import tied_head
-from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors
-from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
-from tests.checkpoints import hf_logits, save_tensors, tiny_llama
-from tests.programs import FAST_COMPILE
-from tests.quantized_checkpoints import gptq, quantize_checkpoint
+from jaxspec.quantize.checkpoint import Checkpoint, Streamed
+from tests.helpers.checkpoints import hf_logits, save_tensors, tiny_llama
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.quantized_checkpoints import gptq, quantize_checkpoint
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))

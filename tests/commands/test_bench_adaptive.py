@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.benchmarking.acceptance_levels import AcceptanceLevels
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands import bench_adaptive
+from jaxspec.commands.bench import adaptive as bench_adaptive
+from jaxspec.decoding.acceptance import Verified
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.trees.tree import make_chain
+from jaxspec.evaluation.benchmarks.acceptance_levels import AcceptanceLevels
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.parallel import Layout
-from jaxspec.sampling import make_sampling
-from jaxspec.speculation.acceptance import Verified
-from jaxspec.speculation.tree import make_chain
-from tests.json_lines import joined
+from tests.helpers.json_lines import joined
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from jaxspec.commands import bench_drafters
-from jaxspec.commands.drafter_plot import draw_depths, draw_speedups, styles_of
-from jaxspec.commands.drafter_tables import (
+from jaxspec.commands.bench import drafters as bench_drafters
+from jaxspec.commands.bench.drafter_plot import draw_depths, draw_speedups, styles_of
+from jaxspec.commands.bench.drafter_tables import (
     acceptance_table,
     by_run,
     full_width,
@@ -16,10 +16,10 @@ from jaxspec.commands.drafter_tables import (
     run_of,
     speed_table,
 )
-from jaxspec.commands.shell import table_console
-from tests.block_checkpoints import published_head
-from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
-from tests.json_lines import joined
+from jaxspec.commands.shared.shell import table_console
+from tests.helpers.block_checkpoints import published_head
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head
+from tests.helpers.json_lines import joined
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxspec.commands import bench_engine
-from tests.json_lines import joined
-from tests.marks import slow
+from jaxspec.commands.bench import engine as bench_engine
+from tests.helpers.json_lines import joined
+from tests.helpers.marks import slow
 
 TINY = ["--shape", "tiny", "--context", "20", "--page-size", "16", "--dtype", "float32"]
 

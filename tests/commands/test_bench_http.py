@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.commands import bench_http
-from tests.checkpoints import tiny_byte_llama
+from jaxspec.commands.bench import http as bench_http
+from tests.helpers.checkpoints import tiny_byte_llama
 
 
 @pytest.mark.slow

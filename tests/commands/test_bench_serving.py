@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 from pytest import approx
 
-from jaxspec.benchmarking import workloads
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.benchmarking.vocabulary import synthetic_tokenizer
-from jaxspec.benchmarking.workloads import Arrival
-from jaxspec.commands import bench_serving
-from jaxspec.commands.shell import collect_parts
+from jaxspec.commands.bench import serving as bench_serving
+from jaxspec.commands.shared.shell import collect_parts
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
-from jaxspec.structured import GrammarCompiler, StructuredOutput
-from tests.json_lines import joined
-from tests.marks import slow
-from tests.random_models import make_params
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.structured import GrammarCompiler
+from jaxspec.evaluation.benchmarks import workloads
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.benchmarks.vocabulary import synthetic_tokenizer
+from jaxspec.evaluation.benchmarks.workloads import Arrival
+from jaxspec.evaluation.load_test import DeviceWatch, LoadTest, percentiles
+from tests.helpers.json_lines import joined
+from tests.helpers.marks import slow
+from tests.helpers.random_models import make_params
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
 FIGURES = {"first_token", "between_tokens", "between_deliveries"}

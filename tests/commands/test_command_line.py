@@ -14,10 +14,11 @@ from rich.console import Console
 
 import jaxspec
 import jaxspec.__main__ as command_line
-from jaxspec.commands import generation, shell
-from jaxspec.commands.program_cache import default_folder
+from jaxspec.commands.generate import run as generation
+from jaxspec.commands.shared import shell
+from jaxspec.commands.shared.program_cache import default_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "generate": "generate",
     "train_drafter": "train-head",
@@ -113,7 +114,7 @@ def test_every_option_says_what_it_does_and_its_default(command: str):
 
 def test_generate_loads_nothing_of_training():
     code = (
-        "import sys, jaxspec.commands.generation\n"
+        "import sys, jaxspec.commands.generate.run\n"
         "names = ('jaxspec.training', 'optax', 'matplotlib', 'flax', 'transformers', 'jinja2')\n"
         "assert not set(names) & set(sys.modules), sys.modules.keys()"
     )

@@ -1,5 +1,5 @@
-"""The command line that compiles for H100s and TPUs; tests/test_compiled_for_h100.py and
-tests/test_compiled_for_tpu.py run the compilers."""
+"""The command line that compiles for H100s and TPUs; tests/compiled/test_compiled_for_h100.py and
+tests/compiled/test_compiled_for_tpu.py run the compilers."""
 
 import dataclasses
 import json
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
-from jaxspec.benchmarking.ahead_of_time import WHEELS
-from jaxspec.benchmarking.compiled_round import CompiledRound, Launches, MosaicKernel
-from jaxspec.benchmarking.tpu_ahead import (
+from jaxspec.commands import compile_ahead
+from jaxspec.evaluation.benchmarks.ahead_of_time import WHEELS
+from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound, Launches, MosaicKernel
+from jaxspec.evaluation.benchmarks.tpu_ahead import (
     TpuProgram,
     count_collectives,
     count_copies,
     count_kernels,
 )
-from jaxspec.commands import compile_ahead
 
 
 def fake_wheels(folder: Path, version: str) -> Path:

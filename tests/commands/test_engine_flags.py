@@ -7,11 +7,13 @@ from typing import get_args
 
 import pytest
 
-from jaxspec.commands import check_exactness, engine_options, generate, serve, serving
-from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
+from jaxspec.commands import check_exactness, generate, serve
+from jaxspec.commands.serve import run as serving
+from jaxspec.commands.shared import engine_options
+from jaxspec.commands.shared.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.config.engine import EngineConfig, Preemption
-from jaxspec.tokenizer.text import TextTokenizer
-from tests.checkpoints import tiny_byte_llama
+from jaxspec.llm.tokenizer.text import TextTokenizer
+from tests.helpers.checkpoints import tiny_byte_llama
 
 MODES = ["--deterministic", "--adaptive", "--no-prefix-cache"]
 SMALL = ["--drafter", "ngram", "--max-length", "64", "--no-compilation-cache", "--tree", "chain:3"]

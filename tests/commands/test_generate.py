@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands import chat, generate, generation, program_cache
-from jaxspec.tokenizer import TextTokenizer
-from tests.checkpoints import tiny_byte_llama
+from jaxspec.commands import generate
+from jaxspec.commands.generate import chat
+from jaxspec.commands.generate import run as generation
+from jaxspec.commands.shared import program_cache
+from jaxspec.llm.tokenizer import TextTokenizer
+from tests.helpers.checkpoints import tiny_byte_llama
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NO_CACHE = "--no-compilation-cache"
 SMALL = ["--drafter", "ngram", "--max-length", "128", NO_CACHE]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' }}"

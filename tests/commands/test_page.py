@@ -12,10 +12,10 @@ pytest.importorskip("playwright", reason="the extra test has playwright")
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from jaxspec.commands.tree_page import tree_page
-from jaxspec.completion import Completion
-from jaxspec.generation import RoundTree, Timings
-from tests.page_stub import RECORDED, Stub, served
+from jaxspec.commands.generate.tree_page import tree_page
+from jaxspec.engine.generation import RoundTree, Timings
+from jaxspec.llm.completion import Completion
+from tests.helpers.page_stub import RECORDED, Stub, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [

@@ -8,10 +8,10 @@ import pytest
 
 import jaxspec
 from jaxspec import SpeculationConfig
-from jaxspec.speculation.acceptance import Accepted
-from jaxspec.speculation.tree import make_tree
+from jaxspec.decoding.acceptance import Accepted
+from jaxspec.decoding.trees.tree import make_tree
 from scripts import plot_tree
-from tests.random_models import make_params
+from tests.helpers.random_models import make_params
 
 PROMPT = [3, 5, 7, 11, 13]
 PNG = b"\x89PNG"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.commands import run_facts
-from jaxspec.commands.run_facts import source_commit
+from jaxspec.commands.shared import run_facts
+from jaxspec.commands.shared.run_facts import source_commit
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from jaxspec import BUILT_IN_MODEL
-from jaxspec.commands import generate, generation
-from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head, tiny_llama
+from jaxspec.commands import generate
+from jaxspec.commands.generate import run as generation
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head, tiny_llama
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 GENERATE_KEYS = {
     *("text", "token_ids", "num_tokens", "num_rounds", "acceptance_length"),

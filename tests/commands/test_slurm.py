@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import tiny_byte_llama
+from tests.helpers.checkpoints import tiny_byte_llama
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
 SERVE, ARRAY = ROOT / "scripts/slurm/serve.sbatch", ROOT / "scripts/slurm/generate_array.sbatch"
 TRAIN = ROOT / "scripts/slurm/train.sbatch"

@@ -11,10 +11,10 @@ import pytest
 
 import jaxspec
 import jaxspec.__main__ as command_line
-from jaxspec import tokenizer
-from tests.marks import slow
+from jaxspec.llm import tokenizer
+from tests.helpers.marks import slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Runs a command that heeds SIGINT, which a shell's background jobs ignore.
 AS_IN_A_TERMINAL = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
@@ -38,8 +38,8 @@ def test_every_public_name_resolves(package: ModuleType):
 
 
 def test_a_name_is_that_of_its_module():
-    assert jaxspec.LLM is importlib.import_module("jaxspec.llm").LLM
-    assert jaxspec.load is importlib.import_module("jaxspec.loading").load
+    assert jaxspec.LLM is importlib.import_module("jaxspec.llm.llm").LLM
+    assert jaxspec.load is importlib.import_module("jaxspec.checkpoints.load").load
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_what_needs_no_model_imports_no_jax(arguments: list[str]):
 @pytest.mark.parametrize(
     ("program", "module"),
     [
-        (["scripts/generate.py"], "jaxspec.built_in"),
+        (["scripts/generate.py"], "jaxspec.checkpoints.built_in"),
         slow(["scripts/generate.py"], "rich.console"),
         (["scripts/generate.py"], "numpy.dtypes"),
         slow(["scripts/generate.py"], "jax._src.core"),
-        (["-m", "jaxspec", "generate"], "jaxspec.functional"),
+        (["-m", "jaxspec", "generate"], "jaxspec.decoding.functional"),
         slow(["scripts/bench_engine.py"], "jax._src.lax"),
     ],
 )

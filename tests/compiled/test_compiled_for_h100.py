@@ -1,6 +1,6 @@
 """What the compiler makes of a decoding round on an H100, without one: for every release.
 
-    pytest -m slow tests/test_compiled_for_h100.py
+    pytest -m slow tests/compiled/test_compiled_for_h100.py
 
 About eight minutes on two cores. Widths and vocabulary are Llama-3.1-8B's, layers are few. The
 compiler comes from wheels in a folder, see scripts/compile_ahead.py; JAXSPEC_AOT_WHEELS names
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.benchmarking.ahead_of_time import compiler_environment, install_command
-from jaxspec.benchmarking.compiled_round import CompiledRound, parse_kernels
-from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import compile_ahead
-from jaxspec.commands.compiling_process import ROOT
+from jaxspec.commands.shared.compiling_process import ROOT
+from jaxspec.evaluation.benchmarks.ahead_of_time import compiler_environment, install_command
+from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound, parse_kernels
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from pallas_kernels.latent_attention.cases import COMPILED_CASES
 
 WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", ROOT / ".cache/aot-wheels"))

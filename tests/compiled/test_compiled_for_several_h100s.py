@@ -1,9 +1,9 @@
 """A round of Llama-3.3-70B on four and eight H100s of one host, as compiled without them.
 
-    pytest -m slow tests/test_compiled_for_several_h100s.py
+    pytest -m slow tests/compiled/test_compiled_for_several_h100s.py
 
-About six minutes on two cores; for the compiler see tests/test_compiled_for_h100.py. Programs are
-those of 2 and of 4 layers. Half of the difference is a layer's, and 80 layers are reckoned from it;
+About six minutes on two cores; for the compiler see test_compiled_for_h100.py. Programs are those
+of 2 and of 4 layers. Half of the difference is a layer's, and 80 layers are reckoned from it;
 one program is that of all 80. Numbers are those of jax 0.11.2, November 2026. Nothing here ran on
 a GPU.
 """
@@ -13,14 +13,20 @@ import functools
 
 import pytest
 
-from jaxspec.benchmarking.compiled_round import CompiledRound
-from jaxspec.benchmarking.modes import parse_mode
-from jaxspec.benchmarking.rounds import Workload
-from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.cache import pages_for
 from jaxspec.commands import compile_ahead
 from jaxspec.commands.compile_ahead import NEW_TOKENS
-from tests.test_compiled_for_h100 import KERNELS, LAUNCHES_OF_A_LAYER, OUTSIDE, WHEELS, pytestmark
+from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound
+from jaxspec.evaluation.benchmarks.modes import parse_mode
+from jaxspec.evaluation.benchmarks.rounds import Workload
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from tests.compiled.test_compiled_for_h100 import (
+    KERNELS,
+    LAUNCHES_OF_A_LAYER,
+    OUTSIDE,
+    WHEELS,
+    pytestmark,
+)
 
 __all__ = ["pytestmark"]  # slow, and skipped without the compiler
 

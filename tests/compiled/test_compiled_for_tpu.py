@@ -1,6 +1,6 @@
 """What the TPU's compiler makes of the programs and of the kernel, without a TPU.
 
-    pytest -m slow tests/test_compiled_for_tpu.py
+    pytest -m slow tests/compiled/test_compiled_for_tpu.py
 
 Some minutes on two cores. Nothing here was ever run on a TPU. Widths and vocabulary are
 Llama-3.1-8B's, layers are few. The compiler is libtpu in a folder, see scripts/compile_ahead.py;
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.benchmarking.tpu_ahead import TpuProgram, install_command, libtpu_environment
 from jaxspec.commands import compile_ahead
-from jaxspec.commands.compiling_process import ROOT
+from jaxspec.commands.shared.compiling_process import ROOT
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.benchmarks.tpu_ahead import TpuProgram, install_command, libtpu_environment
 
 LIBTPU = Path(os.environ.get("JAXSPEC_LIBTPU", ROOT / ".cache/libtpu"))
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2")
@@ -91,8 +91,8 @@ KERNEL = """
 import functools, sys
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from jaxspec.benchmarking.ahead_of_time import compile_ahead
-from jaxspec.benchmarking.tpu_ahead import make_devices, target_devices
+from jaxspec.evaluation.benchmarks.ahead_of_time import compile_ahead
+from jaxspec.evaluation.benchmarks.tpu_ahead import make_devices, target_devices
 from pallas_kernels.paged_attention.cases import Case, KERNEL_CASES, LONG_CASES, make_arguments
 from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic
 

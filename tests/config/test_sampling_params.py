@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.scheduling.requests import SamplingParams, check_requests
-from jaxspec.structured import StructuredOutput
+from jaxspec.config.sampling_params import SamplingParams, check_requests
+from jaxspec.config.structured_output import StructuredOutput
 
 
 @pytest.mark.parametrize(

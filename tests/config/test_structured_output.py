@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.structured import StructuredOutput
+from jaxspec.config.structured_output import StructuredOutput
 
 
 def test_a_schema_is_kept_as_text_in_its_own_order():

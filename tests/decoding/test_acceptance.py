@@ -18,11 +18,8 @@ from jax import Array
 from scipy import stats
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.noise import Stream
-from jaxspec.parallel import WHOLE
-from jaxspec.sampling import Sampling, make_sampling, process_logits
-from jaxspec.speculation import acceptance
-from jaxspec.speculation.acceptance import (
+from jaxspec.decoding import acceptance
+from jaxspec.decoding.acceptance import (
     AcceptanceRule,
     Accepted,
     Match,
@@ -30,10 +27,13 @@ from jaxspec.speculation.acceptance import (
     Synthetic,
     Verified,
 )
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.expand import Beams, Proposer, grow
-from jaxspec.speculation.tree import DraftTree
-from tests.marks import slow
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
+from jaxspec.decoding.sampling.noise import Stream
+from jaxspec.decoding.trees.grow import Beams, Proposer, grow
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.parallel import WHOLE
+from tests.helpers.marks import slow
 
 VOCAB, ROWS = 8, 40_000
 ROOT, CONTEXT = 3, 17

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 
-from jaxspec.compiler_options import ONE_GRAPH, compiler_options, passage_options
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.exchanges import with_exchanges
+from jaxspec.decoding.all_reduce_buffers import with_exchanges
+from jaxspec.engine.programs.xla_options import ONE_GRAPH, compiler_options, passage_options
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import make_mesh, partition_specs
 from pallas_kernels.selection import Kernels
-from tests.layouts import on_mesh
-from tests.random_models import make_params, random_target, tiny_config
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import make_params, random_target, tiny_config
 
 EXCHANGES = Kernels(frozenset({"reduce_add_rms_norm"}))
 

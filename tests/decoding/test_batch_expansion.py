@@ -8,11 +8,11 @@ import pytest
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.speculation.batch_expansion import score_by_batch_expansion
-from jaxspec.speculation.round import verify
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import (
+from jaxspec.decoding.batch_expansion import score_by_batch_expansion
+from jaxspec.decoding.round import verify
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     make_params,
@@ -21,7 +21,7 @@ from tests.random_models import (
     read_prompts,
     tiny_config,
 )
-from tests.random_trees import random_tree
+from tests.helpers.random_trees import random_tree
 
 WINDOW = 10
 PROMPTS = random_prompts((31, 1, 14), seed=3)

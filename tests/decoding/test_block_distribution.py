@@ -16,13 +16,14 @@ import pytest
 from scipy import stats
 
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import SuffixDrafter
+from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.sampling import Sampling, make_sampling, process_logits
-from jaxspec.speculation.drafters import SuffixDrafter
-from tests.block_heads import block_params, block_target
-from tests.random_models import (
+from tests.decoding.test_acceptance import P_VALUE
+from tests.helpers.block_heads import block_params, block_target
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     generate,
@@ -31,7 +32,6 @@ from tests.random_models import (
     read_prompts,
     texts,
 )
-from tests.speculation.test_acceptance import P_VALUE
 
 # NEW tokens of each row: the first by prefill, the others by rounds. Four tokens are possible each.
 ROWS, NEW, CHOICES = 6000, 4, 4

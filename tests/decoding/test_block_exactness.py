@@ -10,18 +10,18 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import NoDrafter
+from jaxspec.decoding.state import Ending
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
 from jaxspec.functional import EngineParams
-from jaxspec.generation import Generation
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import NoDrafter
-from jaxspec.state import Ending
-from tests.block_heads import KINDS, block_params, block_target
-from tests.engines import seal
-from tests.marks import slow
-from tests.random_models import generate
-from tests.speculation.test_exactness import PROMPTS, TREES, Case, cut_after, sampling_of
+from tests.decoding.test_exactness import PROMPTS, TREES, Case, cut_after, sampling_of
+from tests.helpers.block_heads import KINDS, block_params, block_target
+from tests.helpers.engines import seal
+from tests.helpers.marks import slow
+from tests.helpers.random_models import generate
 
 SAMPLED = 0.8
 

@@ -10,17 +10,17 @@ import pytest
 from jaxspec import functional
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import BlockDrafter
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.heads import BlockHead
 from jaxspec.parallel import make_mesh, stage_meshes
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import BlockDrafter
-from tests.block_heads import block_params, block_target, random_head
-from tests.layouts import in_stages, on_mesh
-from tests.programs import new_jit
-from tests.random_models import empty_state, padded, random_prompts, tiny_config
+from tests.helpers.block_heads import block_params, block_target, random_head
+from tests.helpers.layouts import in_stages, on_mesh
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import empty_state, padded, random_prompts, tiny_config
 
 CHAIN = SpeculationConfig.chain(3)
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=3)

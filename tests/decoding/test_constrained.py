@@ -8,13 +8,13 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Ending, Status
+from jaxspec.decoding.token_masks import restrict
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.parallel import WHOLE, make_mesh
-from jaxspec.sampling import make_sampling
-from jaxspec.speculation.token_masks import restrict
-from jaxspec.state import Ending, Status
-from tests.constrained_rounds import (
+from tests.helpers.constrained_rounds import (
     bigram_masks,
     bigram_words,
     generate_restricted,
@@ -24,9 +24,9 @@ from tests.constrained_rounds import (
     jit_verify,
     packed,
 )
-from tests.layouts import on_mesh
-from tests.marks import slow
-from tests.random_models import (
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     make_params,

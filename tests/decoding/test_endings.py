@@ -10,16 +10,16 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import DraftState, StatelessDrafter
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Ending, EngineState, Status
+from jaxspec.decoding.trees.tree import DraftTree, make_chain
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import pytree
-from jaxspec.sampling import make_sampling
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import DraftState, StatelessDrafter
-from jaxspec.speculation.tree import DraftTree, make_chain
-from jaxspec.state import Ending, EngineState, Status
-from tests.programs import new_jit
-from tests.random_models import make_params, padded, random_prompts, random_target, texts
+from jaxspec.parallel.pytree import pytree
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import make_params, padded, random_prompts, random_target, texts
 
 CHAIN = SpeculationConfig.chain(2)
 PROMPTS = random_prompts((5, 3, 8), seed=1)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.sampling import Sampling, make_sampling
+from jaxspec.decoding.state import Emitted, Ending, EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.state import Emitted, Ending, EngineState
-from tests.marks import slow
-from tests.random_models import (
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
     DRAFTERS,
     MAX_LENGTH,
     NEW_TOKENS,

@@ -19,17 +19,23 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import head_shapes, mtp_head_config
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.speculation.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
 from pallas_kernels.selection import OPERATIONS, Kernels
-from tests.marks import slow
-from tests.random_experts import random_expert_target
-from tests.random_models import PREFILL_WIDTH, empty_state, generate, mtp_head, random_prompts
-from tests.test_deterministic import MAX_LENGTH, requests, run_alone, run_together
+from tests.engine.test_deterministic import MAX_LENGTH, requests, run_alone, run_together
+from tests.helpers.marks import slow
+from tests.helpers.random_experts import random_expert_target
+from tests.helpers.random_models import (
+    PREFILL_WIDTH,
+    empty_state,
+    generate,
+    mtp_head,
+    random_prompts,
+)
 
 # Sizes that every kernel takes: heads of 128, experts of a multiple of 64, and 128 of them.
 SIZES: dict[str, Any] = {

@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.checkpoints.load import load
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import EagleDrafter, NoDrafter
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.loading import load
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import make_pass
-from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.forward_pass import make_pass
+from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.linear import Linear
 from jaxspec.models.mlps import mix
 from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
-from jaxspec.sampling import make_sampling
-from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
-from jaxspec.state import EngineState
 from pallas_kernels.selection import NO_KERNELS
-from tests.layouts import on_mesh
-from tests.marks import first_is_fast, slow
-from tests.mtp_families import save_with_mtp
-from tests.random_experts import expert_config, random_expert_target
-from tests.random_models import generate, make_params, random_prompts
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.mtp_families import save_with_mtp
+from tests.helpers.random_experts import expert_config, random_expert_target
+from tests.helpers.random_models import generate, make_params, random_prompts
 
 PROMPTS = random_prompts((5, 1, 17, 9))
 NEW_TOKENS = 40

@@ -8,24 +8,25 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.checkpoints.orbax_io import restore_pytree, save_pytree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
 from jaxspec.functional import EngineParams
-from jaxspec.generation import Generation
+from jaxspec.models.quantized.grouped import rounded_to_groups
+from jaxspec.models.quantized.schemes import rounded
 from jaxspec.parallel import make_mesh, stage_meshes
-from jaxspec.quantization.grouped import rounded_to_groups
-from jaxspec.quantization.schemes import rounded
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from pallas_kernels.float8 import BYTES
-from tests import test_deterministic, test_mesh_engine
-from tests.engines import CHAIN, LENGTH, SAMPLED, seal
-from tests.float8_caches import with_float8
-from tests.layouts import in_stages, on_mesh
-from tests.marks import slow
-from tests.random_models import (
+from tests.decoding.test_exactness import PROMPTS, TREES, Case, plain_texts, sampling_of
+from tests.engine import test_deterministic, test_mesh_engine
+from tests.helpers.engines import CHAIN, LENGTH, SAMPLED, seal
+from tests.helpers.float8_caches import with_float8
+from tests.helpers.layouts import in_stages, on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
     DRAFTERS,
     NEW_TOKENS,
     admit_prompts,
@@ -37,7 +38,6 @@ from tests.random_models import (
     read_prompts,
     texts,
 )
-from tests.speculation.test_exactness import PROMPTS, TREES, Case, plain_texts, sampling_of
 
 CHOICES = (DRAFTERS, tuple(TREES), (1, 16, 64), (3,), (0.0, 0.8))
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]

@@ -13,25 +13,19 @@ import pytest
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.speculation.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
 from pallas_kernels.selection import OPERATIONS, Kernels
-from tests.block_heads import KINDS, block_target, guessing_head
-from tests.random_models import (
+from tests.engine.test_deterministic import MAX_LENGTH, bfloat16, requests, run_alone, run_together
+from tests.helpers.block_heads import KINDS, block_target, guessing_head
+from tests.helpers.random_models import (
     eagle3_head,
     generate,
     random_prompts,
     random_target,
     tiny_config,
-)
-from tests.test_deterministic import (
-    MAX_LENGTH,
-    bfloat16,
-    requests,
-    run_alone,
-    run_together,
 )
 
 # What every kernel takes: heads of 128, rows that warpgroups share evenly.

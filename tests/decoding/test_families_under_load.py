@@ -9,17 +9,18 @@ import pytest
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.mtp import BEFORE_AFTER
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
-from tests import mtp_families, test_experts
-from tests.engines import seal
-from tests.marks import slow
-from tests.random_models import eagle3_head, generate, mtp_head, random_prompts
-from tests.speculation import test_family_exactness, test_hybrid_exactness
+from tests.decoding import test_exactness_of_experts as test_experts
+from tests.decoding import test_family_exactness, test_hybrid_exactness
+from tests.helpers import mtp_families
+from tests.helpers.engines import seal
+from tests.helpers.marks import slow
+from tests.helpers.random_models import eagle3_head, generate, mtp_head, random_prompts
 
 DENSE = tuple(test_family_exactness.CONFIGS)
 EXPERTS = tuple(test_experts.FAMILIES)

@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import NGramDrafter, NoDrafter
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
-from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import NGramDrafter, NoDrafter
-from jaxspec.tensors import splitting
-from jaxspec.weights.safetensors_io import save_tree
-from tests.marks import slow
-from tests.random_models import generate, make_params, random_arrays, random_prompts
+from tests.helpers.marks import slow
+from tests.helpers.random_models import generate, make_params, random_arrays, random_prompts
 
 VOCAB = 96
 SMALL = {

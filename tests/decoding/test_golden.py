@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from jax import Array
 
+from jaxspec.checkpoints.eagle import load_eagle_head
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import DraftState, EagleDrafter, PrefillChunk
+from jaxspec.decoding.state import EngineState, Status
+from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.speculation.drafters import DraftState, EagleDrafter, PrefillChunk
-from jaxspec.speculation.tree import DraftTree, unpack_mask
-from jaxspec.state import EngineState, Status
-from jaxspec.weights.eagle import load_eagle_head
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import empty_state, random_arrays, tiny_config
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import empty_state, random_arrays, tiny_config
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 CONFIG = tiny_config(
     vocab_size=320, hidden_size=64, intermediate_size=16, num_layers=6, max_position=512
 )

@@ -11,23 +11,23 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.loading import load
+from jaxspec.decoding.drafters import NGramDrafter
+from jaxspec.engine.engine import Engine
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
-from jaxspec.quantizer.checkpoint import Checkpoint
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import NGramDrafter
-from jaxspec.tensors import splitting
-from jaxspec.weights.safetensors_io import save_tree
-from tests.marks import slow
-from tests.random_experts import random_expert_target
-from tests.random_models import mtp_head, random_prompts
+from jaxspec.quantize.checkpoint import Checkpoint
+from tests.helpers.marks import slow
+from tests.helpers.random_experts import random_expert_target
+from tests.helpers.random_models import mtp_head, random_prompts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

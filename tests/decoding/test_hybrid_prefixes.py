@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
+from jaxspec.checkpoints.load import load
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.plans.host_copies import snapshot_bytes
 from jaxspec.functional import EngineParams
-from jaxspec.loading import load
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.swapping import snapshot_bytes
-from tests.engines import seal
-from tests.marks import slow
-from tests.random_models import random_prompts
-from tests.speculation.test_hybrid_exactness import checkpoint  # noqa: F401
+from tests.decoding.test_hybrid_exactness import checkpoint  # noqa: F401
+from tests.helpers.engines import seal
+from tests.helpers.marks import slow
+from tests.helpers.random_models import random_prompts
 
 COMMON, *ENDS = (prompt.tolist() for prompt in random_prompts((75, 3, 20, 41)))
 PROMPTS = [COMMON + ENDS[0], COMMON + ENDS[1], COMMON + ENDS[2], COMMON[:70], COMMON + ENDS[1]]

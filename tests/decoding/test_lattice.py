@@ -14,13 +14,11 @@ import pytest
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
-from jaxspec.noise import Stream, gumbel
-from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.speculation.lattice import lattice_tree
-from jaxspec.speculation.tree import DraftTree
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.speculation.test_acceptance import (
+from jaxspec.decoding.sampling import Sampling, make_sampling
+from jaxspec.decoding.sampling.noise import Stream, gumbel
+from jaxspec.decoding.trees.lattice import lattice_tree
+from jaxspec.decoding.trees.tree import DraftTree
+from tests.decoding.test_acceptance import (
     DRAFT,
     P_VALUE,
     RIGHT_RULES,
@@ -29,6 +27,8 @@ from tests.speculation.test_acceptance import (
     p_value,
     proposer_of,
 )
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
 
 ROOTS, CONTEXTS = jnp.array([3, 5]), jnp.array([17, 40])
 SEEDS = jnp.array([8, 9])

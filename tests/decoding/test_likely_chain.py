@@ -10,20 +10,27 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxspec import BUILT_IN_HEAD, drafter_loading
+from jaxspec import BUILT_IN_HEAD
+from jaxspec.checkpoints import load_drafter as drafter_loading
+from jaxspec.checkpoints.load import load
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine_limits import engine_params
-from jaxspec.loading import load
+from jaxspec.decoding.drafters import Drafter, EagleDrafter, MixedDrafter
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
+from jaxspec.decoding.trees.grow import Beams, Proposer, grow
+from jaxspec.decoding.trees.likely_chain import grow_while_likely
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.engine.limits import engine_params
 from jaxspec.parallel import WHOLE
-from jaxspec.sampling import Sampling, make_sampling, process_logits
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import Drafter, EagleDrafter, MixedDrafter
-from jaxspec.speculation.expand import Beams, Proposer, grow
-from jaxspec.speculation.likely_chain import grow_while_likely
-from jaxspec.speculation.tree import DraftTree
-from tests.marks import slow
-from tests.random_models import generate, make_params, mtp_drafter, random_prompts, random_target
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
+    generate,
+    make_params,
+    mtp_drafter,
+    random_prompts,
+    random_target,
+)
 
 VOCAB, DEPTH = 12, 6
 ROOTS = jnp.arange(5, dtype=jnp.int32)

@@ -9,12 +9,12 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.sampling import make_controls, make_sampling
-from jaxspec.state import EngineState
-from tests.marks import slow
-from tests.programs import new_jit
-from tests.random_models import CONFIG, empty_state, make_params, padded, random_prompts
-from tests.sampling_reference import plain_logits
+from jaxspec.decoding.sampling import make_controls, make_sampling
+from jaxspec.decoding.state import EngineState
+from tests.helpers.marks import slow
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import CONFIG, empty_state, make_params, padded, random_prompts
+from tests.helpers.sampling_reference import plain_logits
 
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=3)
 PROMPTS = random_prompts((11, 4, 7), seed=2)
@@ -43,7 +43,7 @@ def check(expected: np.ndarray, token: int, own: Any, top_tokens: Any, top: Any)
 @pytest.mark.parametrize("drafter", [slow("ngram"), slow("eagle3")])
 def test_they_are_those_of_the_raw_logits(drafter: str, monkeypatch: pytest.MonkeyPatch):
     """Also of the prompt, read in chunks and scored a few tokens at a time; with penalties on."""
-    module = importlib.import_module("jaxspec.functional.prefill")
+    module = importlib.import_module("jaxspec.decoding.functional.prefill")
     monkeypatch.setattr(module, "SCORED_AT_ONCE", 6)  # two positions of three rows
     params = make_params(drafter, TREE)
     state = empty_state(params, 3, LENGTH, 4, controls=True)

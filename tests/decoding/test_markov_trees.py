@@ -16,17 +16,17 @@ import pytest
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
+from jaxspec.decoding.drafters import BlockDrafter
+from jaxspec.decoding.sampling import Sampling, make_sampling
+from jaxspec.decoding.sampling.noise import Stream, gumbel
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
-from jaxspec.noise import Stream, gumbel
-from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.speculation.drafters import BlockDrafter
-from jaxspec.speculation.tree import DraftTree
-from tests.block_heads import block_target, random_head
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import CONFIG
-from tests.speculation.test_acceptance import proposer_of
-from tests.speculation.test_lattice import CONTEXTS, ROOTS, SEEDS, paths_of
+from tests.decoding.test_acceptance import proposer_of
+from tests.decoding.test_lattice import CONTEXTS, ROOTS, SEEDS, paths_of
+from tests.helpers.block_heads import block_target, random_head
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import CONFIG
 
 VOCAB, DEEPEST = CONFIG.vocab_size, 6
 Path = tuple[int, ...]

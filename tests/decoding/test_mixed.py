@@ -9,21 +9,16 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, functional
+from jaxspec.checkpoints.load import load
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import DraftState, EagleDrafter, MixedDrafter, NGramDrafter
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Emitted, EngineState
+from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.functional import EngineParams
-from jaxspec.loading import load
-from jaxspec.sampling import make_sampling
-from jaxspec.speculation.drafters import (
-    DraftState,
-    EagleDrafter,
-    MixedDrafter,
-    NGramDrafter,
-)
-from jaxspec.speculation.tree import DraftTree, unpack_mask
-from jaxspec.state import Emitted, EngineState
-from tests.marks import slow
-from tests.programs import FAST_COMPILE, new_jit
-from tests.random_models import (
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE, new_jit
+from tests.helpers.random_models import (
     empty_state,
     make_drafter,
     make_params,

@@ -17,17 +17,17 @@ from jaxspec.cache.recurrent import DeltaState
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import DraftModelDrafter, NGramDrafter, NoDrafter
+from jaxspec.decoding.state import EngineState
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mixers.gated_delta import gated_delta_shape
 from jaxspec.parallel import Shards, make_mesh, mesh_layout
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import DraftModelDrafter, NGramDrafter, NoDrafter
-from jaxspec.state import EngineState
-from tests.layouts import on_mesh
-from tests.random_models import draft_model, random_prompts, random_target, tiny_config
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import draft_model, random_prompts, random_target, tiny_config
 
 DELTA = GatedDeltaConfig(num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=8, folded=8)
 SPECULATIONS = {

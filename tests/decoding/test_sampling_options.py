@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.sampling import Controls, Sampling, make_controls, make_sampling
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.state import EngineState
-from tests.marks import slow
-from tests.random_models import (
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
     CONFIG,
     admit_prompts,
     empty_state,
@@ -27,7 +27,7 @@ from tests.random_models import (
     read_prompts,
     texts,
 )
-from tests.sampling_reference import reference_texts
+from tests.helpers.sampling_reference import reference_texts
 
 VOCAB = CONFIG.vocab_size
 LENGTH, NEW_TOKENS = 56, 32

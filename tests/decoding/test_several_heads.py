@@ -16,18 +16,18 @@ from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.mtp import AFTER, AFTER_BEFORE, BEFORE, BEFORE_AFTER, MtpStates
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import MixedDrafter, NGramDrafter
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation, RoundTree
 from jaxspec.functional import EngineParams
-from jaxspec.generation import Generation, RoundTree
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import MixedDrafter, NGramDrafter
-from tests.engines import seal
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import (
+from tests.helpers.engines import seal
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     jit_prefill,

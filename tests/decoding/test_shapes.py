@@ -9,12 +9,19 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import make_sampling
-from jaxspec.state import Emitted, EngineState
-from tests.marks import slow
-from tests.programs import new_jit
-from tests.random_models import DRAFTERS, empty_state, make_params, padded, random_prompts, texts
+from tests.helpers.marks import slow
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import (
+    DRAFTERS,
+    empty_state,
+    make_params,
+    padded,
+    random_prompts,
+    texts,
+)
 
 PROMPTS = random_prompts((5, 1, 14), seed=4)
 CAPACITY = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)

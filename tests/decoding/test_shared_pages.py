@@ -11,12 +11,12 @@ import pytest
 from jaxspec import functional
 from jaxspec.cache import pages_for
 from jaxspec.config.speculation import PLAIN, SpeculationConfig
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Emitted, EngineState, Status
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import make_sampling
-from jaxspec.state import Emitted, EngineState, Status
-from tests.marks import slow
-from tests.programs import new_jit
-from tests.random_models import DRAFTERS, make_params, padded, random_prompts
+from tests.helpers.marks import slow
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import DRAFTERS, make_params, padded, random_prompts
 
 CAPACITY = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
 ROWS, LENGTH, PAGE, MOST = 3, 64, 4, 60

@@ -13,27 +13,27 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxspec import BUILT_IN_HEAD, LLM
+from jaxspec.checkpoints.load import load
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.loading import load
-from jaxspec.parallel import make_mesh
-from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import (
+from jaxspec.decoding.drafters import (
     Drafter,
     EagleDrafter,
     MixedDrafter,
     NGramDrafter,
     SuffixDrafter,
 )
-from jaxspec.speculation.tree import DraftTree, path_tokens
-from tests.engines import LENGTH, plain_engine, seal
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import empty_state, generate, make_params, random_prompts
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.trees.tree import DraftTree, path_tokens
+from jaxspec.engine.engine import Engine
+from jaxspec.parallel import make_mesh
+from tests.helpers.engines import LENGTH, plain_engine, seal
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import empty_state, generate, make_params, random_prompts
 
 CHAIN, TREE = SpeculationConfig.chain(5), SpeculationConfig(10, 4, 3)
 SIZE, ROWS = 32, 4

@@ -13,24 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import BUILT_IN_HEAD, LLM, functional
+from jaxspec.checkpoints.load import load
 from jaxspec.commands import generate
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.loading import load
+from jaxspec.decoding.drafters import Drafter, MixedDrafter, NGramDrafter, SuffixDrafter
+from jaxspec.decoding.drafters.matching import BLOCK, latest_places
+from jaxspec.decoding.past_text import GAP, PastText, empty_past
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.trees.tree import DraftTree, path_tokens
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.plans.past_outputs import BEFORE, PART, PastOutputs
 from jaxspec.parallel import make_mesh
-from jaxspec.past_outputs import BEFORE, PART, PastOutputs
-from jaxspec.past_text import GAP, PastText, empty_past
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import Drafter, MixedDrafter, NGramDrafter, SuffixDrafter
-from jaxspec.speculation.drafters.matching import BLOCK, latest_places
-from jaxspec.speculation.tree import DraftTree, path_tokens
-from tests.engines import LENGTH, plain_engine, seal
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import (
+from tests.helpers.engines import LENGTH, plain_engine, seal
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import (
     empty_state,
     make_drafter,
     make_params,

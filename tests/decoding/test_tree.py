@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.speculation.tree import (
+from jaxspec.decoding.trees.tree import (
     DraftTree,
     make_chain,
     make_tree,
@@ -20,8 +20,8 @@ from jaxspec.speculation.tree import (
     unpack_mask,
 )
 from pallas_kernels.paged_attention.cases import random_parents
-from tests.marks import slow
-from tests.random_trees import path_from_root
+from tests.helpers.marks import slow
+from tests.helpers.random_trees import path_from_root
 
 WIDTH, MAX_DEPTH = 70, 12
 jit_make_tree = jax.jit(functools.partial(make_tree, max_depth=MAX_DEPTH))

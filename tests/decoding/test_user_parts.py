@@ -14,18 +14,18 @@ from jax import Array
 from jaxspec import EngineParams, SpeculationConfig, admit, decode, init_state, prefill
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine import Engine
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.drafters import DraftState, MixedDrafter, NGramDrafter, StatelessDrafter
+from jaxspec.decoding.drafters.checks import check_drafter
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import make_chain
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import settle
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import DraftState, MixedDrafter, NGramDrafter, StatelessDrafter
-from jaxspec.speculation.drafters.checks import check_drafter
-from jaxspec.speculation.tree import make_chain
-from jaxspec.state import EngineState
-from jaxspec.weights.in_place import in_place_of
-from tests.engines import plain_engine
-from tests.programs import FAST_COMPILE
-from tests.random_models import eagle3_head, make_params, random_target
+from jaxspec.parallel.placement import in_place_of
+from jaxspec.parallel.pytree import Pytree, array, pytree
+from tests.helpers.engines import plain_engine
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import eagle3_head, make_params, random_target
 
 CHAIN = SpeculationConfig.chain(2)
 

@@ -15,10 +15,10 @@ import jaxspec
 from jaxspec import LLM, EngineParams, SpeculationConfig, admit, decode, init_state, prefill
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from tests.programs import FAST_COMPILE
-from tests.random_models import CONFIG, make_params, random_target
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import CONFIG, make_params, random_target
 
-PAGE = Path(__file__).parent.parent / "docs/extending.md"
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
 PROMPT = [71, 102, 279, 71, 102]
 
 

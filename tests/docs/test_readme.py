@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from jaxspec.__main__ import COMMANDS
-from tests.marks import slow
-from tests.test_command_line import SCRIPTS, module_of
+from tests.commands.test_command_line import SCRIPTS, module_of
+from tests.helpers.marks import slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MOST_LINES = 150  # of the README
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.scheduling.adaptive import RoundCosts
-from jaxspec.scheduling.requests import SamplingParams
-from tests.block_heads import KINDS, block_params
-from tests.compilations import Compilations
-from tests.engines import LENGTH
-from tests.random_models import make_params
+from jaxspec.engine.engine import Engine
+from jaxspec.scheduling.tree_policy import RoundCosts
+from tests.helpers.block_heads import KINDS, block_params
+from tests.helpers.compilations import Compilations
+from tests.helpers.engines import LENGTH
+from tests.helpers.random_models import make_params
 
 CHAIN, TREE = TreeShape.parse("chain:2"), TreeShape.parse("6:2:3")
 SAMPLED = SamplingParams(temperature=1.0)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.async_engine import AsyncEngine
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.async_engine import AsyncEngine
+from jaxspec.engine.engine import Engine
 from jaxspec.scheduling.plan import QueueFull
-from jaxspec.scheduling.requests import SamplingParams
-from tests.random_models import make_params, random_prompts
+from tests.helpers.random_models import make_params, random_prompts
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2, 17), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)

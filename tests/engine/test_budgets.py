@@ -5,17 +5,17 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine import memory
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.parallel import make_mesh
-from jaxspec.scheduling.requests import SamplingParams
-from tests.layouts import on_mesh
-from tests.programs import traces
-from tests.random_models import make_params
+from tests.helpers.layouts import on_mesh
+from tests.helpers.programs import traces
+from tests.helpers.random_models import make_params
 
 # Memory
 

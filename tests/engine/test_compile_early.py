@@ -8,12 +8,12 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.program_sizes import ReadKey
-from jaxspec.scheduling.requests import SamplingParams
-from tests.compilations import Compilations
-from tests.random_models import make_params
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.sizes import ReadKey
+from tests.helpers.compilations import Compilations
+from tests.helpers.random_models import make_params
 
 
 def new_engine(max_length: int) -> Engine:

@@ -9,11 +9,11 @@ import pytest
 from jaxspec import functional
 from jaxspec.cache import PagedKV
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.state import EngineState
-from tests.marks import slow
-from tests.programs import decode_hlo, new_jit, traces
-from tests.random_models import make_params
+from tests.helpers.marks import slow
+from tests.helpers.programs import decode_hlo, new_jit, traces
+from tests.helpers.random_models import make_params
 
 CHAIN = SpeculationConfig.chain(2)
 TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM
+from jaxspec.checkpoints.load import load
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_verify_width
-from jaxspec.engine import Engine
-from jaxspec.engine_limits import deterministic_params, fixed_chunk
-from jaxspec.generation import Generation
-from jaxspec.loading import load
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.limits import deterministic_params, fixed_chunk
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import make_mesh
-from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import StructuredOutput
-from tests.layouts import on_mesh
-from tests.marks import slow
-from tests.programs import traces
-from tests.random_models import make_params, random_target, tiny_config
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.programs import traces
+from tests.helpers.random_models import make_params, random_target, tiny_config
 
 CHAIN = SpeculationConfig.chain(3)
 TREE = SpeculationConfig(num_nodes=8, max_depth=4, top_k=3)

@@ -13,19 +13,19 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL
-from jaxspec.async_engine import AsyncEngine
-from jaxspec.calls import Call
 from jaxspec.commands import eval as eval_command
-from jaxspec.commands.shell import command_parser, run_command
+from jaxspec.commands.shared.shell import command_parser, run_command
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.draft_watch import FEWEST, MOST, DraftWatch
-from jaxspec.engine import Engine
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import EagleDrafter, NGramDrafter, NoDrafter, SuffixDrafter
-from jaxspec.state import Emitted
-from tests.random_models import eagle3_head, make_params, random_target
+from jaxspec.decoding.drafters import EagleDrafter, NGramDrafter, NoDrafter, SuffixDrafter
+from jaxspec.decoding.state import Emitted
+from jaxspec.engine.async_engine import AsyncEngine
+from jaxspec.engine.draft_watch import FEWEST, MOST, DraftWatch
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.call import Call
+from tests.helpers.random_models import eagle3_head, make_params, random_target
 
 CHAIN = SpeculationConfig.chain(2)
 
@@ -137,7 +137,7 @@ def test_an_engine_warns_and_a_server_logs_instead(caplog: pytest.LogCaptureFixt
         asyncio.run(serving.run(lambda _: generate()))
         asyncio.run(serving.close())
     [record] = caplog.records
-    assert record.name == "jaxspec.async_engine" and "is of no use here" in record.message
+    assert record.name == "jaxspec.engine.async_engine" and "is of no use here" in record.message
 
 
 @pytest.mark.filterwarnings("default")

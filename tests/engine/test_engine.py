@@ -11,25 +11,19 @@ import pytest
 from scipy import stats
 
 from jaxspec import functional
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
+from jaxspec.decoding.drafters import DraftModelDrafter
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import QueueFull
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import DraftModelDrafter
-from tests.engines import new_engine, plain_engine, ready_engine
-from tests.marks import slow
-from tests.programs import new_jit, traces
-from tests.random_models import (
-    DRAFTERS,
-    noisy,
-    random_prompts,
-    random_target,
-    tiny_config,
-)
+from tests.helpers.engines import new_engine, plain_engine, ready_engine
+from tests.helpers.marks import slow
+from tests.helpers.programs import new_jit, traces
+from tests.helpers.random_models import DRAFTERS, noisy, random_prompts, random_target, tiny_config
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config.engine import Preemption
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
-from jaxspec.scheduling.requests import SamplingParams
-from tests.block_heads import block_params
-from tests.engines import CHAIN, LENGTH, plain_engine
-from tests.random_models import DRAFTERS, random_prompts
-from tests.speculation.test_block_exactness import engine_of, plain_params
-from tests.test_engine import SHAPES, alone, check_pages, crowded
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from tests.decoding.test_block_exactness import engine_of, plain_params
+from tests.engine.test_engine import SHAPES, alone, check_pages, crowded
+from tests.helpers.block_heads import block_params
+from tests.helpers.engines import CHAIN, LENGTH, plain_engine
+from tests.helpers.random_models import DRAFTERS, random_prompts
 
 
 @functools.cache

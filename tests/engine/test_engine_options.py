@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
-from jaxspec.scheduling.requests import SamplingParams
-from tests.engines import FULL, new_engine, plain_engine, seal
-from tests.marks import slow
-from tests.programs import traces
-from tests.random_models import random_prompts, random_target
-from tests.sampling_reference import plain_logits
-from tests.speculation.test_sampling_options import LENGTH, all_options, expected, prompts_of
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from tests.decoding.test_sampling_options import LENGTH, all_options, expected, prompts_of
+from tests.helpers.engines import FULL, new_engine, plain_engine, seal
+from tests.helpers.marks import slow
+from tests.helpers.programs import traces
+from tests.helpers.random_models import random_prompts, random_target
+from tests.helpers.sampling_reference import plain_logits
 
 PROMPT = random_prompts((19,), seed=2)[0].tolist()
 

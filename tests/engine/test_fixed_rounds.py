@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.calls import Call, joined
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.program_sizes import Kind, ReadKey, RoundsKey, choose_reading
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.state import Emitted, Status
-from tests.block_heads import block_params
-from tests.engines import new_engine, plain_engine
-from tests.random_models import random_target
-from tests.sampling_reference import reference_texts
+from jaxspec.decoding.state import Emitted, Status
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.call import Call, joined
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, choose_reading
+from tests.helpers.block_heads import block_params
+from tests.helpers.engines import new_engine, plain_engine
+from tests.helpers.random_models import random_target
+from tests.helpers.sampling_reference import reference_texts
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], list(range(20)), [7], [3, 1] * 8, [9] * 5]
 SAMPLING = [

@@ -7,21 +7,25 @@ from typing import Any
 import jax
 import pytest
 
-import jaxspec.pipeline.programs
-import jaxspec.pipeline.stage_programs
-import jaxspec.programs
+import jaxspec.engine.programs.pipeline.programs
+import jaxspec.engine.programs.pipeline.stage_programs
+import jaxspec.engine.programs.programs
 from jaxspec import functional
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
-from tests.random_models import empty_state, make_params
-from tests.test_pipeline import one_device, staged
+from tests.engine.test_pipeline import one_device, staged
+from tests.helpers.random_models import empty_state, make_params
 
 CACHE = CacheConfig(page_size=8, max_length=64)
 WIDTHS = [None, 8]
-MODULES = jaxspec.programs, jaxspec.pipeline.programs, jaxspec.pipeline.stage_programs
+MODULES = (
+    jaxspec.engine.programs.programs,
+    jaxspec.engine.programs.pipeline.programs,
+    jaxspec.engine.programs.pipeline.stage_programs,
+)
 
 
 def with_width(params: EngineParams, width: int | None) -> EngineParams:
@@ -53,10 +57,14 @@ def test_engines_compile_without_dropped_roundings(
     if stages == 2:
         params = staged(params, (2, 2))
     Engine(with_width(params, width), CACHE, EngineConfig(max_rows=2))
-    of_stages = asked.pop("jaxspec.pipeline.stage_programs")
-    assert asked.pop("jaxspec.programs") == {width is not None}
+    of_stages = asked.pop("jaxspec.engine.programs.pipeline.stage_programs")
+    assert asked.pop("jaxspec.engine.programs.programs") == {width is not None}
     if stages == 2:
-        assert of_stages == asked.pop("jaxspec.pipeline.programs") == {width is not None}
+        assert (
+            of_stages
+            == asked.pop("jaxspec.engine.programs.pipeline.programs")
+            == {width is not None}
+        )
 
 
 def test_prompts_are_read_block_by_block():

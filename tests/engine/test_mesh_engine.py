@@ -11,17 +11,18 @@ from tokenizers import pre_tokenizers
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.parallel import TensorParallel, make_mesh
-from jaxspec.scheduling.adaptive import RoundCosts
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import GrammarCompiler, StructuredOutput
-from tests.engines import FULL, seal
-from tests.layouts import on_mesh
-from tests.random_models import make_params, random_prompts, random_target, tiny_config
-from tests.small_tokenizers import one_token_a_byte
+from jaxspec.scheduling.tree_policy import RoundCosts
+from tests.helpers.engines import FULL, seal
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import make_params, random_prompts, random_target, tiny_config
+from tests.helpers.small_tokenizers import one_token_a_byte
 
 VOCAB, END = 257, 256  # a byte each, and the end; two devices pad the vocabulary
 TARGET = random_target(tiny_config(vocab_size=VOCAB, stop_token_ids=(END,)))

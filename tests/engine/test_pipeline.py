@@ -7,26 +7,27 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams, init_state, pipelined
-from jaxspec.models.pipeline import check_layers, split_layers
+from jaxspec.decoding.functional import pipelined
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.pipeline.programs import PipelinePrograms
+from jaxspec.engine.programs.pipeline.use import PipelineUse
+from jaxspec.engine.programs.sizes import RoundsKey
+from jaxspec.evaluation.benchmarks.collective_volume import parse_collectives, totals
+from jaxspec.functional import EngineParams, init_state
+from jaxspec.models.pipeline_cut import check_layers, split_layers
 from jaxspec.parallel import TensorParallel, make_mesh, stage_meshes
-from jaxspec.pipeline.programs import PipelinePrograms
-from jaxspec.pipeline_use import PipelineUse
-from jaxspec.program_sizes import RoundsKey
-from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
-from tests.block_heads import KINDS, block_params, block_target
-from tests.engines import seal
-from tests.layouts import in_stages
-from tests.marks import slow
-from tests.programs import FAST_COMPILE, traces
-from tests.random_models import make_params, random_prompts, random_target, tiny_config
-from tests.test_mesh_engine import CACHE, CHAIN, TARGET, check, compiler, run, sealed
+from tests.engine.test_mesh_engine import CACHE, CHAIN, TARGET, check, compiler, run, sealed
+from tests.helpers.block_heads import KINDS, block_params, block_target
+from tests.helpers.engines import seal
+from tests.helpers.layouts import in_stages
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE, traces
+from tests.helpers.random_models import make_params, random_prompts, random_target, tiny_config
 
 SPECULATIONS = {
     "none": SpeculationConfig.chain(1),

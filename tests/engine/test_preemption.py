@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.swapping import part_bytes
-from tests.engines import SAMPLED, new_engine, plain_engine, seal
-from tests.random_models import random_prompts
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.plans.host_copies import part_bytes
+from tests.helpers.engines import SAMPLED, new_engine, plain_engine, seal
+from tests.helpers.random_models import random_prompts
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25, 11), seed=3)]
 SAMPLING = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(len(PROMPTS))]

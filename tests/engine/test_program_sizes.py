@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxspec.program_sizes import Kind, ReadKey, choose_reading
+from jaxspec.engine.programs.sizes import Kind, ReadKey, choose_reading
 
 
 def key(rows: int, width: int) -> ReadKey:

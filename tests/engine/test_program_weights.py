@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec import SamplingParams, program_weights
+from jaxspec import SamplingParams
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs import weights as program_weights
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import make_mesh
-from tests.random_models import make_params, random_target, tiny_config
+from tests.helpers.random_models import make_params, random_target, tiny_config
 
 CHAIN = SpeculationConfig.chain(2)
 

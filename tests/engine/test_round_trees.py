@@ -16,27 +16,27 @@ import pytest
 from jaxspec import LLM, TextChunk, functional, make_mesh
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.generation import Generation, RoundTree
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.state import EngineState
-from jaxspec.structured import StructuredOutput
-from jaxspec.tokenizer import TextTokenizer
-from jaxspec.tree_text import RoundTexts
-from tests.checkpoints import tiny_byte_llama
-from tests.engines import CHAIN, LENGTH, new_engine
-from tests.layouts import on_mesh
-from tests.marks import slow
-from tests.random_models import (
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.decoding.state import EngineState
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation, RoundTree
+from jaxspec.llm.tokenizer import TextTokenizer
+from jaxspec.llm.tree_text import RoundTexts
+from tests.helpers.checkpoints import tiny_byte_llama
+from tests.helpers.engines import CHAIN, LENGTH, new_engine
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
     empty_state,
     make_params,
     random_prompts,
     random_target,
     tiny_config,
 )
-from tests.sampling_reference import plain_logits
-from tests.small_tokenizers import byte_level, sentencepiece_like
+from tests.helpers.sampling_reference import plain_logits
+from tests.helpers.small_tokenizers import byte_level, sentencepiece_like
 
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=3)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9), seed=3)]

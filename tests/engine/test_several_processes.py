@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from jaxspec.commands import generate
-from jaxspec.commands.several_processes import process_group
-from jaxspec.processes import Processes, ProcessGroup
-from jaxspec.shared_programs import FollowingPrograms, LeadingPrograms
-from tests.marks import slow
-from tests.process_worker import new_engine, tokens
-from tests.several_processes import free_port, started
+from jaxspec.commands.shared.several_processes import process_group
+from jaxspec.engine.programs.several_processes import FollowingPrograms, LeadingPrograms
+from jaxspec.parallel.processes import Processes, ProcessGroup
+from tests.helpers.marks import slow
+from tests.helpers.process_worker import new_engine, tokens
+from tests.helpers.several_processes import free_port, started
 
 SECONDS_TO_END = 30
 TALKATIVE = """
 import sys
-from jaxspec.processes import Processes, ProcessGroup
+from jaxspec.parallel.processes import Processes, ProcessGroup
 
 with Processes(ProcessGroup(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))) as processes:
     processes.claim()
@@ -40,7 +40,7 @@ with Processes(ProcessGroup(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))) as
 def workers(size: int, texts: int, requests: int = 2) -> list[list[str]]:
     port = free_port()
     return [
-        ["-m", "tests.process_worker", *map(str, (port, size, index, texts, requests))]
+        ["-m", "tests.helpers.process_worker", *map(str, (port, size, index, texts, requests))]
         for index in range(size)
     ]
 

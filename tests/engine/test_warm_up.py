@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine import Engine
-from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.warm_up import batch_keys
-from tests.marks import slow
-from tests.test_mesh_engine import DIGITS, PROMPTS, new_engine
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
+from jaxspec.engine.warm_up.compile_all import batch_keys
+from tests.engine.test_mesh_engine import DIGITS, PROMPTS, new_engine
+from tests.helpers.marks import slow
 
 STRUCTURED = SamplingParams(max_tokens=20, temperature=0.8, seed=1, structured=DIGITS)
 FULL = SamplingParams(max_tokens=20, temperature=0.8, seed=1, presence_penalty=0.5, logprobs=1)

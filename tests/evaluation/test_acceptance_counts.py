@@ -8,8 +8,8 @@ import pytest
 
 from jaxspec import BUILT_IN_HEAD, Completion
 from jaxspec.commands import eval as eval_command
-from jaxspec.evaluation import summarize
-from jaxspec.generation import Timings
+from jaxspec.engine.generation import Timings
+from jaxspec.evaluation.acceptance import summarize
 
 
 def completion(tokens: int, rounds: int, by_depth: list[float]) -> Completion:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.number_text import or_blank, span, with_interval
+from jaxspec.evaluation.number_format import or_blank, span, with_interval
 from jaxspec.parallel.bytes import gigabytes, megabytes
 
 

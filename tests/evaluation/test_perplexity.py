@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.text_scores import Scores, difference, summarize
+from jaxspec.evaluation.perplexity import Scores, difference, summarize
 
 
 def test_differences_are_paired():

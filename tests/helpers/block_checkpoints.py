@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxspec.models.hf_values import read_json
-from tests.checkpoints import save_tensors
+from jaxspec.models.json.values import read_json
+from tests.helpers.checkpoints import save_tensors
 
 MASK, RANK, LAYERS = 250, 16, 2
 

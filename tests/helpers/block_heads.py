@@ -9,17 +9,12 @@ import numpy as np
 
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import BlockDrafter, MixedDrafter, NGramDrafter, SuffixDrafter
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
 from jaxspec.models.heads.block import Confidence
-from jaxspec.speculation.drafters import (
-    BlockDrafter,
-    MixedDrafter,
-    NGramDrafter,
-    SuffixDrafter,
-)
-from tests.random_models import CONFIG, noisy, random_arrays, random_target
+from tests.helpers.random_models import CONFIG, noisy, random_arrays, random_target
 
 MASK = 95  # a token of the target's
 KINDS = ("dflash", "dspark")

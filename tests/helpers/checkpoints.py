@@ -9,9 +9,9 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from tests.small_tokenizers import one_token_a_byte
+from tests.helpers.small_tokenizers import one_token_a_byte
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 TINY = {
     "vocab_size": 320,

@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxspec import functional
 from jaxspec.config.speculation import TreeShape
+from jaxspec.decoding.sampling import Sampling
+from jaxspec.decoding.state import EngineState, Status
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import Sampling
-from jaxspec.state import EngineState, Status
-from tests.programs import FAST_COMPILE
-from tests.random_models import jit_admit, padded
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import jit_admit, padded
 
 _CHOICES = ("shape", "greedy")
 jit_draft = jax.jit(functional.draft, static_argnames=_CHOICES, compiler_options=FAST_COMPILE)

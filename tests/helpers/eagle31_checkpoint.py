@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxspec.models.hf_config import read_json
-from tests.checkpoints import save_tensors, tiny_eagle3_head
+from jaxspec.models.from_config.model import read_json
+from tests.helpers.checkpoints import save_tensors, tiny_eagle3_head
 
 # flat: as TorchSpec and SpecForge write it, for SGLang: the layers are named in eagle_config, by
 #   the layer whose output is taken, which is one less than jaxspec counts.

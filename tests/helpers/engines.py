@@ -8,10 +8,10 @@ from typing import Any
 from jaxspec import LLM
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.scheduling.requests import SamplingParams
-from tests.random_models import make_params
+from jaxspec.engine.engine import Engine
+from tests.helpers.random_models import make_params
 
 CHAIN = SpeculationConfig.chain(2)
 LENGTH = 64

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxspec.cache import KVScales
 from jaxspec.functional import EngineParams
 from jaxspec.models.mixers import Attention
-from jaxspec.quantization.kv_cache import with_kv_scales
+from jaxspec.models.quantized.kv_cache import with_kv_scales
 
 
 def with_float8(params: EngineParams) -> EngineParams:

@@ -1,6 +1,6 @@
 """A mixed load on a server of the built-in model, a part of whose clients is killed.
 
-`python -m tests.http_load --seconds 600` prints what happens in ten minutes.
+`python -m tests.helpers.http_load --seconds 600` prints what happens in ten minutes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.serve_process import ServeProcess, serve_process
+from tests.helpers.serve_process import ServeProcess, serve_process
 
 PROMPTS = (
     "def read_config(path):\n",

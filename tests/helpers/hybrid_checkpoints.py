@@ -9,7 +9,7 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file
 
-from tests.checkpoints import TINY, save_random_model, save_tensors
+from tests.helpers.checkpoints import TINY, save_random_model, save_tensors
 
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,

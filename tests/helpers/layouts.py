@@ -8,19 +8,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config.mixers import AttentionConfig
+from jaxspec.decoding.drafters import BlockDrafter, DraftModelDrafter, EagleDrafter, MixedDrafter
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.layer import Layer
 from jaxspec.models.mixers import Attention
-from jaxspec.models.stages import Stage
+from jaxspec.models.pipeline_stage import Stage
 from jaxspec.parallel import Layout, Shards, mesh_layout, named_shardings
-from jaxspec.speculation.drafters import (
-    BlockDrafter,
-    DraftModelDrafter,
-    EagleDrafter,
-    MixedDrafter,
-)
 
 
 def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> EngineParams:

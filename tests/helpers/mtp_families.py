@@ -5,14 +5,14 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.models.mtp_names import mtp_names
-from jaxspec.tensors import splitting
-from jaxspec.weights.safetensors_io import save_tree
-from tests.random_experts import random_expert_target
-from tests.random_models import mtp_head
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.json.mtp_names import mtp_names
+from jaxspec.models.tensors import splitting
+from tests.helpers.random_experts import random_expert_target
+from tests.helpers.random_models import mtp_head
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

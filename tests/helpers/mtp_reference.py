@@ -1,4 +1,4 @@
-"""transformers' MTP layers for a checkpoint of tests/checkpoints.py."""
+"""transformers' MTP layers for a checkpoint of tests/helpers/checkpoints.py."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import transformers
 from safetensors.numpy import load_file
 from transformers.modeling_layers import MtpModel
 
-from tests.checkpoints import MTP_NAMES, mtp_prefix
+from tests.helpers.checkpoints import MTP_NAMES, mtp_prefix
 
 
 def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, MtpModel]:

@@ -18,10 +18,10 @@ import uvicorn
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
-from jaxspec.commands.tree_page import PAGE
+from jaxspec.commands.generate.tree_page import PAGE
 
 RECORDED: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "recorded_rounds.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "data/recorded_rounds.json").read_text(encoding="utf-8")
 )
 PAUSE = 0.02  # seconds between two chunks
 

@@ -9,12 +9,12 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, page_slots, pages_for
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Kernels
 
 

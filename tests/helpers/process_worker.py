@@ -1,6 +1,6 @@
 """One of several processes with a tiny random model.
 
-    python -m tests.process_worker PORT N I TEXTS REQUESTS
+    python -m tests.helpers.process_worker PORT N I TEXTS REQUESTS
 
 Process 0 prints the tokens of the first REQUESTS requests as JSON, TEXTS times; 0: without end.
 """
@@ -13,15 +13,15 @@ import jax
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.several_processes import FollowingPrograms, MakePrograms, make_programs
 from jaxspec.parallel import make_mesh
-from jaxspec.processes import Processes, ProcessGroup
-from jaxspec.programs import Programs
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.shared_programs import FollowingPrograms, MakePrograms, make_programs
-from tests.layouts import on_mesh
-from tests.random_models import make_params
+from jaxspec.parallel.processes import Processes, ProcessGroup
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import make_params
 
 PROMPTS = [[3, 4, 5], list(range(1, 20))]
 SAMPLING = [

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jaxspec import functional
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.state import EngineState
 
 FAST_COMPILE = {"xla_backend_optimization_level": "0"}  # of tests' time compiling takes the most
 

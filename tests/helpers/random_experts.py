@@ -9,10 +9,10 @@ import numpy as np
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.expert_linear import ExpertLinear
+from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.mix import Own
 from jaxspec.models.mlps.routing import Routes
-from tests.random_models import random_target, tiny_config
+from tests.helpers.random_models import random_target, tiny_config
 
 EXPERTS = ExpertsConfig(16, RoutingConfig(8, 2, normalize=True))
 

@@ -18,18 +18,13 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import pages_for
-from jaxspec.compiler_options import DETERMINISTIC
+from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout, MtpStates
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
-from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
-from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
-from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes, mtp_head_config
-from jaxspec.models.linear import Linear
-from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.speculation.drafters import (
+from jaxspec.decoding.drafters import (
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
@@ -38,9 +33,14 @@ from jaxspec.speculation.drafters import (
     NoDrafter,
     SuffixDrafter,
 )
-from jaxspec.state import EngineState, Status
-from jaxspec.weights.safetensors_io import save_decoder
-from tests.programs import FAST_COMPILE
+from jaxspec.decoding.sampling import Sampling, make_sampling
+from jaxspec.decoding.state import EngineState, Status
+from jaxspec.engine.programs.xla_options import DETERMINISTIC
+from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
+from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
+from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes, mtp_head_config
+from jaxspec.models.linear import Linear
+from tests.helpers.programs import FAST_COMPILE
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.speculation.tree import DraftTree, make_tree
+from jaxspec.decoding.trees.tree import DraftTree, make_tree
 from pallas_kernels.paged_attention.cases import random_parents
 
 

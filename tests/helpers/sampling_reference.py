@@ -11,12 +11,12 @@ import torch
 import transformers
 from jax import Array
 
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.noise import Stream, gumbel
-from jaxspec.scheduling.requests import SamplingParams
-from tests.programs import FAST_COMPILE
+from tests.helpers.programs import FAST_COMPILE
 
 
 class OutputPenalties(transformers.LogitsProcessor):

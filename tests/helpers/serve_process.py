@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 READY = re.compile(r"serving .* at (http://127\.0\.0\.1:\d+)/v1")
 
 

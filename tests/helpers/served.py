@@ -9,8 +9,8 @@ import httpx
 import openai
 
 from jaxspec import LLM
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.replicated_llm import ReplicatedLLM
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving.app import make_app
 from jaxspec.serving.lifecycle import listen, make_server
 from jaxspec.serving.metrics import Metrics

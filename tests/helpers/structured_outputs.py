@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxspec import BUILT_IN_MODEL
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.decoding.sampling import Sampling
+from jaxspec.decoding.state import Status
+from jaxspec.engine.structured import GrammarCompiler, GrammarError, Matcher, tree_masks
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import Sampling
-from jaxspec.state import Status
-from jaxspec.structured import GrammarCompiler, GrammarError, Matcher, StructuredOutput, tree_masks
-from jaxspec.tokenizer import load_tokenizer, tokenizer_json
-from tests.constrained_rounds import generate_restricted
+from jaxspec.llm.tokenizer import load_tokenizer, tokenizer_json
+from tests.helpers.constrained_rounds import generate_restricted
 
 VOCAB, END = 4096, 0  # of the built-in model
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxspec.benchmarking.ahead_of_time import compile_ahead, make_devices
+from jaxspec.evaluation.benchmarks.ahead_of_time import compile_ahead, make_devices
 from pallas_kernels.latent_attention.cases import COMPILED_CASES, make_arguments
 from pallas_kernels.latent_attention.mosaic_gpu import latent_attention_mosaic
 

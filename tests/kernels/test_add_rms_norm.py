@@ -14,7 +14,7 @@ from pallas_kernels.add_rms_norm.cases import EPS, TEST_CASES, Case, make_argume
 from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.round_tokens import round_tokens
-from tests.marks import first_is_fast
+from tests.helpers.marks import first_is_fast
 
 
 def assert_same(found: Any, case: Case) -> None:

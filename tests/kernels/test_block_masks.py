@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculation.tree import pack_mask
+from jaxspec.decoding.trees.tree import pack_mask
 from pallas_kernels.paged_attention.cases import Case, make_arguments
 from tests.kernels import test_paged_attention_kernel as on_gpu
 from tests.kernels import test_paged_attention_tpu as on_tpu

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.benchmarking.kernels import Peaks, Plan, compile_benchmark, time_benchmark
-from jaxspec.benchmarking.recurrent import in_jnp
+from jaxspec.evaluation.benchmarks.kernels import Peaks, Plan, compile_benchmark, time_benchmark
+from jaxspec.evaluation.benchmarks.recurrent import in_jnp
 from pallas_kernels.delta_rule import cases
 from pallas_kernels.delta_rule.calls import KEPT
 from pallas_kernels.delta_rule.cases import (
@@ -26,8 +26,8 @@ from pallas_kernels.delta_rule.cases import (
 )
 from pallas_kernels.delta_rule.reference import delta_commit_reference
 from pallas_kernels.delta_rule.tokens import Tokens
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
 
 TREE = Round(Case(2, 9, groups=2, v_dim=8, capacity=4, k_dim=16), (1, 3, 3, 2), pool=4)
 ROOT = Round(Case(2, 1, groups=1, v_dim=8, capacity=4, k_dim=16), (1,), pool=6)

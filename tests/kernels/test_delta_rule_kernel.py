@@ -17,7 +17,7 @@ from pallas_kernels.delta_rule.mosaic_gpu import (
     delta_read_mosaic,
     delta_run_mosaic,
 )
-from tests.marks import first_is_fast
+from tests.helpers.marks import first_is_fast
 
 TOLERANCE = 2e-5
 RUNS = (

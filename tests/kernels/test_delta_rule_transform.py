@@ -12,7 +12,7 @@ from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments
 from pallas_kernels.delta_rule.tokens import Tokens
 from pallas_kernels.delta_rule.transform import transform_read
 from pallas_kernels.paged_attention.cases import random_parents
-from tests.marks import first_is_fast
+from tests.helpers.marks import first_is_fast
 
 jit_transform, jit_read = jax.jit(transform_read, static_argnames="levels"), jax.jit(delta_read)
 TOLERANCE = 3e-6  # outputs are of up to about 3

@@ -12,7 +12,7 @@ from jax import Array
 from pallas_kernels.latent_attention import expanded_cases, latent_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 HEADS, LATENT, ROTARY, KEYS, VALUES, SCALE = 3, 20, 4, 6, 5, 0.3
 CONTEXTS, TOKENS = (0, 7, 22), 9

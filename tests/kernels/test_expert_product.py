@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.forward import ForwardPass, make_pass
+from jaxspec.models.forward_pass import ForwardPass, make_pass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes
@@ -30,9 +30,9 @@ from pallas_kernels.expert_product.mosaic_gpu import expert_product_mosaic
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import VARIANTS, ExpertTuning
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from tests.marks import first_is_fast
-from tests.random_experts import random_own, random_rows, written_out
-from tests.random_models import random_arrays
+from tests.helpers.marks import first_is_fast
+from tests.helpers.random_experts import random_own, random_rows, written_out
+from tests.helpers.random_models import random_arrays
 
 # Of the sum of absolute products: a hidden unit may round to its other neighbor in bfloat16.
 ERROR = 2.0**-8

@@ -29,8 +29,8 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention,
 )
 from pallas_kernels.paged_attention.tuning import AttentionTuning
-from tests.marks import first_is_fast, slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.programs import FAST_COMPILE
 
 NAN = 0x7F  # a byte
 ONE = AttentionTuning(block=64, stages=2, byte_stages=3)

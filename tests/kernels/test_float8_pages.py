@@ -17,7 +17,7 @@ from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
 from pallas_kernels.rope_kv_write import cases as rope_cases
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
-from tests.programs import FAST_COMPILE
+from tests.helpers.programs import FAST_COMPILE
 
 E4M3 = ml_dtypes.float8_e4m3fn
 EPS = rope_cases.EPS

@@ -22,8 +22,8 @@ from pallas_kernels.latent_attention.mosaic_gpu import latent_attention_mosaic
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
 from pallas_kernels.policy import MULTIPROCESSORS
-from tests.marks import first_is_fast, slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     latent_attention_reference,

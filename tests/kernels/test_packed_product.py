@@ -13,8 +13,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.linear import Linear
-from jaxspec.quantization.float8 import rounded_to_float8
-from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
+from jaxspec.models.quantized.float8 import rounded_to_float8
+from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
 from pallas_kernels.packed_product import MOST_ROWS, misfit, packed_product
 from pallas_kernels.packed_product.cases import (
     BENCHMARK_CASES,
@@ -43,7 +43,7 @@ from pallas_kernels.packed_product.widening import (
     word_offset,
 )
 from pallas_kernels.selection import Kernels
-from tests.marks import first_is_fast, slow
+from tests.helpers.marks import first_is_fast, slow
 
 FLOAT32 = jnp.dtype("float32")
 # Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their

@@ -16,8 +16,8 @@ from pallas_kernels.paged_attention.cases import (
     make_arguments,
     poisoned,
 )
-from tests.marks import first_is_fast, slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.programs import FAST_COMPILE
 
 run = jax.jit(
     paged_attention,

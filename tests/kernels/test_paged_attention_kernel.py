@@ -23,8 +23,8 @@ from pallas_kernels.paged_attention.cases import (
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import AttentionTuning
-from tests.marks import first_is_fast, slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     functools.partial(paged_attention_reference, order_invariant=False),

@@ -1,6 +1,6 @@
 """The TPU kernel of paged attention, interpreted. It has never run on a TPU.
 
-tests/test_compiled_for_tpu.py compiles it.
+tests/compiled/test_compiled_for_tpu.py compiles it.
 """
 
 import functools
@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from tests.programs import FAST_COMPILE
+from tests.helpers.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     functools.partial(paged_attention_reference, order_invariant=False),

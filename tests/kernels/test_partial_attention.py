@@ -1,6 +1,6 @@
 """The Hopper kernel of attention to parts of pages: interpreted, lowered, and (with `-m gpu`) run.
 
-tests/test_sequence_parallel.py has the tests of its reference.
+tests/parallel/test_sequence_parallel.py has the tests of its reference.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from pallas_kernels.paged_attention.partial import (
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import AttentionTuning
-from tests.marks import first_is_fast, slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.programs import FAST_COMPILE
 
 OPTIONS = ("page_size", "window", "first_slot")
 run_reference = jax.jit(

@@ -24,8 +24,8 @@ from pallas_kernels.reduce_add_rms_norm.cases import (
     on_mesh,
 )
 from pallas_kernels.reduce_add_rms_norm.exchange import DEVICES, Tuning, make_exchange
-from tests.marks import first_is_fast
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast
+from tests.helpers.programs import FAST_COMPILE
 
 CALLS = 50
 EXACT = {"xla_allow_excess_precision": False}  # it rounds where the reference says so

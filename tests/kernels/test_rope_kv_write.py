@@ -13,8 +13,8 @@ from pallas_kernels.rope_kv_write import misfit, rope_kv_write
 from pallas_kernels.rope_kv_write.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
-from tests.marks import first_is_fast
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast
+from tests.helpers.programs import FAST_COMPILE
 
 reference = functools.partial(rope_kv_write_reference, eps=EPS)
 run_reference = jax.jit(reference, compiler_options=FAST_COMPILE)

@@ -16,8 +16,8 @@ from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
 from pallas_kernels.top_k.mosaic_gpu import top_k_mosaic
 from pallas_kernels.top_k.reference import by_counting
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
 
 run_by_counting = jax.jit(by_counting, static_argnames="k", compiler_options=FAST_COMPILE)
 run_sort = jax.jit(lax.top_k, static_argnums=1, compiler_options=FAST_COMPILE)

@@ -23,8 +23,8 @@ from pallas_kernels.truncate.cases import (
 )
 from pallas_kernels.truncate.mosaic_gpu import truncation_threshold_mosaic
 from pallas_kernels.truncate.reference import ordered_keys, search_digits
-from tests.marks import first_is_fast
-from tests.programs import FAST_COMPILE
+from tests.helpers.marks import first_is_fast
+from tests.helpers.programs import FAST_COMPILE
 
 run = jax.jit(truncation_threshold, compiler_options=FAST_COMPILE)
 SUM_ROUNDING = 3e-6  # relative, of float32 sums in different orders

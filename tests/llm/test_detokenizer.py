@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jaxspec.detokenizer import Detokenizer, common_length
-from tests.small_tokenizers import byte_level, metaspace, sentencepiece_like
+from jaxspec.llm.tokenizer.detokenizer import Detokenizer, common_length
+from tests.helpers.small_tokenizers import byte_level, metaspace, sentencepiece_like
 
 PROMPTS = ["the quick brown", "hello", "the fox 😀😀😀😀", "日本"]
 CONTINUATIONS = [

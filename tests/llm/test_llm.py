@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk, check_prompts
-from jaxspec.comparison import compare
 from jaxspec.config.engine import EngineConfig
-from jaxspec.generation import ErrorKind
-from jaxspec.scheduling.requests import with_own_seeds
-from tests.checkpoints import tiny_byte_llama, tiny_llama
-from tests.engines import seal
-from tests.marks import slow
-from tests.small_tokenizers import metaspace, save, sentencepiece_like
+from jaxspec.config.sampling_params import with_own_seeds
+from jaxspec.engine.generation import ErrorKind
+from jaxspec.evaluation.speedup import compare
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
+from tests.helpers.engines import seal
+from tests.helpers.marks import slow
+from tests.helpers.small_tokenizers import metaspace, save, sentencepiece_like
 
 
 @pytest.fixture(scope="module")

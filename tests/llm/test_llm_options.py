@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
 from jaxspec.config.engine import EngineConfig
-from tests.engines import seal
+from tests.helpers.engines import seal
 
 PROMPTS = ["def f(x):", "hello", "class A:"]
 GREEDY = SamplingParams(max_tokens=40)

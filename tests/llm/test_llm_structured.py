@@ -12,9 +12,10 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.config.engine import EngineConfig
-from jaxspec.generation import ErrorKind
-from jaxspec.structured import GrammarError, GrammarLimit, StructuredOutput
-from tests.engines import FULL, seal
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.generation import ErrorKind
+from jaxspec.engine.structured import GrammarError, GrammarLimit
+from tests.helpers.engines import FULL, seal
 
 PATTERN = "[a-f]{3}(, [0-9]{2}){2,6}"
 LIST = StructuredOutput(regex=PATTERN)

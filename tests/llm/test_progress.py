@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from jaxspec import SamplingParams
-from jaxspec.generation import Generation, RequestStatistics
-from jaxspec.progress import progress_bar, speed
+from jaxspec.engine.generation import Generation, RequestStatistics
+from jaxspec.llm.progress_bar import progress_bar, speed
 
 
 def generations() -> list[Generation]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.detokenizer import StopStrings
+from jaxspec.llm.tokenizer.detokenizer import StopStrings
 
 text = st.text("ab", max_size=24)
 

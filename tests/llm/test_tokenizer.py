@@ -10,11 +10,11 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec import BUILT_IN_MODEL
-from jaxspec.detokenizer import Detokenizer
-from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenize, tokenize_chats
-from jaxspec.tokenizer.text import plain_tokenizer
-from tests.checkpoints import TINY
-from tests.small_tokenizers import byte_level, metaspace, save, sentencepiece_like
+from jaxspec.llm.tokenizer import TextTokenizer, load_tokenizer, tokenize, tokenize_chats
+from jaxspec.llm.tokenizer.detokenizer import Detokenizer
+from jaxspec.llm.tokenizer.text import plain_tokenizer
+from tests.helpers.checkpoints import TINY
+from tests.helpers.small_tokenizers import byte_level, metaspace, save, sentencepiece_like
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ('user', 'assistant') %}"
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_is_more_than_its_file_is_left_to_transformers(tmp_path
 CODE = """
 import sys
 {before}
-from jaxspec.tokenizer import load_tokenizer, tokenize_chats
+from jaxspec.llm.tokenizer import load_tokenizer, tokenize_chats
 tokenizer = load_tokenizer(sys.argv[1])
 assert tokenize_chats(tokenizer, [{{"role": "user", "content": "hello"}}])
 assert not sys.modules.get("torch"), "torch was imported"

@@ -11,18 +11,18 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import functional
+from jaxspec.checkpoints.block import save_block_head
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import BlockDrafter, block
+from jaxspec.decoding.drafters.block import block_attend
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
-from jaxspec.models.hf_values import read_json
-from jaxspec.speculation.drafters import BlockDrafter, block
-from jaxspec.speculation.drafters.block import block_attend
-from jaxspec.state import EngineState
-from jaxspec.weights.block import save_block_head
-from tests.block_heads import (
+from jaxspec.models.json.values import read_json
+from tests.helpers.block_heads import (
     KINDS,
     arrays_equal,
     block_params,
@@ -30,10 +30,10 @@ from tests.block_heads import (
     random_head,
     with_confidence,
 )
-from tests.block_reference import block_outputs, confidence, markov_logits
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import (
+from tests.helpers.block_reference import block_outputs, confidence, markov_logits
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     jit_decode,

@@ -11,17 +11,17 @@ from jax import Array
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.eagle import load_eagle_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.engine import EngineConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Heads
+from jaxspec.models.forward_pass import Heads
+from jaxspec.models.from_config.model import load_model_config, read_json
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.hf_config import load_model_config, read_json
-from jaxspec.weights.eagle import load_eagle_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import tiny_byte_llama, tiny_llama
-from tests.eagle3_reference import Outputs, Result, read_and_draft
-from tests.eagle31_checkpoint import tiny_eagle31_head
-from tests.marks import first_is_fast, slow
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
+from tests.helpers.eagle3_reference import Outputs, Result, read_and_draft
+from tests.helpers.eagle31_checkpoint import tiny_eagle31_head
+from tests.helpers.marks import first_is_fast, slow
 
 LENGTH, DRAFTS = 9, 3
 HIDDEN, VOCAB = 64, 320

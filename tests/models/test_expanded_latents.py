@@ -19,18 +19,18 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.rope import RopeConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models import attention, decoder
 from jaxspec.models.attention import PagedAttend
-from jaxspec.models.forward import make_pass
+from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from tests.checkpoints import TINY, hf_logits, save_random_model
-from tests.marks import slow
+from tests.helpers.checkpoints import TINY, hf_logits, save_random_model
+from tests.helpers.marks import slow
+from tests.helpers.parity import load, paged_logits
+from tests.helpers.programs import FAST_COMPILE
 from tests.models.test_latent_attention import SMALL, VARIANTS
-from tests.parity import load, paged_logits
-from tests.programs import FAST_COMPILE
 
 LENGTH = 30
 # A layer of DeepSeek-V3 with fewer heads and a narrower input.

@@ -11,17 +11,17 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.checkpoints.fused_experts import OfExpert
+from jaxspec.checkpoints.mtp import load_mtp_head
+from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_config import load_model_config, parse_model_config
-from jaxspec.quantizer.checkpoint import Checkpoint
-from jaxspec.weights.fused_experts import OfExpert
-from jaxspec.weights.mtp import load_mtp_head
-from jaxspec.weights.safetensors_io import save_decoder
-from tests.checkpoints import TINY, hf_logits, save_random_model
-from tests.marks import slow
-from tests.parity import assert_close, load, paged_logits
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
+from jaxspec.quantize.checkpoint import Checkpoint
+from tests.helpers.checkpoints import TINY, hf_logits, save_random_model
+from tests.helpers.marks import slow
+from tests.helpers.parity import assert_close, load, paged_logits
 
 YARN = {
     "rope_type": "yarn",

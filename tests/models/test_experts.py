@@ -9,16 +9,16 @@ import pytest
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes, choose_experts
+from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.parallel import Layout, Shards
-from jaxspec.quantization.schemes import in_scheme
 from pallas_kernels.selection import NO_KERNELS
 from pallas_kernels.top_k import top_k
-from tests.marks import slow
-from tests.random_experts import random_own, random_rows, written_out
+from tests.helpers.marks import slow
+from tests.helpers.random_experts import random_own, random_rows, written_out
 
 WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.own_blocks))
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=1.0)

@@ -12,10 +12,10 @@ import transformers
 
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_values import read_json
-from tests.checkpoints import TINY, hf_logits, save_random_model
-from tests.marks import slow
-from tests.parity import assert_close, load, paged_logits
+from jaxspec.models.json.values import read_json
+from tests.helpers.checkpoints import TINY, hf_logits, save_random_model
+from tests.helpers.marks import slow
+from tests.helpers.parity import assert_close, load, paged_logits
 
 LENGTH = 24
 SMALL = TINY | {"num_hidden_layers": 3}

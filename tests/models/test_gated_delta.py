@@ -17,18 +17,18 @@ from jaxspec.cache import Geometry
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.drafters import NGramDrafter
+from jaxspec.decoding.state import EngineState, Status
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import make_pass
+from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE
-from jaxspec.speculation.drafters import NGramDrafter
-from jaxspec.state import EngineState, Status
 from pallas_kernels.selection import NO_KERNELS
-from tests.programs import new_jit
-from tests.random_models import CONFIG, make_drafter, padded, random_prompts, random_target
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import CONFIG, make_drafter, padded, random_prompts, random_target
 
 HIDDEN, EPS = CONFIG.hidden_size, 1e-6
 DELTA = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, folded=8)

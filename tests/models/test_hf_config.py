@@ -14,7 +14,7 @@ from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
 from jaxspec.models.families import FAMILIES
-from jaxspec.models.hf_config import load_model_config, parse_model_config, to_hf_config
+from jaxspec.models.from_config.model import load_model_config, parse_model_config, to_hf_config
 
 LLAMA3 = {
     "factor": 8.0,

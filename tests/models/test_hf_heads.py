@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.models.hf_heads import eagle_head_config
+from jaxspec.models.from_config.eagle_head import eagle_head_config
+from jaxspec.models.from_config.model import parse_model_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import decoder, forward, linear
+from jaxspec.models import decoder, linear
+from jaxspec.models import forward_pass as forward
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training.precision import cast_weights
 from pallas_kernels.selection import Implementation, Kernels
-from tests.checkpoints import hf_logits, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
-from tests.marks import slow
-from tests.parity import assert_close, load, paged_logits
+from tests.helpers.checkpoints import hf_logits, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.helpers.marks import slow
+from tests.helpers.parity import assert_close, load, paged_logits
 
 LLAMA3 = {
     "rope_type": "llama3",

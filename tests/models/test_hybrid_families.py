@@ -9,22 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoints.mtp import load_mtp_head
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_tree
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import decoder_shapes
-from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.linear import Linear
-from jaxspec.quantizer.scoring import score
-from jaxspec.tensors import joining, splitting
-from jaxspec.weights.mtp import load_mtp_head
-from jaxspec.weights.safetensors_io import load_decoder, save_tree
-from tests.checkpoints import add_mtp_layer, hf_logits
-from tests.hybrid_checkpoints import VARIANTS, contents, save_hybrid, save_with_images
-from tests.marks import slow
-from tests.parity import assert_close, load, paged_logits
-from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
+from jaxspec.models.tensors import joining, splitting
+from jaxspec.quantize.scoring import score
+from tests.helpers.checkpoints import add_mtp_layer, hf_logits
+from tests.helpers.hybrid_checkpoints import VARIANTS, contents, save_hybrid, save_with_images
+from tests.helpers.marks import slow
+from tests.helpers.parity import assert_close, load, paged_logits
+from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
 
 LENGTH = 40
 

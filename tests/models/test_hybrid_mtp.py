@@ -11,21 +11,21 @@ import torch
 import transformers
 from jax import Array
 
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.load_drafter import choose_drafter
+from jaxspec.checkpoints.mtp import has_mtp_layers, holds_only_mtp_layers, load_mtp_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
-from jaxspec.drafter_loading import choose_drafter
-from jaxspec.loading import load
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.heads import HeadOutput
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.weights.mtp import has_mtp_layers, holds_only_mtp_layers, load_mtp_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import add_mtp_layer, save_tensors
-from tests.hybrid_checkpoints import contents, save_hybrid
-from tests.marks import slow
+from tests.helpers.checkpoints import add_mtp_layer, save_tensors
+from tests.helpers.hybrid_checkpoints import contents, save_hybrid
+from tests.helpers.marks import slow
+from tests.helpers.parity import paged_head_logits
 from tests.models.test_mtp_layers import COUNT, DRAWN, draft_after
-from tests.parity import paged_head_logits
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 320, (2, 13))

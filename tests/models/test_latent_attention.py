@@ -13,14 +13,14 @@ from jaxspec import load as load_engine
 from jaxspec.cache import PagedLatent
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine import Engine
-from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.engine.engine import Engine
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.parallel import make_mesh
-from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_random_model
-from tests.engines import seal
-from tests.marks import slow
-from tests.mtp_families import CONFIGS, save_with_mtp
-from tests.parity import assert_close, load, paged_logits
+from tests.helpers.checkpoints import TINY, add_mtp_layer, hf_logits, save_random_model
+from tests.helpers.engines import seal
+from tests.helpers.marks import slow
+from tests.helpers.mtp_families import CONFIGS, save_with_mtp
+from tests.helpers.parity import assert_close, load, paged_logits
 
 YARN = {
     "rope_type": "yarn",

@@ -12,14 +12,14 @@ from jax import Array
 from safetensors.numpy import load_file
 
 from jaxspec import load
+from jaxspec.checkpoints.mtp import MtpChoice, load_mtp_heads
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.training.draft_loss import unroll
-from jaxspec.weights.mtp import MtpChoice, load_mtp_heads
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import add_mtp_layer, tiny_qwen2
-from tests.marks import slow
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.training.heads.loss import unroll
+from tests.helpers.checkpoints import add_mtp_layer, tiny_qwen2
+from tests.helpers.marks import slow
 from tests.models.test_mtp_layers import COUNT, DRAWN, FLOAT32, draft_after
 
 # What published engines do, of the model's state and of the MTP layer's own: see docs/drafters.md.

@@ -15,23 +15,29 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
+from jaxspec.checkpoints.load_drafter import choose_drafter
+from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.mtp import AFTER, ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpStates
-from jaxspec.drafter_loading import choose_drafter
+from jaxspec.decoding.drafters import NoDrafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM, Decoder
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.heads import DraftHead, HeadOutput, mtp_states
-from jaxspec.models.hf_config import load_model_config, parse_model_config
-from jaxspec.models.hf_values import read_json
+from jaxspec.models.json.values import read_json
 from jaxspec.parallel import make_mesh
-from jaxspec.speculation.drafters import NoDrafter
-from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests import parity
-from tests.checkpoints import add_mtp_layer, hf_logits, save_byte_tokenizer, tiny_llama, tiny_qwen2
-from tests.marks import slow
-from tests.mtp_families import save_with_mtp
-from tests.mtp_reference import torch_mtp
+from tests.helpers import parity
+from tests.helpers.checkpoints import (
+    add_mtp_layer,
+    hf_logits,
+    save_byte_tokenizer,
+    tiny_llama,
+    tiny_qwen2,
+)
+from tests.helpers.marks import slow
+from tests.helpers.mtp_families import save_with_mtp
+from tests.helpers.mtp_reference import torch_mtp
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 13))

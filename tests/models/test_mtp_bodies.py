@@ -14,19 +14,19 @@ import torch
 import transformers
 
 from jaxspec import load
+from jaxspec.checkpoints.mtp import load_mtp_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.weights.mtp import load_mtp_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import TINY, add_mtp_layer, save_random_model
-from tests.marks import slow
+from jaxspec.models.from_config.model import load_model_config
+from tests.helpers.checkpoints import TINY, add_mtp_layer, save_random_model
+from tests.helpers.marks import slow
+from tests.helpers.mtp_reference import draft_log_probs, torch_mtp_of_family
 from tests.models import test_expert_families, test_latent_attention
 from tests.models.test_mtp_layers import COUNT, DRAWN, FLOAT32, draft_after
-from tests.mtp_reference import draft_log_probs, torch_mtp_of_family
 
 TOKENS = np.random.default_rng(0).integers(0, 320, (2, 13))
 LATENT, EXPERTS = test_latent_attention, test_expert_families

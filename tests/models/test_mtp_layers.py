@@ -13,30 +13,30 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, functional, load
+from jaxspec.checkpoints.load_drafter import choose_drafter
+from jaxspec.checkpoints.mtp import MtpChoice, load_mtp_heads
 from jaxspec.config.mtp import AFTER, MtpConfig
-from jaxspec.drafter_loading import choose_drafter
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.parallel import make_mesh
-from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import Limits
-from jaxspec.state import EngineState
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter
-from jaxspec.weights.mtp import MtpChoice, load_mtp_heads
-from tests.checkpoints import (
+from tests.helpers.checkpoints import (
     add_mtp_layer,
     save_byte_tokenizer,
     save_tensors,
     tiny_llama,
     tiny_qwen2,
 )
-from tests.marks import slow
-from tests.mtp_families import save_with_mtp
-from tests.mtp_reference import draft_log_probs, torch_mtp
-from tests.programs import FAST_COMPILE
-from tests.random_models import jit_admit
+from tests.helpers.marks import slow
+from tests.helpers.mtp_families import save_with_mtp
+from tests.helpers.mtp_reference import draft_log_probs, torch_mtp
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import jit_admit
 
 FLOAT32 = jnp.dtype("float32")
 COUNT, PAGE, LENGTH = 3, 5, 64

@@ -17,18 +17,18 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_tree
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Linear, Product
+from jaxspec.models.tensors import Filler, Source, splitting
+from jaxspec.models.wrapped_tensors import InputsFirst
 from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, Source, splitting
-from jaxspec.weights.safetensors_io import load_decoder, save_tree
-from jaxspec.wrapped_sources import InputsFirst
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from tests.checkpoints import save_tensors, tiny_qwen2
+from tests.helpers.checkpoints import save_tensors, tiny_qwen2
 
 GROUP = 16
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))

@@ -19,20 +19,20 @@ from jaxspec.cache import CommittedPath, Geometry
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import RopeConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.drafters import DraftModelDrafter, NGramDrafter
+from jaxspec.decoding.state import EngineState, Status
+from jaxspec.decoding.trees.tree import unpack_mask
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product
 from jaxspec.parallel import Layout
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.speculation.drafters import DraftModelDrafter, NGramDrafter
-from jaxspec.speculation.tree import unpack_mask
-from jaxspec.state import EngineState, Status
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
-from tests.programs import new_jit
-from tests.random_models import CONFIG, padded, random_prompts, random_target
+from tests.helpers.programs import new_jit
+from tests.helpers.random_models import CONFIG, padded, random_prompts, random_target
 
 DECAY = 0.7
 CAPACITY = SpeculationConfig(num_nodes=7, max_depth=3, top_k=2)

@@ -22,8 +22,8 @@ from jaxspec.config.rope import (
     YarnRopeScaling,
 )
 from jaxspec.models.families import FAMILIES
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.models.hf_keys import AROUND_KEYS, HARMLESS_KEYS, words
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.json.keys import AROUND_KEYS, HARMLESS_KEYS, words
 
 CONFIGS = {path.stem: path for path in (Path(__file__).parent / "configs").glob("*.json")}
 KINDS = {

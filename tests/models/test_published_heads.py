@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxspec.config.rope import Llama3RopeScaling
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.models.hf_heads import eagle_head_config
+from jaxspec.models.from_config.eagle_head import eagle_head_config
+from jaxspec.models.from_config.model import parse_model_config
 
 # Fields of the templates at sgl-project/SpecForge a6b6b02 (configs/) and Tencent/AngelSlim 67394ce
 # (angelslim/compressor/speculative/train/configs/), for dense Llama and Qwen targets.

@@ -10,11 +10,11 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.hf_values import read_json
-from tests.checkpoints import TINY, hf_logits, save_random_model, save_tensors
-from tests.marks import slow
-from tests.parity import assert_close, load, paged_logits
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.json.values import read_json
+from tests.helpers.checkpoints import TINY, hf_logits, save_random_model, save_tensors
+from tests.helpers.marks import slow
+from tests.helpers.parity import assert_close, load, paged_logits
 
 LENGTH = 24
 TEXT: dict[str, Any] = TINY | {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.models.hf_config import load_model_config
-from tests.checkpoints import TINY
+from jaxspec.models.from_config.model import load_model_config
+from tests.helpers.checkpoints import TINY
 
 CONFIG = TINY | {"model_type": "llama", "rms_norm_eps": 1e-5, "eos_token_id": 7}
 ADDED = {"id": 9, "content": "<|im_end|>"}

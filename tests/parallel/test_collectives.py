@@ -11,10 +11,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxspec import collectives
-from jaxspec.parallel import WHOLE, Layout
+from jaxspec.parallel import WHOLE, Layout, collectives
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from tests.programs import FAST_COMPILE
+from tests.helpers.programs import FAST_COMPILE
 
 SHARDS = 4
 SPLIT = Layout(vocab=("model",))

@@ -14,14 +14,20 @@ import pytest
 
 from jaxspec.cache import PagedKV
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.exchanges import with_exchanges
+from jaxspec.decoding.all_reduce_buffers import with_exchanges
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.parallel import make_mesh
-from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
-from tests.layouts import on_mesh
-from tests.marks import slow
-from tests.random_models import make_params, padded, random_prompts, random_target, tiny_config
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
+    make_params,
+    padded,
+    random_prompts,
+    random_target,
+    tiny_config,
+)
 
 SIZES = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_layers": 4}
 ROUNDS = 100_000

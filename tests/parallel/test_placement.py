@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import EagleDrafter, NGramDrafter
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.loading import load
-from jaxspec.models.expert_linear import expert_linears
+from jaxspec.models.mlps.expert_linear import expert_linears
+from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
-from jaxspec.speculation.drafters import EagleDrafter, NGramDrafter
-from jaxspec.state import EngineState
-from jaxspec.tensors import splitting
-from jaxspec.weights.safetensors_io import save_tree
-from tests.mtp_families import save_with_mtp
-from tests.programs import new_jit
-from tests.speculation.test_hybrid_exactness import raw_config, target
-from tests.test_experts import FAMILIES, SIZES
-from tests.test_experts import target as expert_target
+from tests.decoding.test_exactness_of_experts import FAMILIES, SIZES
+from tests.decoding.test_exactness_of_experts import target as expert_target
+from tests.decoding.test_hybrid_exactness import raw_config, target
+from tests.helpers.mtp_families import save_with_mtp
+from tests.helpers.programs import new_jit
 
 DEVICES, ROWS, LENGTH, PAGE = 2, 3, 32, 4
 CHAIN = SpeculationConfig.chain(2)

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxspec import functional
-from jaxspec.benchmarking.collective_volume import parse_collectives, totals
-from jaxspec.collectives import shard_offset
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.evaluation.benchmarks.collective_volume import parse_collectives, totals
 from jaxspec.parallel import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
+from jaxspec.parallel.collectives import shard_offset
 from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
     Case,
@@ -30,11 +30,11 @@ from pallas_kernels.paged_attention.partial import (
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.selection import Kernels
-from tests.layouts import on_mesh
-from tests.marks import first_is_fast, slow
-from tests.programs import decode_hlo, new_jit, prefill_hlo
-from tests.random_models import make_params, random_target, tiny_config
-from tests.test_tensor_parallel import (
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.programs import decode_hlo, new_jit, prefill_hlo
+from tests.helpers.random_models import make_params, random_target, tiny_config
+from tests.parallel.test_tensor_parallel import (
     BATCH,
     TARGET,
     check_changes_nothing,

@@ -13,15 +13,15 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import replica_meshes, stage_meshes
-from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import OPERATIONS, Kernels
-from tests.layouts import in_stages, on_mesh
-from tests.marks import slow
-from tests.random_models import make_params, random_prompts, random_target, tiny_config
+from tests.helpers.layouts import in_stages, on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.random_models import make_params, random_prompts, random_target, tiny_config
 
 # As narrow as the kernel allows in which devices sum their products.
 SIZES = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_layers": 4}

@@ -21,7 +21,7 @@ from jaxspec.parallel import (
     partition_specs,
     replica_meshes,
 )
-from tests.random_models import tiny_config
+from tests.helpers.random_models import tiny_config
 
 EVERY = (MODEL_AXIS, HIDDEN_AXIS)
 

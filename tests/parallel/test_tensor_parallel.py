@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.sampling import Sampling, make_controls, make_sampling
+from jaxspec.decoding.state import Emitted, Ending, EngineState, Rows, Status
+from jaxspec.evaluation.benchmarks.collective_volume import parse_collectives, totals
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import TensorParallel, make_mesh
-from jaxspec.sampling import Sampling, make_controls, make_sampling
-from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
-from tests.block_heads import KINDS, block_params, block_target
-from tests.layouts import on_mesh
-from tests.marks import slow
-from tests.programs import decode_hlo, new_jit, traces
-from tests.random_models import make_params, random_target, tiny_config
+from tests.helpers.block_heads import KINDS, block_params, block_target
+from tests.helpers.layouts import on_mesh
+from tests.helpers.marks import slow
+from tests.helpers.programs import decode_hlo, new_jit, traces
+from tests.helpers.random_models import make_params, random_target, tiny_config
 
 # On four and on eight devices the two KV heads are repeated and the vocabulary is padded.
 TARGET = tiny_config(vocab_size=98, num_heads=8, qkv_bias=True)

@@ -1,6 +1,6 @@
 """Weights in the layout in which a TPU's products read them, on a CPU: it changes no token.
 
-tests/test_compiled_for_tpu.py looks for copies in what the TPU's compiler makes of it.
+tests/compiled/test_compiled_for_tpu.py looks for copies in what the TPU's compiler makes of it.
 """
 
 import jax
@@ -11,10 +11,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.linear import Linear
-from jaxspec.weight_places import product_layout, weight_place
-from jaxspec.weights.in_place import committed, in_place_of
-from tests.marks import slow
-from tests.random_models import (
+from jaxspec.parallel.placement import committed, in_place_of
+from jaxspec.parallel.weight_layout import product_layout, weight_place
+from tests.helpers.marks import slow
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     jit_decode,

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.quantizer.awq import CLIP_STEPS, RATIOS, candidate_scales, clip_limits, scale_errors
-from jaxspec.quantizer.rounding import Grid, round_to_nearest
+from jaxspec.quantize.awq import CLIP_STEPS, RATIOS, candidate_scales, clip_limits, scale_errors
+from jaxspec.quantize.rounding import Grid, round_to_nearest
 
 GRID = Grid(3, 8, False)
 OUTPUTS, SIZE, GROUP = 12, 32, 8

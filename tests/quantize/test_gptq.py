@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.quantizer.gptq import GptqConfig, Order, gptq, inverse_factor
-from jaxspec.quantizer.rounding import Grid, output_error, round_to_nearest
-from tests.compilations import Compilations
+from jaxspec.quantize.gptq import GptqConfig, Order, gptq, inverse_factor
+from jaxspec.quantize.rounding import Grid, output_error, round_to_nearest
+from tests.helpers.compilations import Compilations
 
 SIZE, OUTPUTS = 32, 12
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.quantizer.checkpoint import Checkpoint, layer_kinds
-from jaxspec.quantizer.gptq import GptqConfig
-from jaxspec.quantizer.layers import (
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.quantize.checkpoint import Checkpoint, layer_kinds
+from jaxspec.quantize.gptq import GptqConfig
+from jaxspec.quantize.layers import (
     SHARED,
     Batch,
     advance,
@@ -23,11 +24,10 @@ from jaxspec.quantizer.layers import (
     layer_output,
     observe,
 )
-from jaxspec.quantizer.methods import apply_scale, exact_scale, quantize_layer
-from jaxspec.quantizer.rounding import Grid
-from jaxspec.quantizer.scoring import score
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import (
+from jaxspec.quantize.methods import apply_scale, exact_scale, quantize_layer
+from jaxspec.quantize.rounding import Grid
+from jaxspec.quantize.scoring import score
+from tests.helpers.checkpoints import (
     TINY,
     hf_logits,
     save_random_model,
@@ -36,7 +36,7 @@ from tests.checkpoints import (
     tiny_qwen2,
     tiny_qwen3,
 )
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 FAMILIES = {
     "llama": tiny_llama,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.commands import perplexity, quantize
-from tests.checkpoints import tiny_byte_llama, tiny_llama
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.quantizer.rounding import Grid, output_error, round_to_float8, round_to_nearest
+from jaxspec.quantize.rounding import Grid, output_error, round_to_float8, round_to_nearest
 
 GRIDS = st.builds(Grid, st.integers(2, 8), st.sampled_from([None, 4, 8]), st.booleans())
 WEIGHTS = st.builds(

@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.commands import program_cache, quantize
+from jaxspec.checkpoints.eagle import load_eagle_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
+from jaxspec.commands import quantize
+from jaxspec.commands.shared import program_cache
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_config import load_model_config
-from jaxspec.quantizer.checkpoint import Checkpoint
-from jaxspec.quantizer.run import Quantization
-from jaxspec.weights.eagle import load_eagle_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
-from tests.marks import slow
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.quantize.checkpoint import Checkpoint
+from jaxspec.quantize.run import Quantization
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head
+from tests.helpers.marks import slow
 
 ROOT = Path(__file__).parents[2]
 TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 257, (2, 12)))

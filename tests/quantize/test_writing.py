@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxspec.quantizer import writing
-from jaxspec.quantizer.gptq import GptqConfig, Order
-from jaxspec.quantizer.methods import Method
-from jaxspec.quantizer.rounding import Grid, Rounded, round_to_float8
-from jaxspec.quantizer.writing import FormatName, Plan, check_plan, module_tensors, write_checkpoint
+from jaxspec.quantize import writing
+from jaxspec.quantize.gptq import GptqConfig, Order
+from jaxspec.quantize.methods import Method
+from jaxspec.quantize.rounding import Grid, Rounded, round_to_float8
+from jaxspec.quantize.writing import FormatName, Plan, check_plan, module_tensors, write_checkpoint
 
 OUTPUTS, SIZE, GROUP = 24, 32, 8
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured import GrammarCompiler, Matcher
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.tool_grammar import tool_grammar
 from jaxspec.serving.tools import offered_tools, tool_format
-from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
+from tests.helpers.structured_outputs import legal
 from tests.real.packages import file_of
 from tests.real.sentencepiece import tokenizer_json
-from tests.structured_outputs import legal
 
 pytestmark = pytest.mark.real
 

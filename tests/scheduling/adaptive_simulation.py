@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.adaptive import RoundCosts, ShapePolicy
+from jaxspec.scheduling.tree_policy import RoundCosts, ShapePolicy
 
 CHAINS = tuple(TreeShape.parse(f"chain:{tokens}") for tokens in (1, 3, 5, 7))
 TREE = TreeShape(60, 7, 10)

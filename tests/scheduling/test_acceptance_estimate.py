@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.survival import AcceptanceEstimate, count_rounds
+from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate, count_rounds
 from tests.scheduling.adaptive_simulation import cut, draw_accepted
 
 SHORT, LONG, TREE = (TreeShape.parse(text) for text in ("chain:3", "chain:7", "60:7:10"))

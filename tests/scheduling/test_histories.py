@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 from jaxspec.config.engine import Preemption
 from jaxspec.scheduling.pages import pages_for
 from jaxspec.scheduling.plan import Limits
-from tests.marks import slow
+from tests.helpers.marks import slow
 from tests.scheduling.fake_device import Run
 
 STEMS = ([1] * 24, [1] * 11 + [2] * 13, [3, 4] * 12)  # prompts share beginnings of these

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage, pages_for
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 
 def test_the_null_page_is_never_given_out():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.adaptive import RoundCosts, ShapePolicy
-from tests.marks import slow
+from jaxspec.scheduling.tree_policy import RoundCosts, ShapePolicy
+from tests.helpers.marks import slow
 from tests.scheduling.adaptive_simulation import (
     CHAINS,
     MIXED,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculationConfig
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.engine import Engine
-from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
+from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import missing_programs, warm_in_background
-from jaxspec.structured import StructuredOutput
-from tests.engines import tiny_llm
-from tests.served import run
+from tests.helpers.engines import tiny_llm
+from tests.helpers.served import run
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=4)
 MASKED = dataclasses.replace(SAMPLED, structured=StructuredOutput(regex="[a-z]{2,9}"))

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.commands import batch, generate
-from tests.checkpoints import tiny_byte_llama
-from tests.served import TEMPLATE
+from jaxspec.commands import generate
+from jaxspec.commands.generate import prompt_file as batch
+from tests.helpers.checkpoints import tiny_byte_llama
+from tests.helpers.served import TEMPLATE
 
 ROOT = Path(__file__).parents[2]
 NO_CACHE = "--no-compilation-cache"

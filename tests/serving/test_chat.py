@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from jaxspec import LLM
-from tests.served import MODEL, TEMPLATE, with_client
+from tests.helpers.served import MODEL, TEMPLATE, with_client
 
 MESSAGES = [{"role": "user", "content": "abcabc"}]
 SAMPLED = {

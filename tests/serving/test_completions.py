@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.async_llm import AsyncLLM
-from tests.engines import tiny_llm
-from tests.served import MODEL, Served, idle_pages, run, with_client
+from jaxspec.llm.async_llm import AsyncLLM
+from tests.helpers.engines import tiny_llm
+from tests.helpers.served import MODEL, Served, idle_pages, run, with_client
 
 PROMPT = "abcabcabcabc"
 SAMPLED = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 3}

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import LLM
 from jaxspec.serving import lifecycle
-from tests.served import Served, idle_pages, run
+from tests.helpers.served import Served, idle_pages, run
 
 BODY = {"prompt": "abcabc", "max_tokens": 8, "temperature": 0}
 HEAD = (

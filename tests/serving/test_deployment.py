@@ -12,7 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxspec.commands import bench_http, serve
+from jaxspec.commands import serve
+from jaxspec.commands.bench import http as bench_http
 from jaxspec.serving.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent.parent

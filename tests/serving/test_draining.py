@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from jaxspec import LLM
-from jaxspec.async_llm import AsyncLLM
+from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.lifecycle import serve
-from tests.served import MODEL, Served, idle_pages, run
+from tests.helpers.served import MODEL, Served, idle_pages, run
 
 FIELDS = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 LONG = {**FIELDS, "prompt": "abcabc"}

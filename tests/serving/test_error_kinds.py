@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from jaxspec import SamplingParams
-from jaxspec.completion import Completion
-from jaxspec.generation import ErrorKind, Generation, RequestStatistics, Timings
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.decoding.state import ERRORS, Ending
+from jaxspec.engine.generation import ErrorKind, Generation, RequestStatistics, Timings
+from jaxspec.llm.completion import Completion
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.results import finish_reason
-from jaxspec.state import ERRORS, Ending
-from jaxspec.structured import StructuredOutput
 
 MESSAGE = "what it says decides nothing"
 CLIENT = {ErrorKind.NO_TOKEN: "no_token_allowed", ErrorKind.GRAMMAR_LIMIT: "grammar_too_large"}

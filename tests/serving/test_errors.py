@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from jaxspec import LLM
-from tests.served import MODEL, Served, run, with_client
+from tests.helpers.served import MODEL, Served, run, with_client
 
 TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve_process import serve_process
-from tests.served import TEMPLATE
+from tests.helpers.serve_process import serve_process
+from tests.helpers.served import TEMPLATE
 
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),

@@ -10,7 +10,7 @@ import pytest
 from jaxspec import LLM
 from jaxspec.serving.messages import template_messages
 from jaxspec.serving.tools import FORMATS
-from tests.served import MODEL, TEMPLATE, with_client
+from tests.helpers.served import MODEL, TEMPLATE, with_client
 from tests.serving.test_chat import MESSAGES, TOOLS, streamed
 
 REQUEST: dict[str, Any] = {

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from jaxspec import LLM
-from tests.served import Served, run
+from tests.helpers.served import Served, run
 
 DEEP = "[" * 100_000 + "]" * 100_000
 MANY = 10**6

@@ -18,8 +18,8 @@ import pytest
 from jaxspec.__main__ import main
 from jaxspec.commands.serve import size
 from jaxspec.serving import lifecycle
-from tests.serve_process import ROOT, ServeProcess, serve_process
-from tests.served import MODEL
+from tests.helpers.serve_process import ROOT, ServeProcess, serve_process
+from tests.helpers.served import MODEL
 
 LIMIT = 120  # seconds
 
@@ -207,7 +207,7 @@ def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("jaxspec.commands.serving")]:
+    for name in [name for name in sys.modules if name.startswith("jaxspec.commands.serve.run")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith("jaxspec.serving")]:
         monkeypatch.delitem(sys.modules, name)

@@ -13,7 +13,7 @@ from jaxspec.__main__ import main
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.rates import MOST_CLIENTS, Rates
 from jaxspec.serving.security import OPEN
-from tests.served import MODEL, Served, idle_pages, run
+from tests.helpers.served import MODEL, Served, idle_pages, run
 
 TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "abc"}]

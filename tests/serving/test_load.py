@@ -1,6 +1,6 @@
 """Many clients at once, some of which are killed, on the built-in model.
 
-`python -m tests.http_load` runs the same for 1,000 requests, or for minutes, on more rows.
+`python -m tests.helpers.http_load` runs the same for 1,000 requests, or for minutes, on more rows.
 """
 
 import asyncio
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.built_in import BUILT_IN_HEAD
+from jaxspec.checkpoints.built_in import BUILT_IN_HEAD
 from jaxspec.commands import quantize
-from tests.http_load import SERVER, answers, load
-from tests.serve_process import serve_process
+from tests.helpers.http_load import SERVER, answers, load
+from tests.helpers.serve_process import serve_process
 
 ROWS = ("--max-rows", "2")  # few programs: they take most of the time
 REQUESTS, DIFFERENT = 96, 16  # of which 8 have other options each, twice

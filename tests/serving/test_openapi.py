@@ -21,8 +21,8 @@ from jaxspec.serving.errors import MOST_MESSAGE
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.security import OPEN
 from jaxspec.serving.service import Service
-from tests.openapi_bodies import Bodies
-from tests.served import MODEL, Served
+from tests.helpers.openapi_bodies import Bodies
+from tests.helpers.served import MODEL, Served
 
 
 def document(**options: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.serve_process import serve_process
+from tests.helpers.serve_process import serve_process
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana.json").read_text())

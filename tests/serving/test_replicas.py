@@ -10,13 +10,14 @@ import openai
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands import batch, generate
-from jaxspec.completion import Completion, TextChunk
+from jaxspec.commands import generate
+from jaxspec.commands.generate import prompt_file as batch
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.completion import Completion, TextChunk
+from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.parallel import replica_meshes
-from jaxspec.replicated_llm import ReplicatedLLM
-from tests.engines import tiny_llm
-from tests.served import MODEL, Served, idle_pages, run
+from tests.helpers.engines import tiny_llm
+from tests.helpers.served import MODEL, Served, idle_pages, run
 
 PROMPTS = ["abcabcabc", "hello", "xyxyxy", "once upon", "a", "bbbb"]
 PARAMS = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM
-from tests.served import MODEL, with_client
+from tests.helpers.served import MODEL, with_client
 
 WORDS = {
     "emoji": "😀👩🏽‍🚀🇩🇪",

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve_process import ServeProcess, serve_process
-from tests.several_processes import free_port, started
+from tests.helpers.serve_process import ServeProcess, serve_process
+from tests.helpers.several_processes import free_port, started
 
 LIMIT = 120  # seconds
 REQUEST = {"model": "tiny", "prompt": "abcabcabc", "max_tokens": 24, "temperature": 0.8, "seed": 3}

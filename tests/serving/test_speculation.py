@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM
-from tests.engines import FULL, seal, tiny_llm
-from tests.served import MODEL, Served, run, with_client
+from tests.helpers.engines import FULL, seal, tiny_llm
+from tests.helpers.served import MODEL, Served, run, with_client
 
 pytestmark = pytest.mark.slow
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "temperature": 0}

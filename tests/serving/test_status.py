@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec import LLM
 from jaxspec.serving import metrics as own_metrics
-from tests.served import MODEL, Served, run
+from tests.helpers.served import MODEL, Served, run
 
 # Those of vLLM that apply (FACTS_NEXT.md A.5), and ours at the end. A counter's samples end in
 # "_total", which its name here leaves out, as the parser does.

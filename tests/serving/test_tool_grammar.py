@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from jaxspec.engine.structured import GrammarCompiler, Matcher
 from jaxspec.serving import tool_grammar as tool_grammar_module
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.tool_grammar import known_tool_grammar, tool_grammar
 from jaxspec.serving.tools import FORMATS, offered_tools
-from jaxspec.structured import GrammarCompiler, Matcher
-from tests.small_tokenizers import byte_level, with_markup
-from tests.structured_outputs import compiler, legal, takes
+from tests.helpers.small_tokenizers import byte_level, with_markup
+from tests.helpers.structured_outputs import compiler, legal, takes
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 

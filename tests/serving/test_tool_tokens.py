@@ -9,10 +9,10 @@ import transformers
 
 from jaxspec import LLM
 from jaxspec.config.engine import EngineConfig
-from tests.engines import CHAIN
-from tests.random_models import save_random_target
-from tests.served import MODEL, with_client
-from tests.small_tokenizers import byte_level, with_markup
+from tests.helpers.engines import CHAIN
+from tests.helpers.random_models import save_random_target
+from tests.helpers.served import MODEL, with_client
+from tests.helpers.small_tokenizers import byte_level, with_markup
 
 TOKENIZER = with_markup(byte_level())
 IDS = TOKENIZER.get_vocab()

@@ -11,17 +11,17 @@ import pytest
 import transformers
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.batch.answers import Answers
-from jaxspec.commands.chat import chat
-from jaxspec.completion import Completion
+from jaxspec.commands.generate.chat import chat
 from jaxspec.config.engine import EngineConfig
-from jaxspec.structured import StructuredOutput
-from jaxspec.training.draft_data import Examples
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.batch.answers import Answers
+from jaxspec.llm.completion import Completion
+from jaxspec.training.heads.data import Examples
 from jaxspec.training.regenerate import regenerate
-from tests.random_models import save_random_target
-from tests.served import MODEL, with_client
-from tests.small_tokenizers import one_token_a_byte
+from tests.helpers.random_models import save_random_target
+from tests.helpers.served import MODEL, with_client
+from tests.helpers.small_tokenizers import one_token_a_byte
 
 END, START, TURN, TOOL = 256, 257, 258, 259  # <|endoftext|>, <|im_start|>, <|im_end|>, <tool>
 CHATML = (

@@ -10,21 +10,21 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import BlockDrafter
+from jaxspec.decoding.drafters.block import block_attend
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import BlockHead
-from jaxspec.speculation.drafters import BlockDrafter
-from jaxspec.speculation.drafters.block import block_attend
-from jaxspec.state import EngineState
-from jaxspec.training import draft_step
-from jaxspec.training.block_loss import BlockLoss, block_outputs
-from jaxspec.training.draft_loss import DraftBatch, Loss, LossConfig, target_states
-from jaxspec.training.draft_step import DraftTrainConfig, init_head
-from tests.block_heads import block_target, random_head
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import (
+from jaxspec.training.heads import step as draft_step
+from jaxspec.training.heads.block_loss import BlockLoss, block_outputs
+from jaxspec.training.heads.loss import DraftBatch, Loss, LossConfig, target_states
+from jaxspec.training.heads.step import DraftTrainConfig, init_head
+from tests.helpers.block_heads import block_target, random_head
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     jit_decode,

@@ -12,29 +12,25 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.block import load_block_head, save_block_head
 from jaxspec.commands import train_head
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import BlockHead, block_layers, default_block_capture
-from jaxspec.models.hf_values import read_json
-from jaxspec.training import draft_step
-from jaxspec.training.block_init import (
-    default_mask,
-    init_block_head,
-    new_block_config,
-)
-from jaxspec.training.block_loss import BlockLoss
-from jaxspec.training.draft_data import Examples
-from jaxspec.training.draft_loss import DraftBatch
-from jaxspec.training.draft_run import DraftTraining
-from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.models.json.values import read_json
+from jaxspec.training.heads import step as draft_step
+from jaxspec.training.heads.block_init import default_mask, init_block_head, new_block_config
+from jaxspec.training.heads.block_loss import BlockLoss
+from jaxspec.training.heads.data import Examples
+from jaxspec.training.heads.loss import DraftBatch
+from jaxspec.training.heads.run import DraftTraining
+from jaxspec.training.heads.states import StoredStates, capture_states
+from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import Schedule
-from jaxspec.weights.block import load_block_head, save_block_head
-from tests.block_heads import KINDS, arrays_equal
-from tests.checkpoints import tiny_byte_llama
-from tests.marks import slow
-from tests.random_models import random_target, tiny_config
+from tests.helpers.block_heads import KINDS, arrays_equal
+from tests.helpers.checkpoints import tiny_byte_llama
+from tests.helpers.marks import slow
+from tests.helpers.random_models import random_target, tiny_config
 
 TARGET = random_target(tiny_config(num_layers=4))
 METHODS = pytest.mark.parametrize("method", ["dspark", slow("dflash")])

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxspec import BUILT_IN_MODEL
 from jaxspec.training import data
-from jaxspec.training.draft_data import (
+from jaxspec.training.heads.data import (
     Examples,
     coverage,
     draft_vocabulary,

@@ -14,6 +14,7 @@ from jaxspec.cache import Geometry
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import (
     DraftHead,
     EagleMethod,
@@ -21,12 +22,11 @@ from jaxspec.models.heads import (
     default_capture,
     head_shapes,
 )
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_experts import random_expert_target
-from tests.random_models import CONFIG, mtp_head, random_arrays, random_target, tiny_config
+from jaxspec.training.heads.loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_experts import random_expert_target
+from tests.helpers.random_models import CONFIG, mtp_head, random_arrays, random_target, tiny_config
 
 TARGET = random_target()
 assert TARGET.lm_head is not None

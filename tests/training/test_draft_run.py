@@ -15,30 +15,31 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.eagle import load_eagle_head, save_eagle_head
+from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
 from jaxspec.commands import train_head
 from jaxspec.config.mtp import AFTER, MtpConfig
+from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.functional import EngineParams, admit, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.hf_config import to_hf_config
 from jaxspec.parallel import DATA_AXIS, make_mesh
-from jaxspec.speculation.drafters import EagleDrafter
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.training import draft_states, draft_step
-from jaxspec.training.draft_data import Examples
-from jaxspec.training.draft_loss import DraftBatch, LossConfig
-from jaxspec.training.draft_report import plot_training
-from jaxspec.training.draft_run import DraftRecord, DraftTraining
-from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig, init_head, init_mtp_layer, train_step
+from jaxspec.training.heads import states as draft_states
+from jaxspec.training.heads import step as draft_step
+from jaxspec.training.heads.data import Examples
+from jaxspec.training.heads.loss import DraftBatch, LossConfig
+from jaxspec.training.heads.report import plot_training
+from jaxspec.training.heads.run import DraftRecord, DraftTraining
+from jaxspec.training.heads.states import StoredStates, capture_states
+from jaxspec.training.heads.step import DraftTrainConfig, init_head, init_mtp_layer, train_step
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import Schedule
-from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
-from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
-from tests.checkpoints import tiny_byte_llama
-from tests.marks import slow
-from tests.programs import FAST_COMPILE
-from tests.random_models import CONFIG, random_target, tiny_config
+from tests.helpers.checkpoints import tiny_byte_llama
+from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import CONFIG, random_target, tiny_config
 
 TARGET = random_target()
 HEAD_CONFIG = tiny_config(num_layers=1)

@@ -12,20 +12,20 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands import train_head
 from jaxspec.config.mtp import AFTER, BEFORE_AFTER, MtpConfig
+from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.models.from_config.model import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.heads import mtp_states
 from jaxspec.models.heads.config import check_capture, default_capture
-from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
-from jaxspec.models.hf_values import read_json
-from jaxspec.speculation.drafters import EagleDrafter
-from jaxspec.training.draft_loss import LossConfig, check_unrolled, unroll
-from jaxspec.training.draft_step import DraftTrainConfig, init_mtp_layer
+from jaxspec.models.json.values import read_json
+from jaxspec.training.heads.loss import LossConfig, check_unrolled, unroll
+from jaxspec.training.heads.step import DraftTrainConfig, init_mtp_layer
 from jaxspec.training.online import HeadAdapter
-from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import TINY, save_byte_tokenizer, save_random_model
-from tests.hybrid_checkpoints import save_hybrid, save_with_images
+from tests.helpers.checkpoints import TINY, save_byte_tokenizer, save_random_model
+from tests.helpers.hybrid_checkpoints import save_hybrid, save_with_images
 
 FLOAT32 = jnp.dtype("float32")
 BYTES: dict[str, Any] = {"vocab_size": 257, "mtp_num_hidden_layers": 0}

@@ -9,12 +9,12 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import adapt
-from jaxspec.speculation.drafters import EagleDrafter
-from jaxspec.training.draft_loss import LossConfig
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.training.heads.loss import LossConfig
+from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter
-from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
-from tests.programs import traces
+from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head
+from tests.helpers.programs import traces
 
 SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=())
 PROMPTS = ["def f(x):", "import os", "class A:", "return 1"]

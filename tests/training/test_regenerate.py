@@ -10,9 +10,9 @@ from rich.console import Console
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_head
 from jaxspec.config.engine import EngineConfig
-from jaxspec.training.draft_data import Examples
+from jaxspec.training.heads.data import Examples
 from jaxspec.training.regenerate import regenerate
-from tests.checkpoints import tiny_byte_llama
+from tests.helpers.checkpoints import tiny_byte_llama
 
 
 @pytest.fixture(scope="module")

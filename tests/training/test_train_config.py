@@ -12,11 +12,11 @@ import transformers
 from jaxspec.commands import train_lm
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.training.initial import init_decoder
-from tests.checkpoints import hf_logits
-from tests.hybrid_checkpoints import EXPERTS, HYBRID
-from tests.parity import load
+from tests.helpers.checkpoints import hf_logits
+from tests.helpers.hybrid_checkpoints import EXPERTS, HYBRID
+from tests.helpers.parity import load
 
 HYBRID_WITH_EXPERTS: dict[str, Any] = HYBRID | EXPERTS | {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -24,13 +24,13 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training import data
 from jaxspec.training.data import Corpus
-from jaxspec.training.lm import TrainConfig
+from jaxspec.training.lm.model import TrainConfig
+from jaxspec.training.lm.report import Card, export
+from jaxspec.training.lm.run import Pretraining, sample
 from jaxspec.training.optimizer import learning_rate
-from jaxspec.training.pretrain import Pretraining, sample
-from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule
 from jaxspec.training.vocabulary import END_OF_TEXT, vocabulary_of
-from tests.compilations import Compilations
+from tests.helpers.compilations import Compilations
 from tests.training.tiny_lm import tiny_lm
 
 ROOT = Path(__file__).resolve().parents[2]

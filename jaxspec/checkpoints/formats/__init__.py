@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.models.hf_values import shown
-from jaxspec.quantization.formats.awq import read_awq
-from jaxspec.quantization.formats.compressed_tensors import read_compressed_tensors
-from jaxspec.quantization.formats.float8 import read_float8
-from jaxspec.quantization.formats.gptq import read_gptq
-from jaxspec.quantization.formats.views import Tensors
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.checkpoints.formats.awq import read_awq
+from jaxspec.checkpoints.formats.compressed_tensors import read_compressed_tensors
+from jaxspec.checkpoints.formats.float8 import read_float8
+from jaxspec.checkpoints.formats.gptq import read_gptq
+from jaxspec.checkpoints.formats.views import Tensors
+from jaxspec.models.json.values import shown
+from jaxspec.models.tensors import CheckpointTensor
 
 METHODS = MappingProxyType(
     {

@@ -7,9 +7,9 @@ A module has ``qweight`` int32 [in, out / 8], ``qzeros`` int32 [in / group, out 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.quantization.formats.fields import Fields
-from jaxspec.quantization.formats.packing import per_word
-from jaxspec.quantization.formats.views import (
+from jaxspec.checkpoints.formats.fields import Fields
+from jaxspec.checkpoints.formats.packing import per_word
+from jaxspec.checkpoints.formats.views import (
     Tensors,
     check_divides,
     check_shape,
@@ -20,7 +20,7 @@ from jaxspec.quantization.formats.views import (
     part_of,
     zeros_like_scales,
 )
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.models.tensors import CheckpointTensor
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, from the low end

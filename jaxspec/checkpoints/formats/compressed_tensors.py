@@ -16,12 +16,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.models.hf_values import shown
-from jaxspec.quantization.formats.fields import Fields
-from jaxspec.quantization.formats.float8 import float8_module
-from jaxspec.quantization.formats.gptq import mixed_groups
-from jaxspec.quantization.formats.packing import per_word
-from jaxspec.quantization.formats.views import (
+from jaxspec.checkpoints.formats.fields import Fields
+from jaxspec.checkpoints.formats.float8 import float8_module
+from jaxspec.checkpoints.formats.gptq import mixed_groups
+from jaxspec.checkpoints.formats.packing import per_word
+from jaxspec.checkpoints.formats.views import (
     Tensors,
     check_divides,
     check_shape,
@@ -33,7 +32,8 @@ from jaxspec.quantization.formats.views import (
     part_of,
     zeros_like_scales,
 )
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.models.json.values import shown
+from jaxspec.models.tensors import CheckpointTensor
 
 FORMATS = ("pack-quantized", "float-quantized", "mixed-precision")
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")

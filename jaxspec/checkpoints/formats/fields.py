@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.models.hf_values import is_positive_integer, shown
+from jaxspec.models.json.values import is_positive_integer, shown
 
 
 class Fields:

@@ -7,8 +7,8 @@ As published with ``quant_method: fp8`` (DeepSeek, Qwen): ``weight`` e4m3 [out, 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.quantization.formats.fields import Fields
-from jaxspec.quantization.formats.views import (
+from jaxspec.checkpoints.formats.fields import Fields
+from jaxspec.checkpoints.formats.views import (
     Tensors,
     View,
     check_shape,
@@ -17,7 +17,7 @@ from jaxspec.quantization.formats.views import (
     modules_of,
     part_of,
 )
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.models.tensors import CheckpointTensor
 
 E4M3 = "F8_E4M3"
 BLOCK = (128, 128)

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.models.hf_values import shown
-from jaxspec.quantization.formats.fields import Fields
-from jaxspec.quantization.formats.packing import per_word
-from jaxspec.quantization.formats.views import (
+from jaxspec.checkpoints.formats.fields import Fields
+from jaxspec.checkpoints.formats.packing import per_word
+from jaxspec.checkpoints.formats.views import (
     Tensors,
     check_divides,
     check_shape,
@@ -27,7 +26,8 @@ from jaxspec.quantization.formats.views import (
     part_of,
     zeros_like_scales,
 )
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.models.json.values import shown
+from jaxspec.models.tensors import CheckpointTensor
 
 VERSIONS = ("gptq", "gptq_v2")
 PARTS = ("qweight", "qzeros", "scales", "g_idx")

@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models.expert_linear import ExpertLinear
 from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.quantized.float8 import E4M3, float8_shape
+from jaxspec.models.quantized.grouped import grouped_shape
+from jaxspec.models.tensors import CheckpointTensor, Source
 from jaxspec.parallel import Shards
-from jaxspec.quantization.float8 import E4M3, float8_shape
-from jaxspec.quantization.grouped import grouped_shape
-from jaxspec.tensors import CheckpointTensor, Source
 
 DTYPES = MappingProxyType(
     {

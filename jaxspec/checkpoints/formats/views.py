@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.quantization.formats.packing import per_word, unpack
-from jaxspec.tensors import CheckpointTensor
+from jaxspec.checkpoints.formats.packing import per_word, unpack
+from jaxspec.models.tensors import CheckpointTensor
 
 Tensors = Mapping[str, CheckpointTensor]
 Bounds = tuple[int, int]  # start and stop

@@ -19,12 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.benchmarking.acceptance_levels import AcceptanceLevels
-from jaxspec.benchmarking.random_params import random_decoder, random_head
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.client_load import Clients, Phase, Requests
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
@@ -36,13 +33,16 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams
-from jaxspec.load_test import rounds_by_name
-from jaxspec.loading import resolve_dtype
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.engine import Engine
+from jaxspec.evaluation.benchmarks.acceptance_levels import AcceptanceLevels
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.closed_loop import Clients, Phase, Requests
+from jaxspec.evaluation.load_test import rounds_by_name
 from pallas_kernels.selection import Kernels
 
 ADAPTIVE = "adaptive"

@@ -19,7 +19,14 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from jaxspec.benchmarking.ahead_of_time import (
+from jaxspec.commands.shared.compiling_process import (
+    add_compiler_options,
+    run_compiling,
+    run_or_compile,
+)
+from jaxspec.commands.shared.engine_options import add_sequence_parallel_option, tensor_parallel
+from jaxspec.commands.shared.shell import command_parser, left_table, show_results
+from jaxspec.evaluation.benchmarks.ahead_of_time import (
     Job,
     Program,
     check_wheels,
@@ -29,13 +36,10 @@ from jaxspec.benchmarking.ahead_of_time import (
     make_devices,
     prefill_program,
 )
-from jaxspec.benchmarking.collective_volume import parse_collectives, totals
-from jaxspec.benchmarking.modes import parse_mode
-from jaxspec.benchmarking.rounds import Workload
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
-from jaxspec.commands.engine_options import add_sequence_parallel_option, tensor_parallel
-from jaxspec.commands.shell import command_parser, left_table, show_results
+from jaxspec.evaluation.benchmarks.collective_volume import parse_collectives, totals
+from jaxspec.evaluation.benchmarks.modes import parse_mode
+from jaxspec.evaluation.benchmarks.rounds import Workload
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.parallel import TensorParallel, grid_of, shown_size
 
 GRIDS = "4,2x2,8,2x4,4x2"

@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxspec.commands.drafter_tables import (
+from jaxspec.commands.bench.drafter_tables import (
     Row,
     Run,
     at_temperature,

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.commands.shell import left_table
-from jaxspec.number_text import with_interval
-from jaxspec.speculation.drafters.names import split_mixed
+from jaxspec.commands.shared.shell import left_table
+from jaxspec.decoding.drafters.names import split_mixed
+from jaxspec.evaluation.number_format import with_interval
 
 Row = Mapping[str, Any]
 Run = tuple[str, str]  # drafter and mode

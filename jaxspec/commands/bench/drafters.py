@@ -19,12 +19,13 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.drafter_plot import plot_drafters
-from jaxspec.commands.drafter_tables import full_width, make_tables
-from jaxspec.commands.program_cache import keep_compiled_programs, make_folder
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.checkpoints.load_drafter import choose_drafter
+from jaxspec.commands.bench.drafter_plot import plot_drafters
+from jaxspec.commands.bench.drafter_tables import full_width, make_tables
+from jaxspec.commands.shared.data_options import add_suffixes_option
+from jaxspec.commands.shared.program_cache import keep_compiled_programs, make_folder
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     add_model_option,
     collect_parts,
@@ -35,15 +36,14 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
-from jaxspec.comparison import compile_race, race
 from jaxspec.config.engine import EngineConfig
-from jaxspec.drafter_loading import choose_drafter
-from jaxspec.memory import bytes_of_token
+from jaxspec.engine.memory import bytes_of_token
+from jaxspec.evaluation.speedup import compile_race, race
+from jaxspec.llm.tokenizer import load_tokenizer
+from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.tokenizer import load_tokenizer
-from jaxspec.tokenizer.text import TextTokenizer
-from jaxspec.training.draft_data import held_out_prompts, spread_rows
+from jaxspec.training.heads.data import held_out_prompts, spread_rows
 
 PLAIN_RUN = ("none", "plain")
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))

@@ -24,23 +24,16 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
-from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
-from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
-from jaxspec.benchmarking.shapes import SHAPES, model_shape
-from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
-from jaxspec.commands.engine_options import (
+from jaxspec.commands.shared.engine_options import (
     add_kv_dtype,
     add_layers_option,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
-from jaxspec.commands.head_options import check_head_options
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.commands.shared.head_options import check_head_options
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
@@ -51,12 +44,19 @@ from jaxspec.commands.shell import (
     table_console,
 )
 from jaxspec.config.model import ModelConfig
+from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
+from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
+from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.rounds import SAMPLING, Bench, Timing, Workload, time_mode
+from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.timing import Bandwidth, measure_bandwidth
+from jaxspec.evaluation.number_format import or_blank
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.number_text import or_blank
+from jaxspec.models.quantized.kv_cache import with_float8_cache
 from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.parallel.bytes import gigabytes, local_bytes
-from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time

@@ -21,9 +21,8 @@ import numpy as np
 from rich.table import Table
 
 from jaxspec import LLM, EngineConfig, SamplingParams
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
     progress_console,
@@ -31,6 +30,7 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.config.checks import check_count
+from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.app import make_app
 from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
@@ -110,7 +110,7 @@ async def from_server(address: str, streams: Streams) -> tuple[float, float]:
     Raises RuntimeError if a request fails.
     """
     host, _, port = address.removeprefix("http://").partition(":")
-    command = [sys.executable, "-m", "jaxspec.commands.http_clients", host, port]
+    command = [sys.executable, "-m", "jaxspec.commands.bench.http_clients", host, port]
     pipe, before = asyncio.subprocess.PIPE, time.thread_time()
     clients = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     shown, _ = await clients.communicate(json.dumps(streams.bodies()).encode())

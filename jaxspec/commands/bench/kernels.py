@@ -26,20 +26,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.benchmarking import expert_mixes
-from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.kernels import (
-    CompiledBenchmark,
-    KernelTiming,
-    Peaks,
-    Plan,
-    compile_benchmark,
-    time_benchmark,
-)
-from jaxspec.benchmarking.recurrent import benchmarks as delta_rule_in_jnp
-from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
@@ -49,7 +37,19 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
-from jaxspec.number_text import or_blank
+from jaxspec.evaluation.benchmarks import expert_mixes
+from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
+from jaxspec.evaluation.benchmarks.kernels import (
+    CompiledBenchmark,
+    KernelTiming,
+    Peaks,
+    Plan,
+    compile_benchmark,
+    time_benchmark,
+)
+from jaxspec.evaluation.benchmarks.recurrent import benchmarks as delta_rule_in_jnp
+from jaxspec.evaluation.benchmarks.timing import measure_bandwidth, measure_product_rate
+from jaxspec.evaluation.number_format import or_blank
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_rule import cases as delta_rule

@@ -21,16 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
-from jaxspec.benchmarking.random_params import (
-    random_decoder,
-    random_head,
-    random_pipeline,
-)
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.engine_options import layer_counts
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import (
+from jaxspec.commands.shared.engine_options import layer_counts
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
@@ -42,16 +35,19 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams
-from jaxspec.generation import Generation
-from jaxspec.models.pipeline import check_layers, chosen_layers
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.drafters import DraftModelDrafter
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.programs.pipeline.programs import PipelinePrograms
+from jaxspec.engine.programs.sizes import Kind, Load
+from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head, random_pipeline
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.models.pipeline_cut import check_layers, chosen_layers
 from jaxspec.parallel import make_mesh, stage_meshes
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.pipeline.programs import PipelinePrograms
-from jaxspec.program_sizes import Kind, Load
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import DraftModelDrafter
 from pallas_kernels.selection import Kernels
 
 ARRANGEMENT = re.compile(r"1|tp(\d+)|pp(\d+)(?:x(\d+))?|draft(\d*)")

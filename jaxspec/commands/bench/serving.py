@@ -20,21 +20,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.modes import EIGHT_BITS, Mode, make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head
-from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.engine_options import (
-    add_drafter_bits,
-    add_kv_dtype,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.serving_tables import make_tables, plot_times
-from jaxspec.commands.serving_workloads import (
+from jaxspec.checkpoints.load import load, resolve_dtype, with_kv_dtype
+from jaxspec.commands.bench.serving_tables import make_tables, plot_times
+from jaxspec.commands.bench.serving_workloads import (
     check_options,
     comparisons,
     make_arrivals,
@@ -43,7 +31,15 @@ from jaxspec.commands.serving_workloads import (
     shares,
     structured_of,
 )
-from jaxspec.commands.shell import (
+from jaxspec.commands.shared.engine_options import (
+    add_drafter_bits,
+    add_kv_dtype,
+    add_quantization_options,
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
+from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     add_model_option,
     collect_parts,
@@ -55,10 +51,14 @@ from jaxspec.commands.shell import (
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams
-from jaxspec.load_test import Client, LoadResult, LoadTest
-from jaxspec.loading import load, resolve_dtype, with_kv_dtype
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.engine import Engine
+from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
+from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode, make_params, parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.rounds import Bench, Workload, time_mode
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.load_test import Client, LoadResult, LoadTest
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import devices_of_model, replica_meshes

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from jaxspec.commands.shell import device_line, left_table
-from jaxspec.load_test import Client
+from jaxspec.commands.shared.shell import device_line, left_table
+from jaxspec.evaluation.load_test import Client
 
 
 def as_ms(times: dict[str, float]) -> str:

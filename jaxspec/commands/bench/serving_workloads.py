@@ -3,13 +3,14 @@
 import argparse
 from collections.abc import Callable
 
-from jaxspec.benchmarking import workloads
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.benchmarking.vocabulary import synthetic_tokenizer
-from jaxspec.benchmarking.workloads import Arrival, Lengths
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured import GrammarCompiler, Matcher
+from jaxspec.evaluation.benchmarks import workloads
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.benchmarks.vocabulary import synthetic_tokenizer
+from jaxspec.evaluation.benchmarks.workloads import Arrival, Lengths
+from jaxspec.llm.tokenizer import TextTokenizer, load_tokenizer, tokenizer_json
 from jaxspec.parallel import check_divides
-from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
-from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenizer_json
 
 COMPARED = ("plain", "fixed", "uncached")
 AT_LEAST_ONE = (

@@ -15,16 +15,16 @@ from typing import Any
 import jax
 
 from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
-from jaxspec.benchmarking.random_params import random_decoder
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.shell import command_parser, run_command
+from jaxspec.checkpoints.flax_bridge import target_from_flax
+from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.commands.shared.shell import command_parser, run_command
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import resolve_dtype
+from jaxspec.decoding.drafters import NGramDrafter
+from jaxspec.evaluation.benchmarks.random_params import random_decoder
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.decoder import Decoder
-from jaxspec.speculation.drafters import NGramDrafter
-from jaxspec.tensors import splitting, tensor_shapes
-from jaxspec.weights.flax_bridge import target_from_flax
+from jaxspec.models.tensors import splitting, tensor_shapes
 from pallas_kernels.selection import Kernels
 
 PROMPT, SAMPLING = [1, 2, 3, 4], SamplingParams(max_tokens=16)

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.commands.engine_options import (
+from jaxspec.commands.shared.engine_options import (
     add_kv_options,
     add_mode_options,
     add_pipeline_options,
@@ -21,8 +21,8 @@ from jaxspec.commands.engine_options import (
     add_tree_options,
     check_program_options,
 )
-from jaxspec.commands.importing import import_command
-from jaxspec.commands.shell import add_model_option, command_parser, read_text, run_command
+from jaxspec.commands.shared.importing import import_command
+from jaxspec.commands.shared.shell import add_model_option, command_parser, read_text, run_command
 
 PAIRS = 10
 BATCH_ROWS = 16  # of --out, unless told otherwise
@@ -196,10 +196,10 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 def run(arguments: argparse.Namespace) -> None:
     check(arguments)
     if arguments.out is not None:
-        import_command("jaxspec.commands.batch", "jaxspec generate").run(arguments)
+        import_command("jaxspec.commands.generate.prompt_file", "jaxspec generate").run(arguments)
         return
     prompt = None if arguments.chat else read_prompt(arguments)
-    generation = import_command("jaxspec.commands.generation", "jaxspec generate")
+    generation = import_command("jaxspec.commands.generate.run", "jaxspec generate")
     generation.run(arguments, prompt)
 
 

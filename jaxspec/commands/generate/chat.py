@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxspec import LLM, Completion, SamplingParams
-from jaxspec.commands.streaming import stream
-from jaxspec.comparison import decode_rate
+from jaxspec.commands.generate.streaming import stream
+from jaxspec.evaluation.speedup import decode_rate
 
 if TYPE_CHECKING:
-    from jaxspec.tokenizer import Tokenizer
+    from jaxspec.llm.tokenizer import Tokenizer
 
 Message = dict[str, str]  # role, content
 

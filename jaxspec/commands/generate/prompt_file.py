@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import LLM
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.batch.answers import Answers
-from jaxspec.batch.prompt_file import PromptFile, Shard, open_prompts, read_shard
-from jaxspec.batch.result_file import ResultFile
-from jaxspec.batch.run import Answer, EngineFailed, Tally, run_batch
-from jaxspec.commands.generation import make_llm, own_program_folder, sampling_params
-from jaxspec.commands.importing import MissingExtra, import_command
-from jaxspec.commands.meshes import engine_meshes
-from jaxspec.commands.program_cache import keep_compiled_programs
-from jaxspec.commands.several_processes import processes_of
-from jaxspec.commands.shell import print_json, progress_console, read_text
-from jaxspec.processes import Processes
-from jaxspec.progress import request_bar
-from jaxspec.replicated_llm import ReplicatedLLM
-from jaxspec.tokenizer import TextTokenizer
-from jaxspec.weights.hub import resolve_directory
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.commands.generate.run import make_llm, own_program_folder, sampling_params
+from jaxspec.commands.shared.importing import MissingExtra, import_command
+from jaxspec.commands.shared.meshes import engine_meshes
+from jaxspec.commands.shared.program_cache import keep_compiled_programs
+from jaxspec.commands.shared.several_processes import processes_of
+from jaxspec.commands.shared.shell import print_json, progress_console, read_text
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.batch.answers import Answers
+from jaxspec.llm.batch.prompt_file import PromptFile, Shard, open_prompts, read_shard
+from jaxspec.llm.batch.result_file import ResultFile
+from jaxspec.llm.batch.run import Answer, EngineFailed, Tally, run_batch
+from jaxspec.llm.progress_bar import request_bar
+from jaxspec.llm.replicas import ReplicatedLLM
+from jaxspec.llm.tokenizer import TextTokenizer
+from jaxspec.parallel.processes import Processes
 
 # Options that texts depend on. A run may go on with others.
 RECORDED = (

@@ -17,20 +17,20 @@ from jaxspec import (
     SamplingParams,
     check_prompts,
 )
-from jaxspec.commands.chat import chat, check_chat_template, typed_lines
-from jaxspec.commands.engine_config import engine_config, speculation_config
+from jaxspec.checkpoints.load_drafter import choose_drafter
 from jaxspec.commands.generate import BATCH_ROWS, PAIRS
-from jaxspec.commands.meshes import drafter_mesh, engine_meshes
-from jaxspec.commands.program_cache import keep_compiled_programs, program_folder
-from jaxspec.commands.several_processes import processes_of
-from jaxspec.commands.shell import progress_console
-from jaxspec.commands.streaming import stream
-from jaxspec.commands.tree_page import check_page_path, tree_page
-from jaxspec.comparison import compare, decode_rate
-from jaxspec.drafter_loading import choose_drafter
-from jaxspec.number_text import with_interval
-from jaxspec.processes import Processes
-from jaxspec.tokenizer import TextTokenizer
+from jaxspec.commands.generate.chat import chat, check_chat_template, typed_lines
+from jaxspec.commands.generate.streaming import stream
+from jaxspec.commands.generate.tree_page import check_page_path, tree_page
+from jaxspec.commands.shared.engine_config import engine_config, speculation_config
+from jaxspec.commands.shared.meshes import drafter_mesh, engine_meshes
+from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
+from jaxspec.commands.shared.several_processes import processes_of
+from jaxspec.commands.shared.shell import progress_console
+from jaxspec.evaluation.number_format import with_interval
+from jaxspec.evaluation.speedup import compare, decode_rate
+from jaxspec.llm.tokenizer import TextTokenizer
+from jaxspec.parallel.processes import Processes
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:

@@ -3,7 +3,7 @@
 import sys
 
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
-from jaxspec.llm import Prompt
+from jaxspec.llm.llm import Prompt
 
 
 def stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, show: bool = True) -> Completion:

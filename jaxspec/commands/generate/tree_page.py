@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxspec import Completion
-from jaxspec.tree_text import RoundTexts
+from jaxspec.llm.tree_text import RoundTexts
 
-PAGE = Path(__file__).parents[1] / "serving" / "page"  # the server's page draws with the same code
+PAGE = Path(__file__).parents[2] / "serving" / "page"  # the server's page draws with the same code
 
 
 def check_page_path(path: Path) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.commands.engine_options import (
+from jaxspec.commands.shared.engine_options import (
     add_kv_options,
     add_memory_options,
     add_mode_options,
@@ -21,8 +21,8 @@ from jaxspec.commands.engine_options import (
     add_tree_options,
     check_program_options,
 )
-from jaxspec.commands.importing import import_command
-from jaxspec.commands.shell import add_model_option, command_parser, run_command
+from jaxspec.commands.shared.importing import import_command
+from jaxspec.commands.shared.shell import add_model_option, command_parser, run_command
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -152,7 +152,7 @@ def seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     check_program_options(arguments)
-    import_command("jaxspec.commands.serving", "jaxspec serve").run(arguments)
+    import_command("jaxspec.commands.serve.run", "jaxspec serve").run(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

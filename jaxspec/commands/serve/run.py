@@ -11,26 +11,26 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec import LLM
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
-from jaxspec.commands.generation import own_program_folder
-from jaxspec.commands.meshes import drafter_mesh, engine_meshes
-from jaxspec.commands.program_cache import keep_compiled_programs
-from jaxspec.commands.several_processes import processes_of
-from jaxspec.commands.shell import progress_console, read_text
-from jaxspec.engine import Engine
-from jaxspec.processes import Processes
-from jaxspec.replicated_llm import ReplicatedLLM
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.commands.generate.run import own_program_folder
+from jaxspec.commands.shared.engine_config import engine_config, speculation_config, with_memory
+from jaxspec.commands.shared.meshes import drafter_mesh, engine_meshes
+from jaxspec.commands.shared.program_cache import keep_compiled_programs
+from jaxspec.commands.shared.several_processes import processes_of
+from jaxspec.commands.shared.shell import progress_console, read_text
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.llm.async_llm import AsyncLLM
+from jaxspec.llm.replicas import ReplicatedLLM
+from jaxspec.llm.tokenizer.text import TextTokenizer
+from jaxspec.parallel.processes import Processes
 from jaxspec.serving.app import make_app
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.lifecycle import end_if_loading, serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.service import Service
-from jaxspec.structured import StructuredOutput
-from jaxspec.tokenizer.text import TextTokenizer
-from jaxspec.weights.hub import resolve_directory
 
 SAMPLED = SamplingParams(temperature=1.0)
 EVERYTHING = (

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jaxspec.commands.shell import run_command
+from jaxspec.commands.shared.shell import run_command
 
-ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
+ROOT = Path(__file__).resolve().parents[3]  # the folder that contains the package
 
 
 def add_compiler_options(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from jaxspec.built_in import is_built_in
+from jaxspec.checkpoints.built_in import is_built_in
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig, default_speculation
 from pallas_kernels.selection import default_device

@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from jaxspec.benchmarking.modes import EIGHT_BITS, Mode
-from jaxspec.commands.shell import given_option
+from jaxspec.commands.shared.shell import given_option
+from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode
 
 
 def check_head_options(

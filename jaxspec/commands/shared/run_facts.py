@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
-from jaxspec.commands.shell import typed_command
+from jaxspec.commands.shared.shell import typed_command
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the package
+ROOT = Path(__file__).resolve().parents[3]  # the folder that contains the package
 
 
 def run_facts() -> dict[str, str]:

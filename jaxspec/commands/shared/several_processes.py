@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from jaxspec.processes import Processes, ProcessGroup
+from jaxspec.parallel.processes import Processes, ProcessGroup
 
 
 def process_group(

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from jaxspec.built_in import BUILT_IN_MODEL
-from jaxspec.commands.importing import INTERRUPTED
+from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
+from jaxspec.commands.shared.importing import INTERRUPTED
 
 TABLE_WIDTH = 130  # least width where the output is not a terminal
 JSON_PARTS = "a line of JSON on stdout for each part, as it is measured; tables on stderr"

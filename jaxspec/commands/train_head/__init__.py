@@ -17,35 +17,31 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec import LLM, SpeculationConfig
-from jaxspec.commands import train_head_options
-from jaxspec.commands.shell import run_command, typed_command
-from jaxspec.commands.train_head_options import BLOCK, block_size, check_options, train_config
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.checkpoints.safetensors_io import load_decoder
+from jaxspec.commands.shared.shell import run_command, typed_command
+from jaxspec.commands.train_head import options as train_head_options
+from jaxspec.commands.train_head.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
+from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.model import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.heads import BlockConfig, block_layers
-from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
-from jaxspec.models.hf_values import read_json
-from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training import draft_data
-from jaxspec.training.block_init import (
-    default_mask,
-    init_block_head,
-    new_block_config,
-)
-from jaxspec.training.draft_data import ExampleReport, Examples
-from jaxspec.training.draft_report import DraftCard, export_head
-from jaxspec.training.draft_run import DraftRecord, DraftTraining
-from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig, Head, init_head, init_mtp_layer
-from jaxspec.training.lm import num_parameters
+from jaxspec.models.json.values import read_json
+from jaxspec.training.heads import data as draft_data
+from jaxspec.training.heads.block_init import default_mask, init_block_head, new_block_config
+from jaxspec.training.heads.data import ExampleReport, Examples
+from jaxspec.training.heads.report import DraftCard, export_head
+from jaxspec.training.heads.run import DraftRecord, DraftTraining
+from jaxspec.training.heads.states import StoredStates, capture_states
+from jaxspec.training.heads.step import DraftTrainConfig, Head, init_head, init_mtp_layer
+from jaxspec.training.lm.model import num_parameters
 from jaxspec.training.precision import attention_of
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
 from jaxspec.training.run_folder import check_resumable
 from jaxspec.training.schedule import Schedule, deadline_of
-from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.safetensors_io import load_decoder
 
 # Shares of a time budget: reserved for the last export; at whose end each part of --regenerate must
 # be done, in this order; and at whose end --store-states must be done.

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from jaxspec.commands.shell import add_model_option, command_parser
+from jaxspec.commands.shared.shell import add_model_option, command_parser
 from jaxspec.config.model import ModelConfig
 from jaxspec.training import data
-from jaxspec.training.block_loss import BlockLoss
-from jaxspec.training.draft_loss import Loss, LossConfig
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.heads.block_loss import BlockLoss
+from jaxspec.training.heads.loss import Loss, LossConfig
+from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import resolve_precision
 
 DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."

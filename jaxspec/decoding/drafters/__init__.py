@@ -1,18 +1,13 @@
 """Drafters, which propose DraftTrees."""
 
-from jaxspec.speculation.drafters.base import (
-    Drafter,
-    DraftState,
-    PrefillChunk,
-    StatelessDrafter,
-)
-from jaxspec.speculation.drafters.block import BlockDrafter
-from jaxspec.speculation.drafters.draft_model import DraftModelDrafter
-from jaxspec.speculation.drafters.eagle import EagleDrafter
-from jaxspec.speculation.drafters.mixed import MixedDrafter
-from jaxspec.speculation.drafters.ngram import NGramDrafter
-from jaxspec.speculation.drafters.none import NoDrafter
-from jaxspec.speculation.drafters.suffix import SuffixDrafter
+from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, StatelessDrafter
+from jaxspec.decoding.drafters.block import BlockDrafter
+from jaxspec.decoding.drafters.draft_model import DraftModelDrafter
+from jaxspec.decoding.drafters.eagle import EagleDrafter
+from jaxspec.decoding.drafters.mixed import MixedDrafter
+from jaxspec.decoding.drafters.ngram import NGramDrafter
+from jaxspec.decoding.drafters.none import NoDrafter
+from jaxspec.decoding.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "BlockDrafter",

@@ -11,11 +11,11 @@ from jax import Array
 
 from jaxspec.cache import Geometry
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import Pytree, pytree
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import Pytree, pytree
 
 
 @pytree

@@ -13,19 +13,19 @@ from jax import Array
 
 from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.grow import Beams, Proposer, grow
+from jaxspec.decoding.trees.lattice import lattice_tree
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.block_context import Context
 from jaxspec.models.linear import ReadsRounded
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
-from jaxspec.speculation.drafters.paged import keep_features, make_proposer, prompt_tokens
-from jaxspec.speculation.expand import Beams, Proposer, grow
-from jaxspec.speculation.lattice import lattice_tree
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 # Tokens of blocks and their context that one product takes: more take as long as two products. Of
 # weights that round their rows fewer: with 8 bits their kernel takes 64 rows, and with 4 bits more

@@ -12,18 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters.base import Drafter, DraftState, StatelessDrafter, unchanged
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.pytree import array_text
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import (
-    Drafter,
-    DraftState,
-    StatelessDrafter,
-    unchanged,
-)
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import array_text
 
 _MEMBERS = [name for name in vars(Drafter) if not name.startswith("_")]
 
@@ -50,7 +45,8 @@ def check_drafter(drafter: object, name: str = "drafter") -> None:
         )
     if jax.tree_util.all_leaves([drafter]):
         raise ValueError(
-            f"{name} {kind.__name__} is no pytree: put @pytree of jaxspec.pytree above the class"
+            f"{name} {kind.__name__} is no pytree: put @pytree of jaxspec.parallel.pytree above "
+            "the class"
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(drafter):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):

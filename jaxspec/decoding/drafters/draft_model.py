@@ -7,12 +7,8 @@ from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.models import decoder
-from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
-from jaxspec.speculation.drafters.paged import (
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.paged import (
     beam_positions,
     causal_attend,
     level_attend,
@@ -20,9 +16,13 @@ from jaxspec.speculation.drafters.paged import (
     pending_tokens,
     prompt_tokens,
 )
-from jaxspec.speculation.expand import Beams, grow
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import EngineState
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.grow import Beams, grow
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.models import decoder
+from jaxspec.models.decoder import Decoder
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 
 @pytree

@@ -14,13 +14,8 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend
-from jaxspec.models.heads import DraftHead, HeadOutput
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
-from jaxspec.speculation.drafters.paged import (
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.paged import (
     TokenRun,
     beam_positions,
     causal_attend,
@@ -30,10 +25,15 @@ from jaxspec.speculation.drafters.paged import (
     pending_tokens,
     prompt_tokens,
 )
-from jaxspec.speculation.expand import Beams, grow
-from jaxspec.speculation.likely_chain import grow_while_likely
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import EngineState
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.grow import Beams, grow
+from jaxspec.decoding.trees.likely_chain import grow_while_likely
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward_pass import Attend
+from jaxspec.models.heads import DraftHead, HeadOutput
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 FIRST_SLOT = 1  # there is no hidden state before token 0: head j never reads slots 0 to j
 

@@ -10,28 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec import collectives
 from jaxspec.cache import Geometry
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import (
+from jaxspec.decoding.drafters.base import (
     Drafter,
     DraftState,
     PrefillChunk,
     StatelessDrafter,
     unchanged,
 )
-from jaxspec.speculation.drafters.checks import (
-    check_drafter,
-    checked_proposal,
-    checked_state,
-)
-from jaxspec.speculation.drafters.eagle import EagleDrafter
-from jaxspec.speculation.drafters.ngram import NGramDrafter
-from jaxspec.speculation.tree import DraftTree, pad_tree
-from jaxspec.state import EngineState
+from jaxspec.decoding.drafters.checks import check_drafter, checked_proposal, checked_state
+from jaxspec.decoding.drafters.eagle import EagleDrafter
+from jaxspec.decoding.drafters.ngram import NGramDrafter
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree, pad_tree
+from jaxspec.models.decoder import Decoder
+from jaxspec.parallel import collectives
+from jaxspec.parallel.pytree import Pytree, pytree, static
 
 Proposal = tuple[DraftTree, DraftState]
 _STATELESS = "the lookup of MixedDrafter must keep no state"

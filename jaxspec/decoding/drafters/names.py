@@ -4,10 +4,10 @@ import difflib
 import re
 from pathlib import Path
 
-from jaxspec.speculation.drafters.base import StatelessDrafter
-from jaxspec.speculation.drafters.mixed import MixedDrafter
-from jaxspec.speculation.drafters.ngram import NGramDrafter
-from jaxspec.speculation.drafters.suffix import SuffixDrafter
+from jaxspec.decoding.drafters.base import StatelessDrafter
+from jaxspec.decoding.drafters.mixed import MixedDrafter
+from jaxspec.decoding.drafters.ngram import NGramDrafter
+from jaxspec.decoding.drafters.suffix import SuffixDrafter
 
 MIXED_MATCH = 3  # tokens of the shortest match that is preferred to a head or a model
 NAMES = ("auto", "none", "ngram", "suffix", "mtp")  # of all drafters that are no directory

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
+from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter
+from jaxspec.decoding.drafters.matching import check_limits, match_lengths
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree, make_tree
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import pytree, static
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
-from jaxspec.speculation.drafters.matching import check_limits, match_lengths
-from jaxspec.speculation.tree import DraftTree, make_tree
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import pytree, static
 
 
 @pytree

@@ -1,11 +1,11 @@
 """Plain decoding: a drafter that proposes nothing."""
 
+from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter, unchanged
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree, root_only
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import pytree
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter, unchanged
-from jaxspec.speculation.tree import DraftTree, root_only
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import pytree
 
 
 @pytree

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import page_slots
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.grow import Beams, Proposer
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import Layout
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.expand import Beams, Proposer
-from jaxspec.state import EngineState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,19 +12,19 @@ from jax import Array, lax
 
 from jaxspec.config.checks import check_count, is_number
 from jaxspec.config.speculation import TreeShape
-from jaxspec.models.decoder import Decoder
-from jaxspec.past_text import GAP, PastText
-from jaxspec.pytree import pytree, static
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
-from jaxspec.speculation.drafters.matching import (
+from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter
+from jaxspec.decoding.drafters.matching import (
     check_limits,
     latest_places,
     lengths_in_past,
     match_lengths,
 )
-from jaxspec.speculation.tree import DraftTree, make_tree
-from jaxspec.state import EngineState
+from jaxspec.decoding.past_text import GAP, PastText
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.trees.tree import DraftTree, make_tree
+from jaxspec.models.decoder import Decoder
+from jaxspec.parallel.pytree import pytree, static
 
 MOST_PAST = 2**24  # tokens of past text: all are compared in every round
 

@@ -1,8 +1,8 @@
 """Drafters whose chains have the length that is asked for."""
 
-from jaxspec.speculation.drafters.base import Drafter
-from jaxspec.speculation.drafters.eagle import EagleDrafter
-from jaxspec.speculation.drafters.mixed import MixedDrafter
+from jaxspec.decoding.drafters.base import Drafter
+from jaxspec.decoding.drafters.eagle import EagleDrafter
+from jaxspec.decoding.drafters.mixed import MixedDrafter
 
 
 def with_whole_chains(drafter: Drafter) -> Drafter:

@@ -21,10 +21,10 @@ Where the host restricts the tokens of each node (structured output), a round is
 Each function may be jitted with its state donated.
 """
 
-from jaxspec.functional.admission import admit
-from jaxspec.functional.constrained import draft, verify_drafts
-from jaxspec.functional.decode import decode, settle
-from jaxspec.functional.pages import (
+from jaxspec.decoding.functional.admission import admit
+from jaxspec.decoding.functional.constrained import draft, verify_drafts
+from jaxspec.decoding.functional.decode import decode, settle
+from jaxspec.decoding.functional.pages import (
     SavedRow,
     copy_pages,
     put_states,
@@ -32,10 +32,10 @@ from jaxspec.functional.pages import (
     save_row,
     take_states,
 )
-from jaxspec.functional.params import EngineParams
-from jaxspec.functional.past import remember
-from jaxspec.functional.prefill import prefill
-from jaxspec.functional.rows import (
+from jaxspec.decoding.functional.params import EngineParams
+from jaxspec.decoding.functional.prefill import prefill
+from jaxspec.decoding.functional.remember import remember
+from jaxspec.decoding.functional.rows import (
     assign_pages,
     init_pool,
     init_rows,
@@ -44,7 +44,7 @@ from jaxspec.functional.rows import (
     release,
     set_controls,
 )
-from jaxspec.functional.whole_prompts import prefill_all
+from jaxspec.decoding.functional.whole_prompts import prefill_all
 
 __all__ = [
     "EngineParams",

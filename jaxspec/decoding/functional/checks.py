@@ -15,11 +15,11 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxspec.config.checks import first_of, is_integer
-from jaxspec.functional.params import EngineParams, Integers
+from jaxspec.decoding.functional.params import EngineParams, Integers
+from jaxspec.decoding.sampling import Sampling
+from jaxspec.decoding.state import EngineState, Status
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import mesh_layout
-from jaxspec.sampling import Sampling
-from jaxspec.state import EngineState, Status
 
 PADDING = -1  # an index of no row
 MOST_SHOWN = 4  # rows or values that an error lists

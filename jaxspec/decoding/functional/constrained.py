@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional.checks import check_order, check_sizes, check_state
-from jaxspec.functional.decode import catch_up, emitted_specs, room_when_behind
-from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.refusals import rows_to_decode
-from jaxspec.functional.subset import (
+from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
+from jaxspec.decoding.functional.decode import catch_up, emitted_specs, room_when_behind
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.refusals import rows_to_decode
+from jaxspec.decoding.functional.subset import (
     choose_rows,
     listed_rows,
     put_chosen,
@@ -24,12 +24,12 @@ from jaxspec.functional.subset import (
     take_rows,
     widened,
 )
+from jaxspec.decoding.round import RoundOutput, draft_tree, verify_tree
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import Emitted, EngineState
+from jaxspec.decoding.token_masks import check_masks
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.parallel import partition_specs
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.round import RoundOutput, draft_tree, verify_tree
-from jaxspec.speculation.token_masks import check_masks
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import Emitted, EngineState
 
 
 def draft(

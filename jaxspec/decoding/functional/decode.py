@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional.checks import check_order, check_rounds, check_sizes, check_state
-from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.refusals import refuse_unread, rows_to_decode
-from jaxspec.functional.subset import (
+from jaxspec.decoding.drafters.checks import checked_state
+from jaxspec.decoding.functional.checks import check_order, check_rounds, check_sizes, check_state
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.refusals import refuse_unread, rows_to_decode
+from jaxspec.decoding.functional.subset import (
     choose_rows,
     listed_rows,
     local_rows,
@@ -23,18 +24,11 @@ from jaxspec.functional.subset import (
     put_rows,
     take_rows,
 )
+from jaxspec.decoding.round import RoundOutput, run_round
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import Logprobs
+from jaxspec.decoding.state import Emitted, EngineState, PromptLogprobs, RoundTrees, Status
 from jaxspec.parallel import partition_specs
-from jaxspec.sampling import Logprobs
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.checks import checked_state
-from jaxspec.speculation.round import RoundOutput, run_round
-from jaxspec.state import (
-    Emitted,
-    EngineState,
-    PromptLogprobs,
-    RoundTrees,
-    Status,
-)
 
 
 def decode(

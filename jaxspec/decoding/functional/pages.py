@@ -8,18 +8,18 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import ModelState
-from jaxspec.functional.checks import (
+from jaxspec.decoding.functional.checks import (
     as_int32,
     check_pages,
     check_rows,
     check_state,
     check_table,
 )
-from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.subset import put_rows, take_rows
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.subset import put_rows, take_rows
+from jaxspec.decoding.state import EngineState, Rows
 from jaxspec.parallel import partition_specs
-from jaxspec.pytree import Pytree, pytree
-from jaxspec.state import EngineState, Rows
+from jaxspec.parallel.pytree import Pytree, pytree
 
 
 @pytree

@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.drafters import Drafter, NoDrafter
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import EngineState
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.stages import Stage
+from jaxspec.models.pipeline_stage import Stage
 from jaxspec.parallel import Layout, axes_size, partition_specs, result_specs
-from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import Drafter, NoDrafter
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import Pytree, pytree, static
 from pallas_kernels.selection import Kernels
 
 Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # an array or lists of integers

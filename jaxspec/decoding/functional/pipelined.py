@@ -18,19 +18,19 @@ from jax.typing import ArrayLike
 
 from jaxspec.cache import CommittedPath, Geometry, ModelState
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional.constrained import draft_rows, one_round
-from jaxspec.functional.params import EngineParams, Integers, on_mesh
-from jaxspec.functional.prefill import next_tokens, read_chunk
-from jaxspec.functional.refusals import refuse_rows, rows_to_decode
-from jaxspec.functional.subset import choose_rows, put_chosen
+from jaxspec.decoding.drafters.paged import causal_attend
+from jaxspec.decoding.functional.constrained import draft_rows, one_round
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
+from jaxspec.decoding.functional.prefill import next_tokens, read_chunk
+from jaxspec.decoding.functional.refusals import refuse_rows, rows_to_decode
+from jaxspec.decoding.functional.subset import choose_rows, put_chosen
+from jaxspec.decoding.round import tree_attend, verify_tree
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import Emitted, EngineState, Status
+from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models import decoder
-from jaxspec.models.stages import Passage, Stage, captured_here, run_stage
+from jaxspec.models.pipeline_stage import Passage, Stage, captured_here, run_stage
 from jaxspec.parallel import partition_specs
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.paged import causal_attend
-from jaxspec.speculation.round import tree_attend, verify_tree
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import Emitted, EngineState, Status
 from pallas_kernels.selection import Kernels
 
 Opened = tuple[DraftTree, Passage]  # a round's tree, and its nodes before the first stage

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec import collectives
-from jaxspec.functional.checks import check_counts, check_order, check_sizes, check_state
-from jaxspec.functional.decode import emitted_specs
-from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.refusals import refuse_rows
-from jaxspec.functional.subset import choose_rows, listed_rows, put_chosen
-from jaxspec.models import decoder
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.stages import Passage
-from jaxspec.sampling import (
+from jaxspec.decoding.drafters import PrefillChunk
+from jaxspec.decoding.drafters.checks import checked_state
+from jaxspec.decoding.drafters.paged import TokenRun, causal_attend, prompt_tokens
+from jaxspec.decoding.functional.checks import check_counts, check_order, check_sizes, check_state
+from jaxspec.decoding.functional.decode import emitted_specs
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.refusals import refuse_rows
+from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_chosen
+from jaxspec.decoding.round import split_captured
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import (
     History,
     Logprobs,
     control_logits,
@@ -24,13 +25,12 @@ from jaxspec.sampling import (
     token_logprobs,
     vocab_ids,
 )
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import PrefillChunk
-from jaxspec.speculation.drafters.checks import checked_state
-from jaxspec.speculation.drafters.paged import TokenRun, causal_attend, prompt_tokens
-from jaxspec.speculation.round import split_captured
-from jaxspec.speculation.token_masks import check_masks, restrict
-from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
+from jaxspec.decoding.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
+from jaxspec.decoding.token_masks import check_masks, restrict
+from jaxspec.models import decoder
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.pipeline_stage import Passage
+from jaxspec.parallel import collectives
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory together, for their logprobs
 

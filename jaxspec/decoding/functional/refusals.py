@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.functional.params import EngineParams
-from jaxspec.speculation.call import Call
-from jaxspec.state import Ending, EngineState, Rows, Status
+from jaxspec.decoding.functional.params import EngineParams
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.state import Ending, EngineState, Rows, Status
 
 
 def refuse_rows(call: Call, state: EngineState, status: Status) -> EngineState:

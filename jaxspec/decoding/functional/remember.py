@@ -4,9 +4,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxspec.functional.checks import as_int32, check_state
-from jaxspec.functional.params import EngineParams, Integers, on_mesh
-from jaxspec.state import EngineState
+from jaxspec.decoding.functional.checks import as_int32, check_state
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
+from jaxspec.decoding.state import EngineState
 
 
 def remember(

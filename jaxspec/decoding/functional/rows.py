@@ -7,7 +7,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
-from jaxspec.functional.checks import (
+from jaxspec.decoding.drafters import checks
+from jaxspec.decoding.functional.checks import (
     Problems,
     as_int32,
     check_params,
@@ -15,18 +16,17 @@ from jaxspec.functional.checks import (
     check_state,
     check_table,
 )
-from jaxspec.functional.params import EngineParams, Integers, on_mesh
-from jaxspec.functional.subset import local_rows, put_rows
+from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
+from jaxspec.decoding.functional.subset import local_rows, put_rows
+from jaxspec.decoding.past_text import empty_past
+from jaxspec.decoding.sampling import Controls, make_controls, make_sampling
+from jaxspec.decoding.state import EngineState, Pool, Rows, empty_statistics
 from jaxspec.parallel import (
     Layout,
     check_divides,
     named_shardings,
     partition_specs,
 )
-from jaxspec.past_text import empty_past
-from jaxspec.sampling import Controls, make_controls, make_sampling
-from jaxspec.speculation.drafters import checks
-from jaxspec.state import EngineState, Pool, Rows, empty_statistics
 
 
 def init_state(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.functional.checks import check_rows, known
-from jaxspec.functional.params import EngineParams, Integers
+from jaxspec.decoding.functional.checks import check_rows, known
+from jaxspec.decoding.functional.params import EngineParams, Integers
+from jaxspec.decoding.state import Emitted, Ending, EngineState, Rows
 from jaxspec.parallel import Axes
-from jaxspec.state import Emitted, Ending, EngineState, Rows
 
 
 def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:

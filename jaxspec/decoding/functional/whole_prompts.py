@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.functional.checks import check_sizes
-from jaxspec.functional.params import EngineParams, Integers
-from jaxspec.functional.prefill import prefill
-from jaxspec.functional.subset import listed_rows
-from jaxspec.state import Emitted, EngineState, Status
+from jaxspec.decoding.functional.checks import check_sizes
+from jaxspec.decoding.functional.params import EngineParams, Integers
+from jaxspec.decoding.functional.prefill import prefill
+from jaxspec.decoding.functional.subset import listed_rows
+from jaxspec.decoding.state import Emitted, EngineState, Status
 
 
 def prefill_all(

@@ -5,8 +5,8 @@ allowed and bad tokens; the minimum number of tokens; repetition, frequency and 
 (``controls``); temperature, top-k, top-p, min-p, and the noise that draws a token (``logits``).
 """
 
-from jaxspec.sampling.controls import Controls, History, control_logits, make_controls
-from jaxspec.sampling.logits import (
+from jaxspec.decoding.sampling.controls import Controls, History, control_logits, make_controls
+from jaxspec.decoding.sampling.logits import (
     Sampling,
     make_sampling,
     perturb,
@@ -14,7 +14,7 @@ from jaxspec.sampling.logits import (
     process_logits,
     vocab_ids,
 )
-from jaxspec.sampling.logprobs import Logprobs, token_logprobs
+from jaxspec.decoding.sampling.logprobs import Logprobs, token_logprobs
 
 __all__ = [
     "Controls",

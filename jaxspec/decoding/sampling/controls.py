@@ -13,17 +13,17 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxspec.collectives import shard_offset
 from jaxspec.config.checks import check_count
-from jaxspec.parallel import WHOLE, Layout
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.sampling.logits import (
+from jaxspec.decoding.sampling.logits import (
     check_integers,
     check_range,
     check_size,
     per_row,
     vocab_ids,
 )
+from jaxspec.parallel import WHOLE, Layout
+from jaxspec.parallel.collectives import shard_offset
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 LARGEST_REPETITION_PENALTY = 100.0
 LARGEST_PENALTY = 2.0

@@ -15,11 +15,10 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxspec import collectives
 from jaxspec.config.checks import check_count
-from jaxspec.noise import Stream, gumbel
-from jaxspec.parallel import WHOLE, Layout
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.decoding.sampling.noise import Stream, gumbel
+from jaxspec.parallel import WHOLE, Layout, collectives
+from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.truncate import truncation_threshold
 from pallas_kernels.truncate.reference import truncation_threshold_reference

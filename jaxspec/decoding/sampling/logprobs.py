@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from jax import Array
 
-from jaxspec import collectives
-from jaxspec.parallel import Layout
+from jaxspec.parallel import Layout, collectives
 from pallas_kernels.selection import Kernels
 
 

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec import collectives
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
-from jaxspec.noise import Stream
-from jaxspec.parallel import Layout
-from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
+from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
+from jaxspec.decoding.sampling.noise import Stream
+from jaxspec.decoding.trees.tree import DraftTree, make_chain, make_tree
+from jaxspec.parallel import Layout, collectives
 from pallas_kernels.top_k.reference import local_top_k
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.speculation.expand import (
+from jaxspec.decoding.trees.grow import (
     Candidates,
     Children,
     Proposer,
@@ -21,7 +21,7 @@ from jaxspec.speculation.expand import (
     drawn_chain,
     rerank,
 )
-from jaxspec.speculation.tree import DraftTree
+from jaxspec.decoding.trees.tree import DraftTree
 from pallas_kernels.top_k.reference import local_top_k
 
 

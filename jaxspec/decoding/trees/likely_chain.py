@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.speculation.expand import Beams, Proposer, Step
-from jaxspec.speculation.tree import DraftTree, make_chain, pack_constant
+from jaxspec.decoding.trees.grow import Beams, Proposer, Step
+from jaxspec.decoding.trees.tree import DraftTree, make_chain, pack_constant
 
 
 class _Growing(NamedTuple):

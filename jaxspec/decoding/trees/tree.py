@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
 @pytree

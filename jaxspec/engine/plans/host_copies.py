@@ -11,13 +11,13 @@ import time
 import jax
 import numpy as np
 
-from jaxspec import functional
 from jaxspec.cache import ModelState
-from jaxspec.functional import EngineParams, SavedRow
-from jaxspec.functional.pipelined import init_stage, save_from_stage
-from jaxspec.new_rows import empty_state
-from jaxspec.program_sizes import Sizes
-from jaxspec.programs import Programs
+from jaxspec.decoding import functional
+from jaxspec.decoding.functional import EngineParams, SavedRow
+from jaxspec.decoding.functional.pipelined import init_stage, save_from_stage
+from jaxspec.engine.programs.arguments import empty_state
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import Sizes
 from jaxspec.scheduling.plan import Snapshot, SwapIn, SwapOut
 from jaxspec.scheduling.preemption import PreemptionCosts
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.generation import Generation
-from jaxspec.past_text import GAP
-from jaxspec.programs import Programs
+from jaxspec.decoding.past_text import GAP
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.programs.programs import Programs
 
 PART = 256  # tokens that a launch writes
 BEFORE = 24  # last tokens of a prompt, kept so that an output's first tokens are drafted, too

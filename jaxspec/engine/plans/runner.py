@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
-from jaxspec.generation import Generation
-from jaxspec.masked_rounds import MaskedRounds, generation_of, kind_of, sampling_of
-from jaxspec.new_rows import NewRow
-from jaxspec.past_outputs import PastOutputs
-from jaxspec.plan_timer import PlanTimer
-from jaxspec.program_sizes import Load, Reads
-from jaxspec.programs import Programs
+from jaxspec.decoding.state import ERRORS, Emitted, Ending, Status
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.plans.host_copies import RowSnapshots, SwappedRows
+from jaxspec.engine.plans.past_outputs import PastOutputs
+from jaxspec.engine.plans.structured_rounds import MaskedRounds, generation_of, kind_of, sampling_of
+from jaxspec.engine.plans.timer import PlanTimer
+from jaxspec.engine.programs.arguments import NewRow
+from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import Load, Reads
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.scheduling.preemption import PreemptionCosts
-from jaxspec.state import ERRORS, Emitted, Ending, Status
-from jaxspec.swapping import RowSnapshots, SwappedRows
 
 
 class Launched(NamedTuple):

@@ -6,16 +6,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.calls import Call
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.generation import ErrorKind, Generation
-from jaxspec.masked_programs import Drafted, run_draft, run_verify
-from jaxspec.program_sizes import Kind, Load
-from jaxspec.programs import Programs
+from jaxspec.engine.generation import ErrorKind, Generation
+from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import Kind, Load
+from jaxspec.engine.programs.structured import Drafted, run_draft, run_verify
+from jaxspec.engine.structured import GrammarError, GrammarLimit, Matcher, tree_masks
 from jaxspec.scheduling.plan import Plan
-from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.scheduling.sequence import Sequence
-from jaxspec.structured import GrammarError, GrammarLimit, Matcher, tree_masks
 
 
 class MaskedRounds:

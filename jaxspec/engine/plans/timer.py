@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxspec.calls import Call, joined
-from jaxspec.programs import Programs
+from jaxspec.engine.programs.call import Call, joined
+from jaxspec.engine.programs.programs import Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
 

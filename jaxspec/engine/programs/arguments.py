@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.functional import EngineParams, init_state
-from jaxspec.program_sizes import Sizes
-from jaxspec.sampling import Controls, Sampling, make_controls
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.state import EngineState
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.functional import EngineParams, init_state
+from jaxspec.decoding.sampling import Controls, Sampling, make_controls
+from jaxspec.decoding.state import EngineState
+from jaxspec.engine.programs.sizes import Sizes
 
 
 def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:

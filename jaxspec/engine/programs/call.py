@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.state import Emitted
+from jaxspec.decoding.state import Emitted
 
 
 class Call(NamedTuple):

@@ -1,7 +1,7 @@
 """The compiled programs of an engine, and the device state that they work on.
 
-This module, and for pipelines jaxspec/pipeline, call ``jax.jit`` for serving: donation and traces
-can be seen in one place.
+This module, and for pipelines the folder pipeline/, call ``jax.jit`` for serving: donation and
+traces can be seen in one place.
 """
 
 import contextlib
@@ -14,16 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import functional, memory
 from jaxspec.cache import ModelState
-from jaxspec.calls import Call, to_host
-from jaxspec.compiler_options import compiler_options
+from jaxspec.config.sampling_params import MOST_LOGPROBS
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional import EngineParams, SavedRow
-from jaxspec.new_rows import NewRow, admission, empty_state, new_controls
-from jaxspec.parallel import named_shardings
-from jaxspec.pipeline_use import PipelineUse
-from jaxspec.program_sizes import (
+from jaxspec.decoding import functional
+from jaxspec.decoding.functional import EngineParams, SavedRow
+from jaxspec.decoding.sampling import Controls
+from jaxspec.decoding.state import Emitted, EngineState
+from jaxspec.engine import memory
+from jaxspec.engine.programs.arguments import NewRow, admission, empty_state, new_controls
+from jaxspec.engine.programs.call import Call, to_host
+from jaxspec.engine.programs.pipeline.use import PipelineUse
+from jaxspec.engine.programs.sizes import (
     Kind,
     Load,
     ReadKey,
@@ -35,11 +37,10 @@ from jaxspec.program_sizes import (
     groups_of_reads,
     page_list,
 )
-from jaxspec.program_weights import program_weights
-from jaxspec.sampling import Controls
-from jaxspec.scheduling.requests import MOST_LOGPROBS
-from jaxspec.state import Emitted, EngineState
-from jaxspec.structured.matcher import ALL_TOKENS
+from jaxspec.engine.programs.weights import program_weights
+from jaxspec.engine.programs.xla_options import compiler_options
+from jaxspec.engine.structured.matcher import ALL_TOKENS
+from jaxspec.parallel import named_shardings
 
 ADMITTING = {"may_wait": True, "checked": False}  # the scheduler knows its tokens and rows
 ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.functional import EngineParams
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.programs.pipeline.programs import own_programs
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import Kind, Sizes
 from jaxspec.parallel import HIDDEN_AXIS, MODEL_AXIS
-from jaxspec.pipeline.programs import own_programs
-from jaxspec.processes import Processes
-from jaxspec.program_sizes import Kind, Sizes
-from jaxspec.programs import Programs
+from jaxspec.parallel.processes import Processes
 
 LARGE = ("admit_rows", "prefill", "decode", "draft", "verify")
 

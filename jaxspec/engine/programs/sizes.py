@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.cache import pages_for
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.scheduling.requests import SamplingParams
 
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
-from jaxspec.program_sizes import Kind, Load, RoundsKey
-from jaxspec.programs import Programs
-from jaxspec.speculation.tree import DraftTree
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
 
 
 class Drafted(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.exchanges import with_exchanges
-from jaxspec.functional import EngineParams
+from jaxspec.decoding.all_reduce_buffers import with_exchanges
+from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.linear import Linear
-from jaxspec.pytree import pytree
+from jaxspec.parallel.pytree import pytree
 
 # Bytes. A larger table is not doubled unasked. The pool is sized before the copy is made, and
 # leaves a tenth of the free memory, which has room for this much.

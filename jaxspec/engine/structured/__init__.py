@@ -11,10 +11,10 @@ at every node of a draft tree (see functional.constrained). One request, round b
 llguidance does the work. It is imported when the first GrammarCompiler is made.
 """
 
-from jaxspec.structured.batch import TreeMasks, tree_masks
-from jaxspec.structured.compiler import GrammarCompiler
-from jaxspec.structured.matcher import GrammarError, GrammarLimit, Matcher
-from jaxspec.structured.spec import StructuredOutput
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured.batch import TreeMasks, tree_masks
+from jaxspec.engine.structured.compiler import GrammarCompiler
+from jaxspec.engine.structured.matcher import GrammarError, GrammarLimit, Matcher
 
 __all__ = [
     "GrammarCompiler",

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxspec.byte_letters import LETTERS
+from jaxspec.engine.structured.byte_letters import LETTERS
 
 
 class Vocabulary(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxspec.structured.matcher import ALL_TOKENS, GrammarError, Matcher, Words
+from jaxspec.engine.structured.matcher import ALL_TOKENS, GrammarError, Matcher, Words
 
 
 class TreeMasks(NamedTuple):

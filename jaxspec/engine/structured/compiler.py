@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.structured.added_tokens import Markers, lark_string, read_vocabulary
-from jaxspec.structured.json_schema import guided_text, read_schema
-from jaxspec.structured.matcher import GrammarError, Matcher, one_line
-from jaxspec.structured.spec import StructuredOutput
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured.added_tokens import Markers, lark_string, read_vocabulary
+from jaxspec.engine.structured.json_schema import guided_text, read_schema
+from jaxspec.engine.structured.matcher import GrammarError, Matcher, one_line
 
 # Most that llguidance may do, in its own units. With these numbers no description that was tried
 # took more than 0.3 s of a CPU to compile or to refuse, and no later mask more than 10 ms; with

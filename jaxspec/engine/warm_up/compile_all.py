@@ -10,16 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
-from jaxspec.ahead import compile_program, compiling_threads
 from jaxspec.config.checks import check_count
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.masked_programs import prepare_masked
-from jaxspec.new_rows import empty_prompts
-from jaxspec.past_outputs import PastOutputs
-from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load, ReadKey, RoundsKey, power_of_two
-from jaxspec.programs import ADMISSIONS, Programs
+from jaxspec.engine.plans.past_outputs import PastOutputs
+from jaxspec.engine.programs.arguments import empty_prompts
+from jaxspec.engine.programs.programs import ADMISSIONS, Programs
+from jaxspec.engine.programs.sizes import (
+    SMALLEST_CHUNK,
+    Kind,
+    Load,
+    ReadKey,
+    RoundsKey,
+    power_of_two,
+)
+from jaxspec.engine.programs.structured import prepare_masked
+from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
 from jaxspec.scheduling.plan import Limits
-from jaxspec.scheduling.requests import SamplingParams
 
 STEP = 4  # between the sizes of programs that read prompts
 

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jaxspec.masked_rounds import kind_of
-from jaxspec.new_rows import NewRow, admission
-from jaxspec.plan_runner import reads_of
-from jaxspec.program_sizes import Load, ReadKey, RoundsKey
-from jaxspec.programs import ADMISSIONS, ADMITTING, Programs
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.plans.runner import reads_of
+from jaxspec.engine.plans.structured_rounds import kind_of
+from jaxspec.engine.programs.arguments import NewRow, admission
+from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, Programs
+from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey
 from jaxspec.scheduling.plan import Plan
-from jaxspec.scheduling.requests import SamplingParams
 
 MOST_JOBS = 8  # programs compiled at a time
 

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from jaxspec.cache import pages_for
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.masked_programs import no_masks, run_draft, run_verify
-from jaxspec.new_rows import NewRow
-from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load
-from jaxspec.programs import Programs
-from jaxspec.scheduling.adaptive import RoundCosts
+from jaxspec.engine.plans.host_copies import measure_swapping
+from jaxspec.engine.programs.arguments import NewRow
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Kind, Load
+from jaxspec.engine.programs.structured import no_masks, run_draft, run_verify
+from jaxspec.engine.warm_up.compile_all import Coverage
 from jaxspec.scheduling.preemption import PreemptionCosts
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.swapping import measure_swapping
-from jaxspec.warm_up import Coverage
+from jaxspec.scheduling.tree_policy import RoundCosts
 
 CONTEXT = 512  # tokens of a row when its rounds are measured, if it has room for them
 MEASURED_ROUNDS = 8  # of a call that is measured

@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxspec.config.speculation import Proposal, sound_proposals
-from jaxspec.noise import Stream, uniform
-from jaxspec.speculation.acceptance import Accepted, Match, Verified
-from jaxspec.speculation.tree import path_to
+from jaxspec.decoding.acceptance import Accepted, Match, Verified
+from jaxspec.decoding.sampling.noise import Stream, uniform
+from jaxspec.decoding.trees.tree import path_to
 
 # A tree misses a token where the chain does, to this power: with the built-in pair a chain of 5
 # misses 0.32 of the tokens, and a tree of 60 nodes 0.15 (docs/benchmarks.md).

@@ -23,14 +23,20 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
-from jaxspec import functional
-from jaxspec.benchmarking.collective_volume import (
+from jaxspec.cache import PagedKV, PagedLatent
+from jaxspec.checkpoints.load import with_kv_dtype
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.quantization import Scheme
+from jaxspec.decoding import functional
+from jaxspec.decoding.state import EngineState
+from jaxspec.engine.programs.xla_options import compiler_options
+from jaxspec.evaluation.benchmarks.collective_volume import (
     EXCHANGING,
     parse_collectives,
     parse_exchanges,
     totals,
 )
-from jaxspec.benchmarking.compiled_round import (
+from jaxspec.evaluation.benchmarks.compiled_round import (
     MOSAIC_CALL,
     CompiledRound,
     count_all_reduces,
@@ -38,15 +44,10 @@ from jaxspec.benchmarking.compiled_round import (
     parse_kernels,
     parse_launches,
 )
-from jaxspec.benchmarking.draft_heads import HeadKind, shapes_of_kind
-from jaxspec.benchmarking.modes import Mode, make_params
-from jaxspec.benchmarking.random_params import decoder_in_schemes
-from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
-from jaxspec.cache import PagedKV, PagedLatent
-from jaxspec.compiler_options import compiler_options
-from jaxspec.config.model import ModelConfig
-from jaxspec.config.quantization import Scheme
-from jaxspec.loading import with_kv_dtype
+from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, shapes_of_kind
+from jaxspec.evaluation.benchmarks.modes import Mode, make_params
+from jaxspec.evaluation.benchmarks.random_params import decoder_in_schemes
+from jaxspec.evaluation.benchmarks.rounds import LARGEST_CHUNK, Workload
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.parallel import (
     Layout,
@@ -58,8 +59,7 @@ from jaxspec.parallel import (
     mesh_layout,
     named_shardings,
 )
-from jaxspec.state import EngineState
-from jaxspec.weight_places import weight_place
+from jaxspec.parallel.weight_layout import weight_place
 from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec import functional
-from jaxspec.functional import EngineParams
+from jaxspec.decoding import functional
+from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.decoding.state import EngineState
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.pytree import pytree, static
-from jaxspec.speculation.drafters import EagleDrafter
-from jaxspec.state import EngineState
+from jaxspec.parallel.pytree import pytree, static
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxspec.benchmarking.hlo import count_by_scope
+from jaxspec.evaluation.benchmarks.hlo import count_by_scope
 
 GRAPH, LOOP = "kCommandBuffer", "kWhile"
 ASYNC_START = "kAsyncStart"  # launches the entries nested in it on another stream

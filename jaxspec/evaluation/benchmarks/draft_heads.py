@@ -22,9 +22,9 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
+from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
+from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.lm_head_copy import with_lm_head_copy
-from jaxspec.quantization.schemes import in_scheme
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
 # Of the block heads that are published for Qwen3-8B (z-lab/dflash, deepseek-ai/DeepSpec).

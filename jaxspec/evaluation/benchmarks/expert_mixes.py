@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.models.expert_linear import ExpertLinear
+from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.mix import Own, every_expert
 from jaxspec.models.mlps.routing import Routes
 from pallas_kernels.benchmark import Arguments, Benchmark, noise

@@ -7,24 +7,24 @@ from typing import Any
 
 import jax
 
-from jaxspec.benchmarking.chosen_experts import (
+from jaxspec.cache import Geometry
+from jaxspec.checkpoints.draft_bytes import draft_weight_bytes, head_passes
+from jaxspec.decoding.all_reduce_buffers import without_exchanges
+from jaxspec.decoding.drafters import BlockDrafter, EagleDrafter, NoDrafter
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.evaluation.benchmarks.chosen_experts import (
     ChosenExperts,
     expected_choice,
     layers_of_experts,
     unread_bytes,
 )
-from jaxspec.cache import Geometry
-from jaxspec.draft_reads import draft_weight_bytes, head_passes
-from jaxspec.exchanges import without_exchanges
-from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention
+from jaxspec.models.quantized.float8 import Float8Linear
+from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import WHOLE
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.quantization.float8 import Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear
-from jaxspec.speculation.drafters import BlockDrafter, EagleDrafter, NoDrafter
 from pallas_kernels.float8 import BYTES
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.benchmarking.timing import timed
+from jaxspec.evaluation.benchmarks.timing import timed
 from pallas_kernels.benchmark import Arguments, Benchmark
 from pallas_kernels.float8 import is_float8
 

@@ -8,14 +8,14 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.exchanges import with_exchanges
-from jaxspec.functional import EngineParams
+from jaxspec.decoding.acceptance import Synthetic
+from jaxspec.decoding.all_reduce_buffers import with_exchanges
+from jaxspec.decoding.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
+from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.quantization.lm_head_copy import with_lm_head_copy
-from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.speculation.acceptance import Synthetic
-from jaxspec.speculation.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
+from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
+from jaxspec.models.quantized.scaled import in_eight_bits
 from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
 from pallas_kernels.selection import Kernels
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.benchmarking.hlo import CONTAINERS, Instruction, Program, Scope
+from jaxspec.evaluation.benchmarks.hlo import CONTAINERS, Instruction, Program, Scope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,19 +14,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.benchmarking.draft_heads import HeadKind, shapes_of_kind
-from jaxspec.benchmarking.random_quantized import QUANTIZED, random_quantized
+from jaxspec.checkpoints.safetensors_io import placements
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
+from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, shapes_of_kind
+from jaxspec.evaluation.benchmarks.random_quantized import QUANTIZED, random_quantized
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.expert_linear import expert_linears
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.pipeline import Pipeline, pipeline_shapes
+from jaxspec.models.mlps.expert_linear import expert_linears
+from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
+from jaxspec.models.pipeline_stage import Stage
+from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.models.shapes import weight_name
-from jaxspec.models.stages import Stage
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.schemes import in_scheme
-from jaxspec.weights.safetensors_io import placements
 
 # Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so
 # their trees grow deep. A flat distribution would use the node budget for the first two levels.

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.quantization.float8 import Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.models.quantized.float8 import Float8Linear
+from jaxspec.models.quantized.grouped import GroupedLinear
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
 QUANTIZED = (GroupedLinear, Float8Linear)

@@ -13,22 +13,22 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxspec import functional
-from jaxspec.benchmarking.chosen_experts import (
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.decoding import functional
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import EngineState
+from jaxspec.engine.programs.xla_options import compiler_options
+from jaxspec.evaluation.benchmarks.chosen_experts import (
     ChosenExperts,
     can_count,
     chosen_experts,
     count_rounds,
     expected_of_a_layer,
 )
-from jaxspec.benchmarking.floors import FloorBytes, floor_bytes, verified
-from jaxspec.benchmarking.modes import Mode
-from jaxspec.benchmarking.timing import timed
-from jaxspec.compiler_options import compiler_options
-from jaxspec.config.gated_delta import GatedDeltaConfig
-from jaxspec.functional import EngineParams
-from jaxspec.sampling import make_sampling
-from jaxspec.state import EngineState
+from jaxspec.evaluation.benchmarks.floors import FloorBytes, floor_bytes, verified
+from jaxspec.evaluation.benchmarks.modes import Mode
+from jaxspec.evaluation.benchmarks.timing import timed
 
 LARGEST_CHUNK = 512
 SCORE_BYTES = 2 << 30  # limit for the float32 attention scores of a prefill chunk, if materialized

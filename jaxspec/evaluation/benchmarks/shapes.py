@@ -9,7 +9,7 @@ from typing import Any
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.rope import Llama3RopeScaling
-from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.from_config.model import parse_model_config
 
 
 def _llama3(num_layers: int, rope_factor: float, **values: Any) -> ModelConfig:

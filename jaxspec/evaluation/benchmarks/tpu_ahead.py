@@ -22,14 +22,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxspec.benchmarking.ahead_of_time import (
-    FACTS,
-    PROGRAM,
-    PROGRAMS,
-    Job,
-    compile_ahead,
-)
-from jaxspec.benchmarking.hlo import count_by_scope
+from jaxspec.evaluation.benchmarks.ahead_of_time import FACTS, PROGRAM, PROGRAMS, Job, compile_ahead
+from jaxspec.evaluation.benchmarks.hlo import count_by_scope
 
 _COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

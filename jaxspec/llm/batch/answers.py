@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxspec.batch.requests import BatchRequest, line_id, read_request
-from jaxspec.completion import Completion, generated_tokens
-from jaxspec.generation import TokenLogprob
-from jaxspec.llm import LLM
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.tokenizer.prompts import Prompt
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.generation import TokenLogprob
+from jaxspec.llm.batch.requests import BatchRequest, line_id, read_request
+from jaxspec.llm.completion import Completion, generated_tokens
+from jaxspec.llm.llm import LLM
+from jaxspec.llm.tokenizer.prompts import Prompt
 
 
 class Generator(Protocol):

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import StructuredOutput
-from jaxspec.tokenizer.prompts import Conversation, Prompt
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 IDS = ("id", "custom_id")

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
-from jaxspec.async_engine import Chunk
-from jaxspec.batch.prompt_file import parse_line
-from jaxspec.generation import ErrorKind
-from jaxspec.progress import speed_text
+from jaxspec.engine.async_engine import Chunk
+from jaxspec.engine.generation import ErrorKind
+from jaxspec.llm.batch.prompt_file import parse_line
+from jaxspec.llm.progress_bar import speed_text
 
 type Answer = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 

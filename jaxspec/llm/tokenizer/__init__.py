@@ -6,27 +6,27 @@ chats, and for models whose tokenizer is more than their tokenizer.json.
 
 from typing import TYPE_CHECKING
 
-from jaxspec.lazy import lazy_names
+from jaxspec._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxspec.tokenizer.hugging_face import (
+    from jaxspec.llm.tokenizer.hugging_face import (
         Tokenizer,
         load_tokenizer,
         tokenize_chats,
         tokenizer_json,
         turn_end,
     )
-    from jaxspec.tokenizer.prompts import Conversation, Message, Prompt
-    from jaxspec.tokenizer.text import TextTokenizer, tokenize
+    from jaxspec.llm.tokenizer.prompts import Conversation, Message, Prompt
+    from jaxspec.llm.tokenizer.text import TextTokenizer, tokenize
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "jaxspec.tokenizer.hugging_face": (
+        "jaxspec.llm.tokenizer.hugging_face": (
             *("Tokenizer", "load_tokenizer", "tokenize_chats", "tokenizer_json", "turn_end"),
         ),
-        "jaxspec.tokenizer.prompts": ("Conversation", "Message", "Prompt"),
-        "jaxspec.tokenizer.text": ("TextTokenizer", "tokenize"),
+        "jaxspec.llm.tokenizer.prompts": ("Conversation", "Message", "Prompt"),
+        "jaxspec.llm.tokenizer.text": ("TextTokenizer", "tokenize"),
     },
 )
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
-from jaxspec.tokenizer.prompts import Conversation, check_unicode
-from jaxspec.weights.hub import resolve_directory
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.llm.tokenizer.prompts import Conversation, check_unicode
 
 
 @contextlib.contextmanager

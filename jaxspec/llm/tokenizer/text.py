@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from jaxspec import tokenizer as package  # its names load transformers when they are asked for
-from jaxspec.models.hf_values import read_json
-from jaxspec.tokenizer.prompts import Prompt, check_unicode
-from jaxspec.tokenizer.token_bytes import TokenBytes
-from jaxspec.weights.hub import resolve_directory
+from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.llm import tokenizer as package  # its names load transformers when they are asked for
+from jaxspec.llm.tokenizer.prompts import Prompt, check_unicode
+from jaxspec.llm.tokenizer.token_bytes import TokenBytes
+from jaxspec.models.json.values import read_json
 
 if TYPE_CHECKING:
-    from jaxspec.tokenizer.hugging_face import Tokenizer
+    from jaxspec.llm.tokenizer.hugging_face import Tokenizer
 
 # Keys of tokenizer_config.json that change no token, as long as the tokens they name are there.
 _NAMES = {"bos_token", "eos_token", "pad_token", "unk_token"}

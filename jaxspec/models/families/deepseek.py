@@ -5,8 +5,8 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.families.family import Family, Keys, check_agrees
 from jaxspec.models.families.rope import rope_of, score_factor
 from jaxspec.models.families.routed import after_dense, model_with_experts, sigmoid_experts
-from jaxspec.models.hf_keys import words
-from jaxspec.models.hf_values import is_positive_integer, shown
+from jaxspec.models.json.keys import words
+from jaxspec.models.json.values import is_positive_integer, shown
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 

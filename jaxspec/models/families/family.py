@@ -13,8 +13,8 @@ from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout, MtpStates
 from jaxspec.config.rope import LongRopeScaling, RopeConfig
-from jaxspec.models import hf_keys
-from jaxspec.models.hf_values import (
+from jaxspec.models.json import keys as hf_keys
+from jaxspec.models.json.values import (
     check_flag,
     is_integer,
     is_positive_integer,

@@ -22,8 +22,8 @@ from jaxspec.models.families.family import (
 )
 from jaxspec.models.families.rope import rope_from, rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
-from jaxspec.models.hf_keys import words
-from jaxspec.models.hf_values import shown
+from jaxspec.models.json.keys import words
+from jaxspec.models.json.values import shown
 
 _DEFAULTS = {
     "vocab_size": 256000,

@@ -6,7 +6,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.families.family import Family, Keys, attention_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import after_dense, model_with_experts, sigmoid_experts
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 
 def _read(hf: Keys) -> ModelConfig:

@@ -9,7 +9,7 @@ from jaxspec.models.families.family import Family, Keys, attention_of, check_agr
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import under_either_name
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 
 def _read(hf: Keys) -> ModelConfig:

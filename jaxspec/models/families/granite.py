@@ -6,7 +6,7 @@ from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of
 from jaxspec.models.families.rope import rope_of
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 
 def _read(hf: Keys) -> ModelConfig:

@@ -9,7 +9,7 @@ from jaxspec.models.families.family import Family, Keys, attention_of, model_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.windows import optional_windows
 from jaxspec.models.families.writing import alike
-from jaxspec.models.hf_keys import WINDOW_KEYS, words
+from jaxspec.models.json.keys import WINDOW_KEYS, words
 
 
 def _read(hf: Keys) -> ModelConfig:

@@ -6,7 +6,7 @@ from jaxspec.models.families.family import Family, Keys, attention_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import model_with_experts
 from jaxspec.models.families.windows import window_of
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 

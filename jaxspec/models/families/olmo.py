@@ -12,7 +12,7 @@ from jaxspec.config.rope import RopeConfig
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of
 from jaxspec.models.families.rope import rope_from, rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 _DEFAULTS = {
     "vocab_size": 50304,

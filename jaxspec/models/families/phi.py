@@ -7,7 +7,7 @@ from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.windows import window_of
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 _OLD_LONGROPE = ("su", "yarn")  # what longrope was called first
 

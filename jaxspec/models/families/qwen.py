@@ -10,7 +10,7 @@ from jaxspec.models.families.family import Family, Keys, attention_of, model_of,
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, optional_windows
 from jaxspec.models.families.writing import alike, windows_of
-from jaxspec.models.hf_keys import WINDOW_KEYS
+from jaxspec.models.json.keys import WINDOW_KEYS
 
 _DEFAULTS = {
     "vocab_size": 151936,

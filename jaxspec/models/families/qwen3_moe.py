@@ -8,7 +8,7 @@ from jaxspec.models.families.family import Family, Keys, attention_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import every_few, model_with_experts, under_either_name
 from jaxspec.models.families.windows import window_of
-from jaxspec.models.hf_keys import words
+from jaxspec.models.json.keys import words
 
 
 def _read(hf: Keys) -> ModelConfig:

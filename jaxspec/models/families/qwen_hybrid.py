@@ -18,8 +18,8 @@ from jaxspec.models.families.family import Family, Keys, attention_of, model_of,
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import every_few
 from jaxspec.models.families.windows import FULL
-from jaxspec.models.hf_keys import words
-from jaxspec.models.hf_values import shown
+from jaxspec.models.json.keys import words
+from jaxspec.models.json.values import shown
 
 LINEAR = "linear_attention"
 # Rope parameters of positions in images.

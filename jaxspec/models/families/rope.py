@@ -22,9 +22,9 @@ from jaxspec.config.rope import (
     RopeScaling,
     YarnRopeScaling,
 )
-from jaxspec.models import hf_keys
 from jaxspec.models.families.family import Keys, check_keys, head_dim
-from jaxspec.models.hf_values import check_flag, is_positive_number, shown
+from jaxspec.models.json import keys as hf_keys
+from jaxspec.models.json.values import check_flag, is_positive_number, shown
 
 PARTIAL, ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
 # For each rope_type: the parameters it must have, and those that it may have.

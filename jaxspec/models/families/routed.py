@@ -7,7 +7,7 @@ from jaxspec.config.mixers import MixerConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import Keys, model_of
-from jaxspec.models.hf_values import is_integer, shown
+from jaxspec.models.json.values import is_integer, shown
 
 
 def model_with_experts(

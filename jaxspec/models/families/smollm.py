@@ -8,8 +8,8 @@ from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of
 from jaxspec.models.families.rope import rope_of, without_rope
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
-from jaxspec.models.hf_keys import WINDOW_KEYS, words
-from jaxspec.models.hf_values import shown
+from jaxspec.models.json.keys import WINDOW_KEYS, words
+from jaxspec.models.json.values import shown
 
 
 def _read(hf: Keys) -> ModelConfig:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxspec.models.families.family import Keys
-from jaxspec.models.hf_values import is_integer, is_positive_integer, shown
+from jaxspec.models.json.values import is_integer, is_positive_integer, shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

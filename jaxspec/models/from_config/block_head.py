@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.families.family import check_keys
+from jaxspec.models.from_config.model import parse_model_config, to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead
-from jaxspec.models.hf_config import parse_model_config, to_hf_config
-from jaxspec.models.hf_keys import words
-from jaxspec.models.hf_values import check_flag, is_integer, is_positive_integer, shown
+from jaxspec.models.json.keys import words
+from jaxspec.models.json.values import check_flag, is_integer, is_positive_integer, shown
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 # Keys that the layers do not have. ``auto_map`` names code, ``num_anchors`` is for training.

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.models import hf_keys
 from jaxspec.models.families.family import check_keys
+from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
-from jaxspec.models.hf_config import parse_model_config
-from jaxspec.models.hf_values import check_flag, is_integer, is_positive_integer, shown
+from jaxspec.models.json import keys as hf_keys
+from jaxspec.models.json.values import check_flag, is_integer, is_positive_integer, shown
 
 
 def says_eagle3(raw: Mapping[str, Any]) -> bool:

@@ -14,8 +14,8 @@ from jaxspec.config.mtp import MtpStates
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
 from jaxspec.models.families.writing import common_fields
-from jaxspec.models.hf_values import naming, read_json, shown
-from jaxspec.models.tokenizer_stops import tokenizer_stop_ids
+from jaxspec.models.from_config.tokenizer_stops import tokenizer_stop_ids
+from jaxspec.models.json.values import naming, read_json, shown
 
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 

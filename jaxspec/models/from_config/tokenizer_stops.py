@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxspec.models.hf_values import is_integer, read_json
+from jaxspec.models.json.values import is_integer, read_json
 
 
 def tokenizer_stop_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:

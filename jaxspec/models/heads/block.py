@@ -19,21 +19,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.collectives import shard_offset
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, followed_by, make_pass
+from jaxspec.models.forward_pass import Attend, followed_by, make_pass
 from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.tensors import Filler, One
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
+from jaxspec.parallel.collectives import shard_offset
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 

@@ -12,8 +12,8 @@ from jax import Array
 
 from jaxspec.cache import PagedKV
 from jaxspec.models.attention import PagedAttend, write_heads
-from jaxspec.models.forward import Heads, followed_by
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.models.forward_pass import Heads, followed_by
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 
 @pytree

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.mtp_names import MtpNames
+from jaxspec.models.json.mtp_names import MtpNames
 
 EagleMethod = Literal["eagle3", "eagle1"]
 BLOCK_STATES = 5  # hidden states that published block heads read

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.heads.head import FrontOutput, FrontShape
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
-from jaxspec.pytree import Pytree, pytree
-from jaxspec.tensors import Filler, One
+from jaxspec.models.tensors import Filler, One
+from jaxspec.parallel.pytree import Pytree, pytree
 from pallas_kernels.selection import Kernels
 
 

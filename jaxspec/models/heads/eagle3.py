@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.heads.head import FrontOutput, FrontShape
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
+from jaxspec.models.tensors import Filler, One
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
 

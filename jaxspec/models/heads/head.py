@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.collectives import all_tokens, own_tokens, padded_tokens
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, ForwardPass, make_pass
+from jaxspec.models.forward_pass import Attend, ForwardPass, make_pass
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
+from jaxspec.models.tensors import Filler, One
 from jaxspec.parallel import WHOLE, Layout
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
+from jaxspec.parallel.collectives import all_tokens, own_tokens, padded_tokens
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 

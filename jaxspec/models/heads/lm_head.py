@@ -11,7 +11,7 @@ from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.linear import AnyLinear
 from jaxspec.parallel import Layout
-from jaxspec.pytree import Pytree, pytree, static
+from jaxspec.parallel.pytree import Pytree, pytree, static
 from pallas_kernels.selection import Kernels
 
 

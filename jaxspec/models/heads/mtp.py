@@ -14,15 +14,15 @@ from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig, MtpStates
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.heads.head import DraftHead, FrontOutput, FrontShape
+from jaxspec.models.json.mtp_names import MtpNames, mtp_names
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
-from jaxspec.models.mtp_names import MtpNames, mtp_names
 from jaxspec.models.shapes import vector
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
+from jaxspec.models.tensors import Filler, One
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
 

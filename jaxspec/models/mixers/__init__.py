@@ -9,13 +9,13 @@ from jaxspec.cache import Geometry
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
+from jaxspec.models.tensors import Filler
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
-from jaxspec.tensors import Filler
 
 __all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "mixer_shape"]
 

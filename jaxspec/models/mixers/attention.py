@@ -8,13 +8,13 @@ from jax import Array
 
 from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.mixers import AttentionConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Computed, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.tensors import Filler, GroupedHeads, One, Source
+from jaxspec.models.wrapped_tensors import Fused
 from jaxspec.parallel import Layout, Shards, fitting
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, GroupedHeads, One, Source
-from jaxspec.wrapped_sources import Fused
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
 @pytree

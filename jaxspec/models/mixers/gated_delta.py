@@ -9,13 +9,13 @@ from jaxspec.cache.delta_rule import DeltaInputs, sequences
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.tensors import Filler, One
+from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
 from jaxspec.parallel import Layout, Shards, check_divides
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
-from jaxspec.wrapped_sources import Depthwise, Grouped, Part
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 NORM_EPS = 1e-6  # of queries and keys, in all families
 

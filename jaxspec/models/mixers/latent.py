@@ -22,13 +22,13 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.config.latent import LatentConfig
-from jaxspec.models.forward import ForwardPass, LatentHeads
+from jaxspec.models.forward_pass import ForwardPass, LatentHeads
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
+from jaxspec.models.tensors import Filler, HeadPart, One
 from jaxspec.parallel import Layout, Shards, check_divides
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, HeadPart, One
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 NORM_EPS = 1e-6  # of the norms of latents, in all published models
 

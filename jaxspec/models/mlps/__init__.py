@@ -7,12 +7,12 @@ from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.experts import Experts, experts_shape
+from jaxspec.models.tensors import Filler
 from jaxspec.parallel import ONE_SHARD, Shards
-from jaxspec.tensors import Filler
 
 __all__ = ["Dense", "Experts", "Mlp", "mlp_shape"]
 

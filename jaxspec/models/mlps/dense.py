@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
+from jaxspec.models.tensors import Filler, One, Source, Stacked
+from jaxspec.models.wrapped_tensors import Fused
 from jaxspec.parallel import Shards, check_divides
-from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.tensors import Filler, One, Source, Stacked
-from jaxspec.wrapped_sources import Fused
+from jaxspec.parallel.pytree import Pytree, pytree, static
 
 
 @pytree

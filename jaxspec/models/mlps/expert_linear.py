@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, Source, Split, Tensors
+from jaxspec.models.tensors import Filler, Source, Split, Tensors
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
 @pytree

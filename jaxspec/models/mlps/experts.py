@@ -12,19 +12,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.collectives import all_gather, all_reduce, all_tokens, reduce_scatter, shard_offset
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.models.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.mlps.dense import Dense, dense_shape
+from jaxspec.models.mlps.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import Own, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.models.shapes import vector
+from jaxspec.models.tensors import Filler, One, Stacked
 from jaxspec.parallel import Axes, Layout, Shards, check_divides
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One, Stacked
+from jaxspec.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_tokens,
+    reduce_scatter,
+    shard_offset,
+)
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
 

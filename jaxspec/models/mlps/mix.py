@@ -18,10 +18,10 @@ from jax import Array, lax
 
 from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.models.attention import PagedAttend
-from jaxspec.models.expert_linear import ExpertLinear
-from jaxspec.models.forward import ForwardPass, gated
+from jaxspec.models.forward_pass import ForwardPass, gated
+from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.routing import Routes
-from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.products import einsum_f32
 

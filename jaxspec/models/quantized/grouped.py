@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Linear, Product
+from jaxspec.models.quantized.rounded_rows import rounded_rows
 from jaxspec.models.shapes import array_shape
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.quantization.rounded_rows import rounded_rows
-from jaxspec.tensors import Filler, Source
-from jaxspec.wrapped_sources import OutputsFirst
+from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.wrapped_tensors import OutputsFirst
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.packed_product import float8_misfit, misfit, packed_product
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized

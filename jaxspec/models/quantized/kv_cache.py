@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxspec.cache import KVScales
 from jaxspec.models.mixers import Attention
 from jaxspec.parallel import named_shardings
-from jaxspec.weight_places import put_weight
+from jaxspec.parallel.weight_layout import put_weight
 
 FP8 = "fp8"
 

@@ -10,8 +10,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.lm_head import LMHeadCopy
 from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.models.quantized.scaled import only_eight_bits
 from jaxspec.parallel import named_shardings
-from jaxspec.quantization.scaled import only_eight_bits
 
 
 def with_lm_head_copy[T](

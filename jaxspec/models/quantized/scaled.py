@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.expert_linear import check_no_experts
 from jaxspec.models.linear import Linear, Product
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, Source
+from jaxspec.models.mlps.expert_linear import check_no_experts
+from jaxspec.models.tensors import Filler, Source
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.split_k import choose_split_k

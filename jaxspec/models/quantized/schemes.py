@@ -13,11 +13,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.config.quantization import Scheme
-from jaxspec.models.expert_linear import check_no_experts
 from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.models.mlps.expert_linear import check_no_experts
+from jaxspec.models.quantized.float8 import rounded_to_float8
+from jaxspec.models.quantized.grouped import rounded_to_groups
 from jaxspec.parallel import named_shardings
-from jaxspec.quantization.float8 import rounded_to_float8
-from jaxspec.quantization.grouped import rounded_to_groups
 
 GROUP, DRAFTER_GROUP = 128, 64
 

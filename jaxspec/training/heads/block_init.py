@@ -4,9 +4,9 @@ import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.block_head import block_config, to_hf_block
 from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes, default_block_capture
-from jaxspec.models.hf_blocks import block_config, to_hf_block
-from jaxspec.training.block_loss import BlockMethod
+from jaxspec.training.heads.block_loss import BlockMethod
 from jaxspec.training.initial import init_layers, reads_last
 
 

@@ -20,10 +20,10 @@ from jax import Array
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, Heads
+from jaxspec.models.forward_pass import Attend, Heads
 from jaxspec.models.heads import BlockHead
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.training.draft_loss import DraftBatch, target_states
+from jaxspec.parallel.pytree import Pytree, array, pytree
+from jaxspec.training.heads.loss import DraftBatch, target_states
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
 

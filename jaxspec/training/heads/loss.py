@@ -21,9 +21,9 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, Heads
+from jaxspec.models.forward_pass import Attend, Heads
 from jaxspec.models.heads import DraftHead
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.products import einsum_f32
 

@@ -9,16 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
+from jaxspec.checkpoints.block import save_block_head
+from jaxspec.checkpoints.eagle import save_eagle_head
+from jaxspec.checkpoints.mtp import save_mtp_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import BlockHead, mtp_states
-from jaxspec.training.draft_data import ExampleReport
-from jaxspec.training.draft_run import DraftRecord, DraftTraining
-from jaxspec.training.draft_step import Head
-from jaxspec.training.lm import num_parameters
+from jaxspec.training.heads.data import ExampleReport
+from jaxspec.training.heads.run import DraftRecord, DraftTraining
+from jaxspec.training.heads.step import Head
+from jaxspec.training.lm.model import num_parameters
 from jaxspec.training.precision import cast_weights
-from jaxspec.weights.block import save_block_head
-from jaxspec.weights.eagle import save_eagle_head
-from jaxspec.weights.mtp import save_mtp_head
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,19 +13,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.checkpoints.orbax_io import static_choices
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
-from jaxspec.training import draft_step, fingerprint
+from jaxspec.training import fingerprint
 from jaxspec.training.compiling import Program, compile_together
-from jaxspec.training.draft_data import Examples, spread_rows
-from jaxspec.training.draft_loss import DraftBatch
-from jaxspec.training.draft_states import StoredStates
-from jaxspec.training.draft_step import DraftTrainConfig, Head
+from jaxspec.training.heads import step as draft_step
+from jaxspec.training.heads.data import Examples, spread_rows
+from jaxspec.training.heads.loss import DraftBatch
+from jaxspec.training.heads.states import StoredStates
+from jaxspec.training.heads.step import DraftTrainConfig, Head
 from jaxspec.training.held_out import HeldOut
 from jaxspec.training.run_folder import RunFolder, batch_shardings
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
-from jaxspec.weights.orbax_io import static_choices
 
 
 @dataclasses.dataclass(frozen=True)

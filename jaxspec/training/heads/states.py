@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend
+from jaxspec.models.forward_pass import Attend
 from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import fingerprint
-from jaxspec.training.draft_data import Examples
-from jaxspec.training.draft_loss import DraftBatch, target_states
+from jaxspec.training.heads.data import Examples
+from jaxspec.training.heads.loss import DraftBatch, target_states
 
 SHARD_BYTES = 1 << 30  # about; one shard is held in memory while it is computed
 MANIFEST = "states.json"

@@ -27,8 +27,8 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
-from jaxspec.pytree import Pytree, pytree
-from jaxspec.training.draft_loss import DraftBatch, Loss, LossConfig, check_unrolled
+from jaxspec.parallel.pytree import Pytree, pytree
+from jaxspec.training.heads.loss import DraftBatch, Loss, LossConfig, check_unrolled
 from jaxspec.training.initial import init_layers, reads_last
 from jaxspec.training.optimizer import OptimizerConfig, adamw, descend, learning_rate
 from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights

@@ -20,8 +20,8 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend
-from jaxspec.pytree import Pytree, pytree
+from jaxspec.models.forward_pass import Attend
+from jaxspec.parallel.pytree import Pytree, pytree
 from jaxspec.training.initial import init_decoder
 from jaxspec.training.optimizer import (
     OptimizerConfig,

@@ -9,15 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
+from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.training.data import Report
-from jaxspec.training.lm import num_parameters
+from jaxspec.training.lm.model import num_parameters
+from jaxspec.training.lm.run import Pretraining, Record
 from jaxspec.training.precision import cast_weights
-from jaxspec.training.pretrain import Pretraining, Record
 from jaxspec.training.vocabulary import Owner
-from jaxspec.weights.safetensors_io import save_decoder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,20 +15,20 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import make_pass
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.forward_pass import make_pass
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Computed, Linear, RoundedRows
+from jaxspec.models.quantized.float8 import Float8Linear, rounded_to_float8
+from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh, partition_specs
-from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
-from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
-from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Kernels
-from tests.checkpoints import tiny_llama, tiny_qwen2
-from tests.quantized_checkpoints import FORMATS, awq, gptq, quantize_checkpoint
+from tests.helpers.checkpoints import tiny_llama, tiny_qwen2
+from tests.helpers.quantized_checkpoints import FORMATS, awq, gptq, quantize_checkpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
 FLOATS = ("float8", "float8 blocks")

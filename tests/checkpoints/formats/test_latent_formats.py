@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import make_mesh
-from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import TINY, save_random_model
-from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.helpers.checkpoints import TINY, save_random_model
+from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,

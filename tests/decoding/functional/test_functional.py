@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_sampling, prefill
+from jaxspec.checkpoints.orbax_io import restore_pytree, save_pytree
+from jaxspec.decoding import round
 from jaxspec.functional import init_pool, init_rows
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.speculation import round
-from jaxspec.weights.orbax_io import restore_pytree, save_pytree
-from tests.checkpoints import tiny_eagle3_head, tiny_llama
-from tests.programs import FAST_COMPILE
-from tests.random_models import empty_state, jit_decode, jit_prefill, make_params
+from tests.helpers.checkpoints import tiny_eagle3_head, tiny_llama
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import empty_state, jit_decode, jit_prefill, make_params
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 320
 COUNTS = np.array([12, 5], np.int32)
@@ -32,9 +32,9 @@ CONTINUE = """
 import sys
 import jax, numpy as np
 from jaxspec import decode, load
-from jaxspec.weights.orbax_io import restore_pytree
-from tests.test_functional import TREE, empty
-from tests.programs import FAST_COMPILE
+from jaxspec.checkpoints.orbax_io import restore_pytree
+from tests.decoding.functional.test_functional import TREE, empty
+from tests.helpers.programs import FAST_COMPILE
 params = load(sys.argv[1], sys.argv[2], speculation=TREE)
 state = restore_pytree(sys.argv[3], empty(params))
 state, _ = jax.jit(decode, static_argnums=2)(params, state, 100)

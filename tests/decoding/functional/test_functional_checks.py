@@ -13,13 +13,13 @@ import jaxspec
 from jaxspec import SpeculationConfig, admit, decode, functional, init_state, make_sampling, prefill
 from jaxspec import prefill_all as read_all
 from jaxspec.config.model import ModelConfig
+from jaxspec.decoding.functional.checks import check_order
+from jaxspec.decoding.sampling import make_controls
+from jaxspec.decoding.state import ERRORS, Emitted, Ending, EngineState, Status
 from jaxspec.functional import EngineParams
-from jaxspec.functional.checks import check_order
-from jaxspec.sampling import make_controls
-from jaxspec.state import ERRORS, Emitted, Ending, EngineState, Status
-from jaxspec.weights.in_place import in_place_of
-from tests.programs import FAST_COMPILE, new_jit
-from tests.random_models import CONFIG, make_params, random_target, tiny_config
+from jaxspec.parallel.placement import in_place_of
+from tests.helpers.programs import FAST_COMPILE, new_jit
+from tests.helpers.random_models import CONFIG, make_params, random_target, tiny_config
 
 CHAIN = SpeculationConfig.chain(2)
 PARAMS = make_params("ngram", CHAIN)

@@ -18,11 +18,11 @@ from jax import Array
 from jaxspec import functional
 from jaxspec.cache import PagedKV, pages_for
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Emitted, Ending, EngineState, Status
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import make_sampling
-from jaxspec.state import Emitted, Ending, EngineState, Status
-from tests.programs import FAST_COMPILE, new_jit
-from tests.random_models import DRAFTERS, make_params, padded, random_prompts
+from tests.helpers.programs import FAST_COMPILE, new_jit
+from tests.helpers.random_models import DRAFTERS, make_params, padded, random_prompts
 
 CAPACITY = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
 SHAPES = (None, TreeShape(2, 1), PLAIN)

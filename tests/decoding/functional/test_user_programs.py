@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.state import EngineState
-from tests.programs import FAST_COMPILE, new_jit, traces
-from tests.random_models import save_random_target
+from tests.helpers.programs import FAST_COMPILE, new_jit, traces
+from tests.helpers.random_models import save_random_target
 
 CHAIN = SpeculationConfig.chain(2)
 

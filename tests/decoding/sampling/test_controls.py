@@ -7,14 +7,14 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.sampling import Controls, History, control_logits, make_controls
+from jaxspec.decoding.state import Ending, EngineState, Status
+from jaxspec.decoding.trees.tree import DraftTree, path_tokens
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import Layout
-from jaxspec.sampling import Controls, History, control_logits, make_controls
-from jaxspec.speculation.tree import DraftTree, path_tokens
-from jaxspec.state import Ending, EngineState, Status
-from tests.programs import FAST_COMPILE, new_jit, traces
-from tests.random_models import CONFIG, make_params, padded, random_prompts
-from tests.random_trees import path_from_root, random_tree
+from tests.helpers.programs import FAST_COMPILE, new_jit, traces
+from tests.helpers.random_models import CONFIG, make_params, padded, random_prompts
+from tests.helpers.random_trees import path_from_root, random_tree
 
 jit_control = jax.jit(control_logits, compiler_options=FAST_COMPILE)
 VOCAB, ROWS, NODES, LENGTH = 64, 4, 7, 12  # tokens of random trees are below 64

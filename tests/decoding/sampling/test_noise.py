@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 from scipy import stats
 
-from jaxspec.noise import Stream, gumbel, threefry, uniform
+from jaxspec.decoding.sampling.noise import Stream, gumbel, threefry, uniform
 
 jit_gumbel = jax.jit(gumbel, static_argnums=1)
 
@@ -59,7 +59,7 @@ def test_noise_has_its_distribution(stream: Stream):
 
 def test_uniform_noise_is_never_0_or_1(monkeypatch: pytest.MonkeyPatch):
     extremes = jnp.array([[[0, 2**32 - 1]]], jnp.uint32)
-    monkeypatch.setattr("jaxspec.noise.threefry", lambda *words: extremes)
+    monkeypatch.setattr("jaxspec.decoding.sampling.noise.threefry", lambda *words: extremes)
     zero = jnp.zeros(1, int)
     low, high = uniform(zero, Stream.ACCEPT, zero[None], jnp.arange(2))[0, 0]
     assert 0 < low < 1e-9 and 1 - 1e-6 < high < 1

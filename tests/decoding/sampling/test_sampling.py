@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.parallel import WHOLE, Layout
-from jaxspec.sampling import (
+from jaxspec.decoding.sampling import (
     make_sampling,
     perturb,
     probabilities,
     process_logits,
     vocab_ids,
 )
-from tests.programs import traces
+from jaxspec.parallel import WHOLE, Layout
+from tests.helpers.programs import traces
 
 VOCAB, ROWS, NODES = 40, 4, 3
 jit_process, jit_perturb = jax.jit(process_logits), jax.jit(perturb)

@@ -7,10 +7,11 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from jaxspec.structured import GrammarCompiler, StructuredOutput
-from jaxspec.structured.added_tokens import Markers, read_vocabulary
-from tests.small_tokenizers import MARKUP, byte_level, metaspace, with_markup
-from tests.structured_outputs import legal
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured import GrammarCompiler
+from jaxspec.engine.structured.added_tokens import Markers, read_vocabulary
+from tests.helpers.small_tokenizers import MARKUP, byte_level, metaspace, with_markup
+from tests.helpers.structured_outputs import legal
 
 KINDS = {"byte_level": byte_level, "byte_fallback": metaspace}
 PLAIN = {text for text, special in MARKUP.items() if not special and text != "\n\n"}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, SpeculationConfig
-from jaxspec.loading import load
-from jaxspec.sampling import make_sampling
-from jaxspec.state import Ending
-from jaxspec.structured import StructuredOutput
-from tests.marks import slow
-from tests.structured_outputs import (
+from jaxspec.checkpoints.load import load
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import Ending
+from tests.helpers.marks import slow
+from tests.helpers.structured_outputs import (
     compiler,
     conforms,
     generate_structured,

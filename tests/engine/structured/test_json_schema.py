@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.structured import StructuredOutput
-from jaxspec.structured.json_schema import read_schema
-from tests.structured_outputs import compiler, takes
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured.json_schema import read_schema
+from tests.helpers.structured_outputs import compiler, takes
 
 INTEGER = {"type": "integer"}
 

@@ -7,17 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from jaxspec.structured import (
-    GrammarCompiler,
-    GrammarError,
-    GrammarLimit,
-    StructuredOutput,
-    tree_masks,
-)
-from jaxspec.structured import compiler as compiler_module
-from jaxspec.structured.matcher import Matcher
-from tests.constrained_rounds import is_allowed
-from tests.structured_outputs import END, VOCAB, compiler, random_schema, tokenizer
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.engine.structured import GrammarCompiler, GrammarError, GrammarLimit, tree_masks
+from jaxspec.engine.structured import compiler as compiler_module
+from jaxspec.engine.structured.matcher import Matcher
+from tests.helpers.constrained_rounds import is_allowed
+from tests.helpers.structured_outputs import END, VOCAB, compiler, random_schema, tokenizer
 
 OUTPUTS = [
     StructuredOutput(json_schema=random_schema(random.Random(3), 3)),

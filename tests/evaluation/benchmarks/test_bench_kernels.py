@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.benchmarking.kernels import (
+from jaxspec.commands.bench import kernels as bench_kernels
+from jaxspec.evaluation.benchmarks.kernels import (
     Peaks,
     Plan,
     compile_benchmark,
     relative_error,
     time_benchmark,
 )
-from jaxspec.commands import bench_kernels
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_rule.cases import (
@@ -31,7 +31,7 @@ from pallas_kernels.paged_attention.cases import (
     benchmarks,
 )
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
-from tests.json_lines import joined
+from tests.helpers.json_lines import joined
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
 HALF = dataclasses.replace(TREE, name="half tree")

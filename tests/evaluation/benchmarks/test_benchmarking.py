@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxspec.benchmarking.ahead_of_time import Job, decode_program
-from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
-from jaxspec.benchmarking.modes import make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head
-from jaxspec.benchmarking.rounds import Bench, Workload
-from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands import bench_engine, bench_serving
+from jaxspec.commands.bench import engine as bench_engine
+from jaxspec.commands.bench import serving as bench_serving
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.config.quantization import Scheme
+from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.evaluation.benchmarks.ahead_of_time import Job, decode_program
+from jaxspec.evaluation.benchmarks.floors import FloorBytes, floor_bytes
+from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.decoder import decoder_shapes
-from jaxspec.speculation.drafters import EagleDrafter
 from pallas_kernels.selection import Kernels
 
 TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.benchmarking.ahead_of_time import Job, decode_program
-from jaxspec.benchmarking.chosen_experts import (
+from jaxspec.evaluation.benchmarks.ahead_of_time import Job, decode_program
+from jaxspec.evaluation.benchmarks.chosen_experts import (
     ChosenExperts,
     can_count,
     chosen_experts,
@@ -19,21 +19,21 @@ from jaxspec.benchmarking.chosen_experts import (
     expected_choice,
     expected_of_a_layer,
 )
-from jaxspec.benchmarking.floors import floor_bytes
-from jaxspec.benchmarking.modes import make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
-from jaxspec.benchmarking.rounds import Bench, Workload
-from jaxspec.benchmarking.shapes import model_shape
+from jaxspec.evaluation.benchmarks.floors import floor_bytes
+from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
+from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import make_pass
+from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.mlps import Experts
 from jaxspec.parallel import WHOLE
 from jaxspec.parallel.bytes import local_bytes
 from pallas_kernels.selection import NO_KERNELS
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 CONFIG, FLOAT32 = model_shape("tiny-experts", 2), jnp.dtype("float32")
 TARGET = random_decoder(CONFIG, FLOAT32, None, 0)

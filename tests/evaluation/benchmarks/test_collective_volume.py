@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from jaxspec.benchmarking.collective_volume import (
+from jaxspec.commands.bench import collectives as bench_collectives
+from jaxspec.commands.bench.collectives import difference, make_table
+from jaxspec.commands.shared.compiling_process import ROOT
+from jaxspec.evaluation.benchmarks.collective_volume import (
     Collective,
     parse_collectives,
     parse_exchanges,
     totals,
 )
-from jaxspec.commands import bench_collectives
-from jaxspec.commands.bench_collectives import difference, make_table
-from jaxspec.commands.compiling_process import ROOT
 
 MESH = "replica_groups=mesh['data'=1,'model'=4,'hidden'=2]"
 

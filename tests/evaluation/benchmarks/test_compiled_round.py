@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.benchmarking.ahead_of_time import FACTS, PROGRAM, compiler_environment, read_round
-from jaxspec.benchmarking.compiled_round import (
+from jaxspec.evaluation.benchmarks.ahead_of_time import (
+    FACTS,
+    PROGRAM,
+    compiler_environment,
+    read_round,
+)
+from jaxspec.evaluation.benchmarks.compiled_round import (
     Launches,
     MosaicKernel,
     count_all_reduces,

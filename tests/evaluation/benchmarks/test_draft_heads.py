@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.benchmarking.ahead_of_time import Job, decode_program
-from jaxspec.benchmarking.draft_heads import (
+from jaxspec.decoding.drafters import BlockDrafter
+from jaxspec.evaluation.benchmarks.ahead_of_time import Job, decode_program
+from jaxspec.evaluation.benchmarks.draft_heads import (
     TRAINED_MTP,
     BlockKind,
     HeadKind,
@@ -14,15 +15,14 @@ from jaxspec.benchmarking.draft_heads import (
     mtp_config,
     shapes_of_kind,
 )
-from jaxspec.benchmarking.floors import floor_bytes
-from jaxspec.benchmarking.modes import make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
-from jaxspec.benchmarking.rounds import Workload
-from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.evaluation.benchmarks.floors import floor_bytes
+from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.rounds import Workload
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.models.from_config.model import parse_model_config, with_mtp_layer
 from jaxspec.models.heads import BlockHead
-from jaxspec.models.hf_config import parse_model_config, with_mtp_layer
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.speculation.drafters import BlockDrafter
 from pallas_kernels.selection import NO_KERNELS
 
 TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")

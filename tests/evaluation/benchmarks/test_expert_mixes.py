@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.benchmarking import expert_mixes
-from jaxspec.benchmarking.kernels import Peaks, Plan, compile_benchmark, time_benchmark
-from jaxspec.commands import bench_kernels
+from jaxspec.commands.bench import kernels as bench_kernels
+from jaxspec.evaluation.benchmarks import expert_mixes
+from jaxspec.evaluation.benchmarks.kernels import Peaks, Plan, compile_benchmark, time_benchmark
 from jaxspec.models.mlps.mix import every_expert
 from pallas_kernels.expert_product.cases import Case
-from tests.random_experts import random_own, random_rows, written_out
+from tests.helpers.random_experts import random_own, random_rows, written_out
 
 
 def test_products_by_groups_are_those_of_every_expert():

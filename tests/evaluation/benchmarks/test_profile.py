@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxspec.benchmarking.hlo import Program, Scope, count_by_scope, parse_scope
-from jaxspec.benchmarking.profile import Event, profile_rounds, summarize
+from jaxspec.evaluation.benchmarks.hlo import Program, Scope, count_by_scope, parse_scope
+from jaxspec.evaluation.benchmarks.profile import Event, profile_rounds, summarize
 
 # Two equal products (draft, verify) run one kernel; that of `o` was split by XLA, which left it
 # without a name; the attention is a library's; the copy has no name at all.

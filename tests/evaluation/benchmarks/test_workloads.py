@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.benchmarking import workloads
-from jaxspec.benchmarking.workloads import Lengths
+from jaxspec.evaluation.benchmarks import workloads
+from jaxspec.evaluation.benchmarks.workloads import Lengths
 
 
 def encode(text: str) -> list[int]:

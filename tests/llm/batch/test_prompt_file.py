@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.batch.prompt_file import Shard, open_prompts, parse_line, read_shard
+from jaxspec.llm.batch.prompt_file import Shard, open_prompts, parse_line, read_shard
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "3",

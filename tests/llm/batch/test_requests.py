@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxspec import SamplingParams
-from jaxspec.batch.requests import line_id, read_request
-from jaxspec.structured import StructuredOutput
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.llm.batch.requests import line_id, read_request
 
 DEFAULTS = SamplingParams(temperature=0.5, max_tokens=20, seed=7)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.batch.result_file import ResultFile
+from jaxspec.llm.batch.result_file import ResultFile
 
 RECORD = {"prompt_file_sha256": "abc", "temperature": 0.5}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxspec.async_engine import Chunk
-from jaxspec.batch.run import EngineFailed, Tally, run_batch
-from jaxspec.generation import ErrorKind, Generation, RequestStatistics
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.async_engine import Chunk
+from jaxspec.engine.generation import ErrorKind, Generation, RequestStatistics
+from jaxspec.llm.batch.run import EngineFailed, Tally, run_batch
 
 
 def run(lines: Iterator[tuple[int, bytes]], answer: Any, tally: Tally | None = None, rows: int = 4):

@@ -10,34 +10,34 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, load
-from jaxspec.benchmarking.floors import floor_bytes
 from jaxspec.cache import KVScales
+from jaxspec.checkpoints.kv_scale_file import FORMAT, KVScaleFile
+from jaxspec.checkpoints.load import with_kv_dtype
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.commands import kv_scales
-from jaxspec.commands.batch import Job
 from jaxspec.commands.generate import make_parser
+from jaxspec.commands.generate.prompt_file import Job
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine import Engine
-from jaxspec.engine_limits import engine_sizes
-from jaxspec.kv_calibration import measured_scales, scores
-from jaxspec.loading import with_kv_dtype
-from jaxspec.memory import pool_bytes
-from jaxspec.parallel import make_mesh
-from jaxspec.quantization.kv_cache import (
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.limits import engine_sizes
+from jaxspec.engine.memory import pool_bytes
+from jaxspec.engine.plans.host_copies import part_bytes
+from jaxspec.evaluation.benchmarks.floors import floor_bytes
+from jaxspec.models.quantized.kv_cache import (
     count_attentions,
     has_float8_cache,
     with_kv_scales,
     without_kv_scales,
 )
-from jaxspec.quantization.kv_scales import FORMAT, KVScaleFile
-from jaxspec.swapping import part_bytes
-from jaxspec.weights.safetensors_io import load_decoder, save_decoder
+from jaxspec.parallel import make_mesh
+from jaxspec.quantize.kv_calibration import measured_scales, scores
 from pallas_kernels.float8 import LARGEST
-from tests.checkpoints import tiny_byte_llama
-from tests.engines import CHAIN
-from tests.float8_caches import with_float8
-from tests.layouts import on_mesh
-from tests.random_models import make_params, noisy, random_target
+from tests.helpers.checkpoints import tiny_byte_llama
+from tests.helpers.engines import CHAIN
+from tests.helpers.float8_caches import with_float8
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import make_params, noisy, random_target
 
 LENGTH = 64
 CACHE = CacheConfig(page_size=8, max_length=LENGTH)

@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 
 from jaxspec import load
-from jaxspec.benchmarking.draft_heads import BlockKind
-from jaxspec.benchmarking.floors import floor_bytes
-from jaxspec.benchmarking.modes import make_params as bench_params
-from jaxspec.benchmarking.modes import parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
-from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
+from jaxspec.evaluation.benchmarks.draft_heads import BlockKind
+from jaxspec.evaluation.benchmarks.floors import floor_bytes
+from jaxspec.evaluation.benchmarks.modes import make_params as bench_params
+from jaxspec.evaluation.benchmarks.modes import parse_mode
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.heads.lm_head import target_logits
 from jaxspec.models.linear import Linear
+from jaxspec.models.quantized.float8 import Float8Linear
+from jaxspec.models.quantized.grouped import GroupedLinear
+from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
+from jaxspec.models.quantized.scaled import ScaledLinear, in_eight_bits
+from jaxspec.models.quantized.schemes import to_four_bits
 from jaxspec.parallel import make_mesh
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.quantization.float8 import Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear
-from jaxspec.quantization.lm_head_copy import with_lm_head_copy
-from jaxspec.quantization.scaled import ScaledLinear, in_eight_bits
-from jaxspec.quantization.schemes import to_four_bits
-from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
-from tests.block_checkpoints import published_head
-from tests.checkpoints import tiny_llama
-from tests.engines import CHAIN
-from tests.layouts import on_mesh
-from tests.random_models import make_params
+from tests.helpers.block_checkpoints import published_head
+from tests.helpers.checkpoints import tiny_llama
+from tests.helpers.engines import CHAIN
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import make_params
 
 PROMPTS = [[5, 9, 2, 7], list(range(30))]
 

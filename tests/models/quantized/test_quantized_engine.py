@@ -9,16 +9,16 @@ import pytest
 from jaxspec import load
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine import Engine
+from jaxspec.decoding.drafters import DraftModelDrafter, EagleDrafter
+from jaxspec.engine.engine import Engine
+from jaxspec.models.quantized.float8 import Float8Linear
+from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import make_mesh
-from jaxspec.quantization.float8 import Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter
-from tests.checkpoints import tiny_eagle3_head, tiny_llama
-from tests.marks import slow
-from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.helpers.checkpoints import tiny_eagle3_head, tiny_llama
+from tests.helpers.marks import slow
+from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
 
 PROMPTS = [list(range(3, 40)), [7, 2, 9]]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}

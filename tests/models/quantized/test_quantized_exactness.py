@@ -13,12 +13,12 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.linear import Linear
-from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
-from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
-from jaxspec.quantization.schemes import rounded
-from tests.marks import slow
-from tests.random_models import generate, make_params, random_prompts, random_target
-from tests.speculation.test_exactness import sampling_of
+from jaxspec.models.quantized.float8 import Float8Linear, rounded_to_float8
+from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
+from jaxspec.models.quantized.schemes import rounded
+from tests.decoding.test_exactness import sampling_of
+from tests.helpers.marks import slow
+from tests.helpers.random_models import generate, make_params, random_prompts, random_target
 
 PROMPTS = random_prompts((5, 17, 30))
 CHAIN = SpeculationConfig.chain(5)

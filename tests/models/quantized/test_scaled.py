@@ -11,24 +11,24 @@ from jax.sharding import PartitionSpec as P
 from jaxspec import load
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine import Engine
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.linear import Linear
-from jaxspec.parallel import make_mesh
-from jaxspec.quantization.grouped import GroupedLinear
-from jaxspec.quantization.scaled import (
+from jaxspec.models.quantized.grouped import GroupedLinear
+from jaxspec.models.quantized.scaled import (
     MOST_ROWS,
     ScaledLinear,
     in_eight_bits,
     only_eight_bits,
     rounded_to_nearest,
 )
-from jaxspec.quantization.schemes import in_four_bits
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.models.quantized.schemes import in_four_bits
+from jaxspec.parallel import make_mesh
 from pallas_kernels.selection import NO_KERNELS
-from tests.engines import CHAIN
-from tests.layouts import on_mesh
-from tests.random_models import make_params
+from tests.helpers.engines import CHAIN
+from tests.helpers.layouts import on_mesh
+from tests.helpers.random_models import make_params
 
 IN, OUT = 64, (3, 8)  # as an input and the outputs of heads
 PROMPTS = [[5, 9, 2, 7], list(range(30))]

@@ -19,17 +19,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import ModelState
-from jaxspec.compiler_options import compiler_options, passage_options
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional import EngineParams, SavedRow, pipelined
-from jaxspec.models.stages import Passage
-from jaxspec.pipeline.results import joined_reads, joined_rounds
-from jaxspec.pipeline.stage_programs import StagePrograms
-from jaxspec.pipeline_use import PipelineUse
-from jaxspec.program_sizes import RoundsKey, Sizes
-from jaxspec.programs import Programs
-from jaxspec.speculation.tree import DraftTree
-from jaxspec.state import Emitted, EngineState
+from jaxspec.decoding.functional import EngineParams, SavedRow, pipelined
+from jaxspec.decoding.state import Emitted, EngineState
+from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.engine.programs.pipeline.results import joined_reads, joined_rounds
+from jaxspec.engine.programs.pipeline.stage_programs import StagePrograms
+from jaxspec.engine.programs.pipeline.use import PipelineUse
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import RoundsKey, Sizes
+from jaxspec.engine.programs.xla_options import compiler_options, passage_options
+from jaxspec.models.pipeline_stage import Passage
 
 LEAST_PIECE = 128  # prompt tokens of a row that are worth a pass of their own
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.decoding.state import Emitted, joined
 from jaxspec.parallel import Layout, partition_specs
-from jaxspec.state import Emitted, joined
 
 ROWS = "rows"  # a name for the axis of rows, to find it
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from jaxspec.cache import CommittedPath, ModelState, PagedKV
-from jaxspec.compiler_options import compiler_options, passage_options
-from jaxspec.functional import EngineParams, pipelined
-from jaxspec.models.stages import Stage
+from jaxspec.decoding.functional import EngineParams, pipelined
+from jaxspec.engine.programs.sizes import Sizes
+from jaxspec.engine.programs.xla_options import compiler_options, passage_options
+from jaxspec.models.pipeline_stage import Stage
 from jaxspec.parallel import named_shardings
-from jaxspec.program_sizes import Sizes
 
 
 class StagePrograms:

@@ -1,0 +1,1 @@
+"""Draft trees: how they are stored, grown and chosen."""

@@ -1,0 +1,1 @@
+"""Requests to tokens: compiled programs, plans carried out, warm-up, structured output."""

@@ -1,0 +1,1 @@
+"""The scheduler's plans carried out on the device."""

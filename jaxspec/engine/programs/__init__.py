@@ -1,0 +1,1 @@
+"""Compiled programs: for which sizes, their arguments, and their results."""

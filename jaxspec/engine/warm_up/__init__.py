@@ -1,0 +1,1 @@
+"""Compiles programs before they are needed, and measures what they cost."""

@@ -1,0 +1,1 @@
+"""Measures quality (acceptance, perplexity, speed-up) and speed (benchmarks/)."""

@@ -1,0 +1,1 @@
+"""Text in, text out: LLM, AsyncLLM, replicas, tokenizers, files of prompts."""

@@ -1,0 +1,1 @@
+"""How config.json becomes the configs of models and heads."""

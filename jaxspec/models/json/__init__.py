@@ -1,0 +1,1 @@
+"""Keys and values of config.json, and the names of tensors in checkpoints."""
