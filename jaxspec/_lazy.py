@@ -1,4 +1,5 @@
-"""Packages whose names load their modules when they are first asked for (PEP 562).
+"""Packages whose names load their modules when they are first asked for (PEP 562), and modules
+that load later.
 
 ``import jaxspec`` then takes no time, and a command loads what it uses. Names stay those that the
 package lists in ``__all__``; type checkers read them from its ``if TYPE_CHECKING`` block.
@@ -21,3 +22,13 @@ def lazy_names(
         return getattr(importlib.import_module(modules[name]), name)
 
     return get, lambda: sorted(modules)
+
+
+class LazyModule:
+    """A module that is loaded when its first name is asked for."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)

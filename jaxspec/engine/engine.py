@@ -1,7 +1,6 @@
 """From requests to tokens: the scheduler's plans are carried out by compiled programs.
 
-The host is one step ahead: it plans and launches a call while the device still runs the one before,
-and then reads what that one emitted.
+The host plans and launches a call while the device runs the one before, then reads its results.
 """
 
 import collections

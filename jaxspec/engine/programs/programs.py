@@ -1,7 +1,6 @@
 """The compiled programs of an engine, and the device state that they work on.
 
-This module, and for pipelines the folder pipeline/, call ``jax.jit`` for serving: donation and
-traces can be seen in one place.
+For serving only this module and, for pipelines, the folder pipeline/ call ``jax.jit``.
 """
 
 import contextlib

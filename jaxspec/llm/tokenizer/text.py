@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from jaxspec._lazy import LazyModule
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.llm import tokenizer as package  # its names load transformers when they are asked for
 from jaxspec.llm.tokenizer.prompts import Prompt, check_unicode
 from jaxspec.llm.tokenizer.token_bytes import TokenBytes
 from jaxspec.models.json.values import read_json
 
 if TYPE_CHECKING:
     from jaxspec.llm.tokenizer.hugging_face import Tokenizer
+
+hugging_face = LazyModule("jaxspec.llm.tokenizer.hugging_face")  # it loads transformers
 
 # Keys of tokenizer_config.json that change no token, as long as the tokens they name are there.
 _NAMES = {"bos_token", "eos_token", "pad_token", "unk_token"}
@@ -49,13 +51,13 @@ class TextTokenizer:
         self._bytes = None if backend is None else TokenBytes(backend)
         # A server asks for every chat.
         self._turn_end = functools.lru_cache(maxsize=64)(
-            lambda chat_template: package.turn_end(self.full, chat_template)
+            lambda chat_template: hugging_face.turn_end(self.full, chat_template)
         )
 
     @functools.cached_property
     def full(self) -> "Tokenizer":
         """The tokenizer of transformers, with the chat template; loaded when first asked for."""
-        return package.load_tokenizer(self.directory)
+        return hugging_face.load_tokenizer(self.directory)
 
     def turn_end(self, chat_template: str | None) -> tuple[int, ...]:
         """The token that ends the assistant's turns, see hugging_face.turn_end."""
