@@ -11,8 +11,16 @@ from tests.test_layering import ROOT
 
 PAGES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/api/*.md"))}
 TABLE = ROOT / "docs/api/index.md"
-DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
-NAMES = Counter(name for text in PAGES.values() for name in DIRECTIVE.findall(text))
+# The path that mkdocstrings reads, and the heading where it is not that path.
+DIRECTIVE = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.MULTILINE)
+
+
+def shown(page: str) -> list[str]:
+    """The paths that a page shows in its headings."""
+    return [heading or path for path, heading in DIRECTIVE.findall(page)]
+
+
+SHOWN = Counter(path for page in PAGES.values() for path in shown(page))
 
 
 def resolved(path: str) -> Any:
@@ -31,14 +39,25 @@ def resolved(path: str) -> Any:
 
 def test_every_public_name_is_on_one_page():
     for name in sorted({*jaxspec.__all__, *functional.__all__}):  # both have some, the same objects
-        count = NAMES[f"jaxspec.{name}"] + NAMES[f"jaxspec.functional.{name}"]
+        count = SHOWN[f"jaxspec.{name}"] + SHOWN[f"jaxspec.functional.{name}"]
         assert count == 1, f"{name} is {count} times in docs/api"
 
 
-def test_names_are_there_once_and_lead_to_an_object_with_a_docstring():
-    for name, count in NAMES.items():
-        assert count == 1, f"{name} is {count} times in docs/api"
-        assert (resolved(name).__doc__ or "").strip(), f"{name} has no docstring"
+def test_names_are_there_once_and_have_a_docstring():
+    for path, count in SHOWN.items():
+        assert count == 1, f"{path} is {count} times in docs/api"
+        assert (resolved(path).__doc__ or "").strip(), f"{path} has no docstring"
+
+
+def test_functions_that_are_called_like_their_module_have_its_path():
+    """Read without being run, `functional.decode` is the module. A heading says what to import."""
+    for page in PAGES.values():
+        for path, _ in DIRECTIVE.findall(page):
+            found = resolved(path)
+            module, name = getattr(found, "__module__", ""), getattr(found, "__name__", "")
+            package, _, last = module.rpartition(".")
+            if name and last == name and vars(importlib.import_module(package))[name] is found:
+                assert path == f"{module}.{name}", f"{path}: give {module}.{name}, and a heading"
 
 
 def test_the_table_of_pages_has_all_pages_and_their_names():
@@ -46,10 +65,10 @@ def test_the_table_of_pages_has_all_pages_and_their_names():
     listed = {page: (title, re.findall(r"`(\w+)`", names)) for title, page, names in rows}
     expected = {
         path.name: (
-            text.splitlines()[0].removeprefix("# "),
-            [name.rpartition(".")[2] for name in DIRECTIVE.findall(text)],
+            page.splitlines()[0].removeprefix("# "),
+            [name.rpartition(".")[2] for name in shown(page)],
         )
-        for path, text in PAGES.items()
+        for path, page in PAGES.items()
         if path != TABLE
     }
     assert listed == expected
