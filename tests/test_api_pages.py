@@ -10,7 +10,7 @@ from jaxspec import functional
 from tests.test_layering import ROOT
 
 PAGES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/api/*.md"))}
-TABLE = ROOT / "docs/api/index.md"
+TABLE = ROOT / "docs/api/README.md"
 # The path that mkdocstrings reads, and the heading where it is not that path.
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.MULTILINE)
 
