@@ -1,20 +1,20 @@
-"""docs/architecture.md: the table of rooms is whole, and the files that the page names exist."""
+"""docs/architecture.md: the table of packages is whole, and the files that the page names exist."""
 
 import re
 
 from tests.test_layering import ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-ROOM = re.compile(r"^\| (\d+) \| `(\w+)/` \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d+) \| `(\w+)/` \| (.+) \|$", re.MULTILINE)
 PACKAGE = ROOT / "jaxspec"
 
 
-def test_the_table_of_rooms_has_all_packages_from_the_top_floor_down():
-    rooms = ROOM.findall(PAGE)
+def test_the_table_has_all_packages_from_the_top_level_down():
+    rows = ROW.findall(PAGE)
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert {name for _, name, _ in rooms} == packages, "give a new package its floor in the table"
-    floors = [int(floor) for floor, _, _ in rooms]
-    assert floors == sorted(floors, reverse=True)
+    assert {name for _, name, _ in rows} == packages, "give a new package its level in the table"
+    levels = [int(level) for level, _, _ in rows]
+    assert levels == sorted(levels, reverse=True)
 
 
 def test_the_files_that_the_page_names_exist():

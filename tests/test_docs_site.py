@@ -40,6 +40,7 @@ def test_links_that_leave_the_documents_become_paths():
     assert on_site(f"see [reference.py]({kernel})") == (
         "see reference.py (`pallas_kernels/top_k/reference.py`)"
     )
+    assert on_site("[CONTRIBUTING.md](../CONTRIBUTING.md)", "exactness.md") == "CONTRIBUTING.md"
     for kept in ("[speed](../kernels.md#each)", "![a round](../round.png)", "[jax](https://x.y)"):
         assert on_site(kept) == kept
 

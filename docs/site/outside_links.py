@@ -26,6 +26,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         if not target.exists():
             LOG.warning("%s links to %s, which is missing", page.file.src_uri, link[2])
         path = target.relative_to(docs.parent).as_posix()
-        return f"{link[1]} (`{path}`)"
+        return link[1] if link[1] == path else f"{link[1]} (`{path}`)"
 
     return LINK.sub(plain, markdown)
