@@ -1,15 +1,32 @@
-"""The table of files in docs/architecture.md: whole, and in the order of layers."""
+"""docs/architecture.md: the table of packages is whole, and the files that the page names exist."""
 
 import re
 
-from tests.test_layering import LAYERS, ROOT
+from tests.test_layering import ROOT
+
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| (\d+) \| `(\w+)/` \| (.+) \|$", re.MULTILINE)
+PACKAGE = ROOT / "jaxspec"
 
 
-def test_the_table_of_files_has_all_layers_in_their_order():
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    table = page.split("## Files")[1].split("A module imports")[0]
-    cells = [line.split("|")[1] for line in table.splitlines()[4:] if line]
-    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    listed = [name.removesuffix("/").removesuffix(".py") for name in names if name != "jaxspec/"]
-    own = [name.removeprefix("jaxspec.") for name in LAYERS if name not in ("jaxspec", "tests")]
-    assert listed == own, "give a new module its place in the table, too"
+def test_the_table_has_all_packages_from_the_top_level_down():
+    rows = ROW.findall(PAGE)
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {name for _, name, _ in rows} == packages, "give a new package its level in the table"
+    levels = [int(level) for level, _, _ in rows]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_the_files_that_the_page_names_exist():
+    table = PAGE.split("## Where things are")[1].split("\n## ")[0]
+    missing = []
+    for line in table.splitlines():
+        folder = ""  # of the file before: `a/b.py`, `c.py` are in one folder
+        for name in re.findall(r"`((?:\w+/)*(?:\w+\.py)?)`", line.split("|", 2)[-1]):
+            if not name:
+                continue
+            folder = name.rpartition("/")[0] or folder
+            path = name if "/" in name else f"{folder}/{name}"
+            if not any((base / path).exists() for base in (PACKAGE, ROOT)):
+                missing.append(path)
+    assert not missing, f"docs/architecture.md names what is not there: {', '.join(missing)}"
