@@ -74,7 +74,8 @@ class TestModule(pytest.Module):
         except self.CollectError as error:
             missing = error.__cause__
             if isinstance(missing, ModuleNotFoundError) and missing.name in packages_of_tests():
-                pytest.skip(f"no {missing.name}: install jaxspec[test]", allow_module_level=True)
+                cure = "install jaxspec-decoding[test]"
+                pytest.skip(f"no {missing.name}: {cure}", allow_module_level=True)
             raise
 
 
