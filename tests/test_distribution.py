@@ -1,7 +1,7 @@
 """What an installation holds: its name, its version, and types for type checkers.
 
-The distribution is called jaxspec-decoding, since jaxspec is another project on PyPI. It is imported
-as jaxspec.
+The distribution is called jaxspec-decoding, since jaxspec is another project on PyPI. The package
+keeps the name jaxspec.
 """
 
 import re
