@@ -20,7 +20,7 @@ from jaxspec.speculation.drafters import DraftState, StatelessDrafter
 from jaxspec.speculation.tree import DraftTree, make_chain
 
 UNKNOWN = -1
-LENGTH = 128  # tokens of the text, prompt included
+LENGTH = 96  # tokens of the text, prompt included
 
 
 @pytree
@@ -74,14 +74,19 @@ def learned(memory: Followers, tokens: Array, real: Array) -> Followers:
     return Followers(after=memory.after.at[row, first].set(tokens[:, 1:], mode="drop"))
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def generate(params: Any, prompt: Array, shape: Any = None) -> tuple[Array, Array, Array]:
-    """The text [LENGTH], the rounds that it took, and what the drafter knows in the end."""
+@jax.jit
+def read(params: Any, prompt: Array) -> Any:
+    """The state of an engine with one row, which has read the prompt."""
     state = jaxspec.init_state(params, num_rows=1, max_length=LENGTH)
     state = jaxspec.admit(params, state, [0], prompt[None], [len(prompt)])
-    state, _ = jaxspec.prefill_all(params, state, width=16)
+    return jaxspec.prefill_all(params, state, width=16)[0]
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def write(params: Any, state: Any, shape: Any = None) -> tuple[Any, Array]:
+    """The state when the text is complete, and the rounds that it took."""
     state, emitted = jaxspec.decode(params, state, LENGTH, shape=shape)
-    return state.rows.tokens[0], emitted.num_rounds, state.rows.draft.after[0]
+    return state, emitted.num_rounds
 
 
 def main() -> None:
@@ -91,14 +96,16 @@ def main() -> None:
     chain = jaxspec.SpeculationConfig.chain(4)  # four drafted tokens a round
     params = jaxspec.load(drafter=FollowerDrafter(), speculation=chain)  # the built-in model
 
-    text, rounds, after = generate(params, prompt)
-    plain, plain_rounds, _ = generate(params, prompt, jaxspec.PLAIN)
-    assert text.tolist() == plain.tolist(), "a drafter never changes the text"
+    start = read(params, prompt)
+    state, rounds = write(params, start)
+    plain, plain_rounds = write(params, start, jaxspec.PLAIN)
+    text, after = state.rows.tokens[0], state.rows.draft.after[0]
+    assert text.tolist() == plain.rows.tokens[0].tolist(), "a drafter never changes the text"
     assert rounds < plain_rounds, "no draft was accepted"
     print(tokenizer.decode(text.tolist()))
     print(f"\n{rounds} rounds; {plain_rounds} without a drafter. The texts are the same.")
     print("It remembers, among others:")
-    for token in jnp.argsort(after != UNKNOWN, descending=True)[:6].tolist():
+    for token in jnp.argsort(after != UNKNOWN, descending=True)[:5].tolist():
         print("   ", *(repr(tokenizer.decode([each])) for each in (token, int(after[token]))))
 
 

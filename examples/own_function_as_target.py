@@ -170,12 +170,17 @@ def own_loop(model: Any) -> list[int]:
     return tokens
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def generate(params: jaxspec.EngineParams, shape: Any = None) -> tuple[Array, Array]:
-    """The text [LENGTH], and the rounds that it took."""
+@jax.jit
+def read(params: jaxspec.EngineParams) -> Any:
+    """The state of an engine with one row, which has read the prompt."""
     state = jaxspec.init_state(params, num_rows=1, max_length=LENGTH)
     state = jaxspec.admit(params, state, [0], jnp.array([PROMPT]), [len(PROMPT)])
-    state, _ = jaxspec.prefill_all(params, state, width=4)  # in two parts
+    return jaxspec.prefill_all(params, state, width=4)[0]  # in two parts
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def write(params: jaxspec.EngineParams, state: Any, shape: Any = None) -> tuple[Array, Array]:
+    """The text [LENGTH], and the rounds that it took."""
     state, emitted = jaxspec.decode(params, state, LENGTH, shape=shape)
     return state.rows.tokens[0], emitted.num_rounds
 
@@ -185,8 +190,9 @@ def main() -> None:
     tree = jaxspec.SpeculationConfig(num_nodes=6, max_depth=3, top_k=2)
     # The built-in model with n-gram lookup, and our model in the place of its target.
     params = jaxspec.load(drafter="ngram", speculation=tree).replace(target=model)
-    text, rounds = generate(params)
-    plain, plain_rounds = generate(params, jaxspec.PLAIN)
+    start = read(params)
+    text, rounds = write(params, start)
+    plain, plain_rounds = write(params, start, jaxspec.PLAIN)
     print("tokens", text.tolist())
     print(f"{rounds} passes with trees of 6 nodes, {plain_rounds} without drafts")
     assert text.tolist() == plain.tolist() == own_loop(model)
