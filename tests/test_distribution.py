@@ -39,3 +39,25 @@ def test_whoever_is_told_to_install_an_extra_is_told_the_distributions_name():
 def test_type_checkers_read_the_packages_annotations():
     """PEP 561: without this file they take everything in an installed package as unknown."""
     assert (ROOT / "jaxspec/py.typed").is_file()
+
+
+def test_the_citation_names_the_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    [version] = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
+    [licence] = re.findall(r"^license: (\S+)$", citation, re.MULTILINE)
+    assert (version, licence) == (PROJECT["version"], PROJECT["license"])
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_workflows_use_major_versions_and_no_secrets():
+    workflows = list(ROOT.glob(".github/workflows/*.yml"))
+    texts = [path.read_text(encoding="utf-8") for path in workflows]
+    used = [name for text in texts for name in re.findall(r"uses: (\S+)", text)]
+    assert used and all(re.fullmatch(r"actions/[\w-]+@v\d+", name) for name in used), used
+    assert not any("secrets." in text for text in texts)
+
+
+def test_workflows_name_what_exists():
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        for name in re.findall(r"tests/[\w/]+(?:\.py)?", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{path.name}: {name}"
