@@ -56,7 +56,7 @@ LONGEST = (
     "test_latent_attention", "test_pipeline", "test_background", "test_delta_rule_kernel",
     "test_llm_options", "test_scripts", "test_preemption", "test_block_exactness",
     "test_quantized_exactness", "test_layering", "test_async_engine", "test_endings",
-    "test_generate",
+    "test_generate", "test_examples",
 )  # fmt: skip
 
 
