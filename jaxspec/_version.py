@@ -3,6 +3,6 @@
 from importlib import metadata
 
 try:
-    __version__ = metadata.version("jaxspec")
+    __version__ = metadata.version("jaxspec-decoding")
 except metadata.PackageNotFoundError:  # a checkout on the path that nobody installed
     __version__ = "0+unknown"

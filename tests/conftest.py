@@ -56,7 +56,7 @@ LONGEST = (
     "test_latent_attention", "test_pipeline", "test_background", "test_delta_rule_kernel",
     "test_llm_options", "test_scripts", "test_preemption", "test_block_exactness",
     "test_quantized_exactness", "test_layering", "test_async_engine", "test_endings",
-    "test_generate",
+    "test_generate", "test_examples",
 )  # fmt: skip
 
 
@@ -74,7 +74,8 @@ class TestModule(pytest.Module):
         except self.CollectError as error:
             missing = error.__cause__
             if isinstance(missing, ModuleNotFoundError) and missing.name in packages_of_tests():
-                pytest.skip(f"no {missing.name}: install jaxspec[test]", allow_module_level=True)
+                cure = "install jaxspec-decoding[test]"
+                pytest.skip(f"no {missing.name}: {cure}", allow_module_level=True)
             raise
 
 

@@ -55,4 +55,4 @@ def test_collecting_needs_one_device_and_no_package_of_the_tests(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tests/parallel/test_sharding.py::test_a_grid_of_one_line_is_no_grid[4]" in result.stdout
-    assert f"no {missing}: install jaxspec[test]" in result.stdout
+    assert f"no {missing}: install jaxspec-decoding[test]" in result.stdout

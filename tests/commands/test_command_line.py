@@ -144,7 +144,7 @@ def test_a_missing_extra_is_one_line(
     monkeypatch.setattr(importlib, "import_module", without_package)
     assert command_line.main([command]) == 2
     assert capsys.readouterr().err == (
-        f"jaxspec {command}: {package} is not installed: pip install 'jaxspec[{extra}]'\n"
+        f"jaxspec {command}: {package} is not installed: pip install 'jaxspec-decoding[{extra}]'\n"
     )
 
 

@@ -36,8 +36,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
-DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
-PAGES = ["CHANGELOG.md", "CONTRIBUTING.md", "README.md", *DOCUMENTS]
+PAGES = [
+    *(path.name for path in ROOT.glob("*.md")),
+    *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
+    "examples/README.md",
+]
 WITH_EXAMPLES = {
     "README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md"
 }  # fmt: skip

@@ -273,7 +273,8 @@ def test_openai_lines_without_the_extra_say_what_to_install(files: Batch, capsys
     monkeypatch.setattr(importlib, "import_module", without_fastapi)
     assert files.run() == 2
     *_, line = capsys.readouterr().err.splitlines()
-    assert "lines of OpenAI's kind: fastapi is not installed: pip install 'jaxspec[serve]'" in line
+    cure = "fastapi is not installed: pip install 'jaxspec-decoding[serve]'"
+    assert f"lines of OpenAI's kind: {cure}" in line
 
 
 def test_a_failure_of_the_engine_ends_the_run(files: Batch, llm: LLM, loads, capsys, monkeypatch):

@@ -10,7 +10,7 @@ from jaxspec.serving.protocol.completions import CompletionRequest
 DOCS = Path(__file__).parent.parent.parent / "docs" / "serving.md"
 REQUESTS = {"chat": ChatRequest, "completions": CompletionRequest}
 
-# vLLM's documented fields (FACTS_NEXT.md A.6), and those of OpenAI's that it takes.
+# vLLM's documented fields, and those of OpenAI's that it takes.
 BOTH = """model frequency_penalty presence_penalty logit_bias logprobs n response_format seed stop
 stream stream_options temperature top_p user top_k min_p repetition_penalty stop_token_ids
 include_stop_str_in_output ignore_eos min_tokens skip_special_tokens prompt_logprobs max_tokens

@@ -214,7 +214,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve"]) == 2
     assert capsys.readouterr().err == (
-        "jaxspec serve: fastapi is not installed: pip install 'jaxspec[serve]'\n"
+        "jaxspec serve: fastapi is not installed: pip install 'jaxspec-decoding[serve]'\n"
     )
 
 

@@ -14,7 +14,7 @@ from jaxspec import LLM
 from jaxspec.serving import metrics as own_metrics
 from tests.helpers.served import MODEL, Served, run
 
-# Those of vLLM that apply (FACTS_NEXT.md A.5), and ours at the end. A counter's samples end in
+# Those of vLLM that apply, and ours at the end. A counter's samples end in
 # "_total", which its name here leaves out, as the parser does.
 METRICS: Mapping[str, str] = MappingProxyType(
     {

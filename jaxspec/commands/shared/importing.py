@@ -31,7 +31,7 @@ def import_command(module: str, program: str) -> ModuleType:
         extra = EXTRAS.get(error.name or "")
         if extra is None:
             raise
-        message = f"{error.name} is not installed: pip install 'jaxspec[{extra}]'"
+        message = f"{error.name} is not installed: pip install 'jaxspec-decoding[{extra}]'"
         raise MissingExtra(message) from error
 
 

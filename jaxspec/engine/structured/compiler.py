@@ -198,5 +198,5 @@ def _import_llguidance() -> Any:
         return importlib.import_module("llguidance")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "structured output needs llguidance: pip install 'jaxspec[structured]'"
+            "structured output needs llguidance: pip install 'jaxspec-decoding[structured]'"
         ) from error

@@ -260,7 +260,7 @@ def test_bad_compilers_are_refused(monkeypatch: pytest.MonkeyPatch):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(compiler_module.importlib, "import_module", missing)
-    with pytest.raises(ValueError, match=r"pip install 'jaxspec\[structured\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'jaxspec-decoding\[structured\]'"):
         GrammarCompiler(text, VOCAB, [END])
 
 

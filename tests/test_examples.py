@@ -1,0 +1,51 @@
+"""The examples run as they stand. They check what they show, so it is enough that they end well."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOK = EXAMPLES / "speculation.ipynb"
+SCRIPTS = {  # with a line that each prints
+    "own_drafter": "The texts are the same.",
+    "own_function_as_target": "The tokens are those of plain decoding, and of a loop without ",
+    "speculation_in_100_lines": "jaxspec writes the same tokens",
+}
+
+
+def cells(kind: str) -> list[dict[str, Any]]:
+    return [
+        cell
+        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+        if cell["cell_type"] == kind
+    ]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert SCRIPTS[name] in capsys.readouterr().out
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")  # draws without a window
+    names: dict[str, Any] = {}
+    for cell in cells("code"):
+        exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}: {cell['id']}", "exec"), names)
+    for (_, counts), axes in zip(names["texts"].values(), names["figure"].axes, strict=True):
+        assert [bar.get_height() for bar in axes.patches] == counts
+        assert max(counts) > 1, "no draft was accepted"
+    names["plt"].close(names["figure"])
+
+
+def test_the_notebook_is_stored_without_outputs():
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells("code"))
+
+
+def test_no_example_is_left_out():
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SCRIPTS)
+    assert all(f"({path.name})" in page for path in EXAMPLES.glob("*.[pi]*"))
