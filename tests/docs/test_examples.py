@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "speculation.ipynb"
 SCRIPTS = {  # with a line that each prints
     "own_drafter": "The texts are the same.",

@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec.__main__ import COMMANDS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CODE = ("jaxspec", "pallas_kernels", "scripts", "tests", "examples")
 FOLDERS = (*CODE, "docs", ".ci", ".github")
 # Files of vLLM, which our pages and docstrings cite.

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxspec.commands.shared.shell import device_line, left_table
-from jaxspec.evaluation.load_test import Client
+from jaxspec.evaluation.engine_load import Client
 
 
 def as_ms(times: dict[str, float]) -> str:
