@@ -31,12 +31,12 @@ OPERATIONS = (
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
-# "auto" leaves these out, unless so many devices share a model. For other numbers they were
-# compiled, but have not run yet, or on a single machine: partial_attention was right on one machine
-# of two H100s, reduce_add_rms_norm on one of four. The others ran on one GPU.
+# "auto" leaves these out, unless so many devices share a model: for those numbers they were right
+# on two machines. For other numbers they were compiled, but have not run yet, or on one machine:
+# partial_attention was right on one of two H100s, and on one of four. The others ran on one GPU.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
-        "reduce_add_rms_norm": (2,),
+        "reduce_add_rms_norm": (2, 4),
         "partial_attention": (),
         "latent_attention": (1,),
         "packed_product": (1,),

@@ -38,9 +38,9 @@ OTHERS = [
     jax.devices("cpu")[0],
 ]
 ALL = Kernels(frozenset(OPERATIONS))
-FOR_FOUR = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
+FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
 AUTO = Kernels(frozenset(OPERATIONS) - {"reduce_add_rms_norm", "partial_attention"})
-MEASURED_FOR_TWO = Kernels(
+FOR_TWO_AND_FOUR = Kernels(
     frozenset(OPERATIONS)
     - {"partial_attention", "packed_product", "round_tokens", "delta_rule", "float8_pages"}
     - {"delta_run", "expert_product", "latent_attention"}
@@ -55,12 +55,10 @@ def kind(device: Any) -> str:
 def test_every_hopper_gpu_runs_the_measured_kernels(device: Any):
     assert is_hopper(device)
     assert Kernels.for_device(device) == Kernels.parse("auto", device) == AUTO
-    assert (
-        Kernels.for_device(device, sharing=2)
-        == Kernels.parse("auto", device, 2)
-        == MEASURED_FOR_TWO
-    )
-    assert Kernels.parse("auto", device, 4) == FOR_FOUR  # compiled, but never run
+    for sharing in (2, 4):
+        found = Kernels.for_device(device, sharing)
+        assert found == Kernels.parse("auto", device, sharing) == FOR_TWO_AND_FOUR
+    assert Kernels.parse("auto", device, 8) == FOR_EIGHT  # compiled, but never run
     assert Kernels.parse("all", device) == ALL
     assert Kernels.parse("none", device) == Kernels()
 
@@ -115,9 +113,9 @@ def test_names_choose_operations():
 
 def test_pages_of_bytes_need_a_choice_of_their_own():
     wide, narrow = jnp.zeros(1, jnp.bfloat16), jnp.zeros(1, jnp.uint8)
-    for chosen, expected in ((AUTO, "auto"), (FOR_FOUR, "reference"), (Kernels(), "reference")):
+    for chosen, expected in ((AUTO, "auto"), (FOR_EIGHT, "reference"), (Kernels(), "reference")):
         assert chosen.over_pages("kv_compact", narrow) == expected
-    assert FOR_FOUR.over_pages("kv_compact", wide) == "auto"
+    assert FOR_EIGHT.over_pages("kv_compact", wide) == "auto"
 
 
 @pytest.mark.parametrize("text", ["conv", "top_k,conv", "conv,all"])
