@@ -1,30 +1,24 @@
-"""Runs a workload on an engine as clients would, and measures what they and the device see."""
+"""Runs a workload on engines as clients would, and measures what they and the device see."""
 
 import contextlib
 import dataclasses
-import queue
 import secrets
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from jaxspec.benchmarking.workloads import Arrival
-from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
 from jaxspec.engine import Engine
-from jaxspec.generation import Generation
+from jaxspec.engine_load import Arrivals, Client, DeviceWatch, EngineLoad, frequent_switches
+from jaxspec.scheduling.balancer import Balancer
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import StructuredOutput
 
 PERCENTILES = (50, 90, 99)
-USAGE_EVERY = 0.05  # seconds between two looks at the pages
-# A JSON string that no request is long enough to end, so that each gets its number of tokens.
-ENDLESS = StructuredOutput(json_schema={"type": "string", "minLength": 100_000})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +32,11 @@ class LoadResult:
       between_tokens: of each request, from its first token to its last, by token; percentiles.
       between_deliveries: from one piece of text to the next (of several tokens); percentiles.
       longest_gap: the longest of these.
-      device_idle: share of the time in which no call was in flight.
+      device_idle: share of the time in which no call was in flight; the mean of several engines,
+        and so is ``without_requests``.
       without_requests: share of the time in which there was no request to run, either.
       kv_waste: mean share of the slots, in pages that hold tokens, without one.
-      kv_used: largest share of the pages that requests held.
+      kv_used: largest share of the pages of an engine that requests held.
       prompt_hits: share of the prompts' tokens that the prefix cache had; ``prompt_hit_tokens`` is
         their number.
       tokens_per_round: tokens that a round committed on average, bonus included.
@@ -83,192 +78,143 @@ class LoadResult:
     compiled: int
 
 
-@dataclasses.dataclass
-class Client:
-    """A request as its client sees it; times are on the test's clock."""
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    """What an engine has counted, in all or since an earlier time."""
 
-    arrived: float
-    generation: Generation
-    times: list[float] = dataclasses.field(default_factory=list)  # of each piece
-    seen: int = 0  # tokens
+    compiled: int
+    looked: int  # up in the prefix cache, in tokens
+    hits: int
+    preemptions: Mapping[str, int]
+    rounds: Counter[TreeShape]
 
-    def look(self, now: float) -> None:
-        if len(self.generation.token_ids) > self.seen:
-            self.seen = len(self.generation.token_ids)
-            self.times.append(now)
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        looked, hits = engine.scheduler.cache_statistics()
+        preemptions, rounds = dict(engine.scheduler.preemptions), engine.shapes.rounds.copy()
+        return cls(engine.programs.compiled, looked, hits, preemptions, rounds)
 
-    @property
-    def is_structured(self) -> bool:
-        return self.generation.sampling.structured is not None
-
-    @property
-    def first_token(self) -> float:
-        return self.times[0] - self.arrived
-
-    @property
-    def between_tokens(self) -> float:
-        return (self.times[-1] - self.times[0]) / max(1, self.seen - 1)
-
-
-class DeviceWatch:
-    """Notes when calls were launched, and when their results were ready.
-
-    A thread waits for the results, since the engine may look at them later. Launching counts as
-    idle until it has returned; so the idle time is rather too long than too short.
-    """
-
-    def __init__(self):
-        self.calls: list[tuple[float, float]] = []  # launched, ready
-        self._launched: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="device watch", daemon=True)
-
-    def launched(self, calls: list[Call]) -> None:
-        for call in calls:
-            self._launched.put(call)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._launched.put(None)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        while (call := self._launched.get()) is not None:
-            jax.block_until_ready(call.emitted)
-            self.calls.append((call.launched, time.perf_counter()))
-
-    def idle(self, started: float, finished: float) -> float:
-        """Seconds in which no call was in flight."""
-        idle, ready = 0.0, started
-        for launched, own_ready in self.calls:
-            idle += max(0.0, launched - ready)
-            ready = max(ready, own_ready)
-        return idle + max(0.0, finished - ready)
-
-
-@dataclasses.dataclass
-class _Usage:
-    """What the pages were used for, looked at now and then."""
-
-    wastes: list[float] = dataclasses.field(default_factory=list)
-    used: float = 0.0
-    looked: float = 0.0
-
-    def look(self, engine: Engine, now: float) -> None:
-        if now - self.looked < USAGE_EVERY:
-            return
-        usage, self.looked = engine.scheduler.usage(), now
-        self.used = max(self.used, usage.used)
-        if usage.context:
-            self.wastes.append(usage.waste)
+    def since(self, before: Self) -> Self:
+        return type(self)(
+            self.compiled - before.compiled,
+            self.looked - before.looked,
+            self.hits - before.hits,
+            {how: count - before.preemptions[how] for how, count in self.preemptions.items()},
+            self.rounds - before.rounds,
+        )
 
 
 class LoadTest:
-    """A workload on an engine of its own.
+    """A workload on engines of the same model, each with devices of its own.
+
+    Several engines are stepped by a thread each, and share the requests as those of ReplicatedLLM
+    do: see scheduling.balancer.Balancer.
 
     Args:
       temperature: of all requests. Stop tokens do not end them, so that each has its length.
     """
 
-    def __init__(self, engine: Engine, arrivals: Sequence[Arrival], temperature: float = 0.0):
-        self.engine = engine
+    def __init__(
+        self, engines: Sequence[Engine], arrivals: Sequence[Arrival], temperature: float = 0.0
+    ):
+        self.engines = tuple(engines)
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival.time)
         self.temperature = temperature
-        self.clients: list[Client] = []
-        self.usage = _Usage()
-        self.without_requests = 0.0
+        self._loads = [
+            EngineLoad(engine, number, temperature) for number, engine in enumerate(engines)
+        ]
+
+    @property
+    def clients(self) -> list[Client]:
+        """Of all requests, in the order of their arrival."""
+        clients = [client for load in self._loads for client in load.clients]
+        return sorted(clients, key=lambda client: client.arrived)
 
     def warm_up(self) -> None:
         """Compile, by running the workload; its pages are not found again. Then compile no more
         where a program is ready. An adaptive engine compiles for all its trees, and measures them,
-        before that."""
-        self.engine.programs.sealed = False
+        before that. Each of several engines runs the whole workload, as which requests it gets
+        depends on time."""
+        for load in self._loads:
+            self._warm_up(load)
+
+    def _warm_up(self, load: EngineLoad) -> None:
+        engine = load.engine
+        engine.programs.sealed = False
 
         def clock() -> float:  # as if programs were ready: else the requests would pile up
-            return time.perf_counter() - self.engine.programs.compile_seconds
+            return time.perf_counter() - engine.programs.compile_seconds
 
-        if self.engine.config.adaptive:
+        if engine.config.adaptive:
             longest = max(len(arrival.prompt) + arrival.new_tokens for arrival in self.arrivals)
-            self.engine.warm_up([SamplingParams(temperature=self.temperature)], tokens=longest)
-        self._drive(clock)
-        self.engine.programs.sealed = True
+            engine.warm_up([SamplingParams(temperature=self.temperature)], tokens=longest)
+        alone = EngineLoad(engine, 0, self.temperature)
+        alone.drive(self._queue([engine]), clock(), clock, secrets.token_hex())
+        engine.programs.sealed = True
 
     def run(self) -> LoadResult:
         """Run the workload, and measure. Raises RuntimeError if no request got a token."""
-        engine = self.engine
-        compiled, cache = engine.programs.compiled, engine.scheduler.cache_statistics()
-        preempted, rounds = dict(engine.scheduler.preemptions), engine.shapes.rounds.copy()
-        with DeviceWatch() as watch, _frequent_switches():
-            engine.on_launch = watch.launched
+        before = [_Counts.of(engine) for engine in self.engines]
+        with contextlib.ExitStack() as watching:
+            watches = [watching.enter_context(DeviceWatch()) for _ in self.engines]
+            watching.enter_context(frequent_switches())
+            for engine, watch in zip(self.engines, watches, strict=True):
+                engine.on_launch = watch.launched
             started = time.perf_counter()
-            self._drive(time.perf_counter)
-            engine.on_launch = None
+            self._drive(started)
+            for engine in self.engines:
+                engine.on_launch = None
         ends = [client.times[-1] for client in self.clients if client.times]
         if not ends:
             errors = {client.generation.error for client in self.clients}
             raise RuntimeError(f"no request got a token: {errors}")
         finished = max(ends)
-        seconds, queries = finished - started, engine.scheduler.cache_statistics()
-        looked, hits = queries[0] - cache[0], queries[1] - cache[1]
+        seconds = finished - started
+        counts = [
+            _Counts.of(engine).since(old) for engine, old in zip(self.engines, before, strict=True)
+        ]
+        looked, hits = sum(count.looked for count in counts), sum(count.hits for count in counts)
+        wastes = [waste for load in self._loads for waste in load.usage.wastes]
+        idle = [watch.idle(started, finished) for watch in watches]
         return LoadResult(
             seconds=seconds,
             **self._tokens(seconds),
             **self._times(),
             **self._rounds(),
             **self._by_kind(started),
-            device_idle=watch.idle(started, finished) / seconds,
-            without_requests=self.without_requests / seconds,
-            kv_waste=float(np.mean(self.usage.wastes)) if self.usage.wastes else 0.0,
-            kv_used=self.usage.used,
+            device_idle=float(np.mean(idle)) / seconds,
+            without_requests=float(np.mean([load.without_requests for load in self._loads]))
+            / seconds,
+            kv_waste=float(np.mean(wastes)) if wastes else 0.0,
+            kv_used=max(load.usage.used for load in self._loads),
             prompt_hits=hits / looked if looked else 0.0,
             prompt_hit_tokens=hits,
             preemptions={
-                how: count - preempted[how] for how, count in engine.scheduler.preemptions.items()
+                how: sum(count.preemptions[how] for count in counts)
+                for how in counts[0].preemptions
             },
-            rounds_by_shape=rounds_by_name(engine.shapes.rounds - rounds),
-            compiled=engine.programs.compiled - compiled,
+            rounds_by_shape=rounds_by_name(sum((count.rounds for count in counts), Counter())),
+            compiled=sum(count.compiled for count in counts),
         )
 
-    def _drive(self, clock: Callable[[], float]) -> None:
-        """Add requests as they arrive, and step until all have ended."""
-        salt = secrets.token_hex()  # the pages of other runs are not found
-        engine, coming = self.engine, list(reversed(self.arrivals))
-        self.clients, live = [], []
-        self.usage, self.without_requests = _Usage(), 0.0
-        started = clock()
-        while coming or live:
-            now = clock()
-            while coming and started + coming[-1].time <= now:
-                live.append(self._add(coming.pop(), started, salt))
-            if live:
-                engine.step()
-                self.usage.look(engine, clock())
-            elif engine.scheduler.is_idle:
-                self.without_requests += _sleep(started + coming[-1].time - clock())
-            else:
-                engine.step()  # rows of the requests that have ended are released
-            now = clock()
-            for client in live:
-                client.look(now)
-            live = [client for client in live if not client.generation.done]
-        while not engine.scheduler.is_idle:
-            engine.step()
+    def _queue(self, engines: Sequence[Engine]) -> Arrivals:
+        config, limits = engines[0].config, engines[0].limits
+        balancer = Balancer.of(len(engines), config, limits.page_size, limits.num_pages)
+        return Arrivals(self.arrivals, balancer, len(engines))
 
-    def _add(self, arrival: Arrival, started: float, salt: str) -> Client:
-        sampling = SamplingParams(
-            temperature=self.temperature,
-            seed=len(self.clients),
-            max_tokens=arrival.new_tokens,
-            stop_token_ids=(),
-            cache_salt=salt,
-            structured=ENDLESS if arrival.structured else None,
-        )
-        generation = self.engine.add(arrival.prompt, sampling)
-        client = Client(started + arrival.time, generation)
-        self.clients.append(client)
-        return client
+    def _drive(self, started: float) -> None:
+        """Run the workload, each engine in a thread of its own if there are several."""
+        arrivals, salt = self._queue(self.engines), secrets.token_hex()  # no pages of other runs
+        if len(self._loads) == 1:
+            self._loads[0].drive(arrivals, started, time.perf_counter, salt)
+            return
+        with ThreadPoolExecutor(len(self._loads), "engine") as threads:
+            running = [
+                threads.submit(load.drive, arrivals, started, time.perf_counter, salt)
+                for load in self._loads
+            ]
+            for thread in running:
+                thread.result()
 
     # The figures.
 
@@ -334,20 +280,3 @@ def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
         return {f"p{which}": 0.0 for which in PERCENTILES}
     found = np.percentile(values, PERCENTILES)
     return {f"p{which}": float(value) for which, value in zip(PERCENTILES, found, strict=True)}
-
-
-def _sleep(seconds: float) -> float:
-    started = time.perf_counter()
-    time.sleep(max(0.0, seconds))
-    return time.perf_counter() - started
-
-
-@contextlib.contextmanager
-def _frequent_switches() -> Iterator[None]:
-    """Let DeviceWatch note at once that a call is ready, also while the host is busy planning."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

@@ -197,14 +197,8 @@ class _Part:
 def _balancer(llms: Sequence[LLM]) -> Balancer:
     """For engines that are all like the first."""
     engine = llms[0].engine
-    config, limits = engine.config, engine.limits
-    return Balancer(
-        len(llms),
-        slack=config.max_rows // 2,
-        most_requests=None if config.max_queue is None else config.max_rows + config.max_queue,
-        block=limits.page_size,
-        known_blocks=limits.num_pages if config.prefix_caching else 0,
-    )
+    limits = engine.limits
+    return Balancer.of(len(llms), engine.config, limits.page_size, limits.num_pages)
 
 
 async def _gather[T](work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -16,9 +16,13 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
+from jaxspec.engine_load import Arrivals, DeviceWatch
+from jaxspec.load_test import LoadTest, percentiles
+from jaxspec.parallel import replica_meshes
+from jaxspec.scheduling.balancer import Balancer
 from jaxspec.structured import GrammarCompiler, StructuredOutput
 from tests.json_lines import joined
+from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.random_models import make_params
 
@@ -39,7 +43,7 @@ def test_a_workload_is_served_and_measured():
     engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
     times, shared = workloads.arrival_times(7, 20.0, seed=0), (1,) * 24
     arrivals = [Arrival(time, (*shared, 7 * i), 4 + i) for i, time in enumerate(times)]
-    test = LoadTest(engine, arrivals)
+    test = LoadTest([engine], arrivals)
     test.warm_up()
     result = test.run()
     assert (result.requests, result.failed, result.compiled) == (7, 0, 0)
@@ -58,6 +62,47 @@ def test_a_workload_is_served_and_measured():
     assert 1 <= result.tokens_per_round <= 3 and len(result.accepted_by_depth) == 2
     assert sum(result.preemptions.values()) == 0
     assert list(result.rounds_by_shape) == ["chain:2"]
+
+
+def test_engines_side_by_side_share_a_workload():
+    """Each on a device of its own, with about half of the requests."""
+    wide = make_params("ngram", SpeculationConfig.chain(2))
+    engines = [
+        Engine(
+            on_mesh(wide, mesh),
+            CacheConfig(page_size=8, max_length=64),
+            EngineConfig(max_rows=2, rounds_per_call=4),
+        )
+        for mesh in replica_meshes(2)
+        if mesh is not None
+    ]
+    arrivals = [Arrival(0.0, (7 * index,) * 5, 4 + index) for index in range(6)]
+    test = LoadTest(engines, arrivals)
+    test.warm_up()
+    result = test.run()
+    assert (result.requests, result.failed, result.compiled) == (6, 0, 0)
+    assert (result.prompt_tokens, result.generated_tokens) == (6 * 5, sum(range(4, 10)))
+    shares = [len(load.clients) for load in test._loads]
+    assert sum(shares) == 6 and min(shares) >= 2
+    assert 0 < result.kv_used <= 1 and 0 <= result.device_idle < 1
+    assert result.preemptions == {"recompute": 0, "swap": 0}
+
+
+def test_a_request_goes_to_an_engine_when_its_time_has_come():
+    """And to the one with fewer of them then."""
+    coming = [Arrival(time, (index,), 4) for index, time in enumerate((0.0, 1.0, 1.0, 2.0))]
+    arrivals = Arrivals(coming, Balancer(2, slack=1), 2)
+    assert arrivals.next_time(0) == arrivals.next_time(1) == 0
+    [(first, number, share)] = arrivals.take(0, 0.5)
+    assert (first, number) == (coming[0], 0) and arrivals.take(1, 0.5) == []
+    assert arrivals.next_time(1) == 1
+    assert [taken[0] for taken in arrivals.take(1, 1.5)] == [coming[1]]
+    assert arrivals.next_time(0) == 1  # placed by the other engine's thread
+    assert [taken[1] for taken in arrivals.take(0, 1.5)] == [2]
+    arrivals.end(share)
+    arrivals.end(share)
+    assert [taken[0] for taken in arrivals.take(0, 2.0)] == [coming[3]]
+    assert arrivals.next_time(0) is arrivals.next_time(1) is None
 
 
 def test_the_device_is_idle_between_calls():
@@ -113,7 +158,7 @@ def test_adaptive_shapes_beside_the_fixed_one(capsys):
 @pytest.mark.usefixtures("two_layers")
 def test_a_workload_on_devices_that_share_sequences(capsys):
     counts = ["--requests", "3", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
-    devices = ["--tp", "2", "--sp", "2"]
+    devices = ["--tp", "2", "--sp", "2", "--dp", "2"]
     assert bench_serving.main([*TINY, *counts, "--tree", "chain:2@2", *devices, "--json"]) == 0
     [run] = joined(capsys.readouterr().out, "runs")["runs"]
     assert (run["generated_tokens"], run["failed"], run["compiled"]) == (30, 0, 0)
@@ -204,6 +249,9 @@ def test_too_small_a_vocabulary_is_refused():
         (["--new-tokens", "0"], "--new-tokens must be at least 1"),
         (["--sp", "3"], "--page-size 8 cannot be split over 3 devices; it can over 1, 2, 4"),
         (["--sp", "0"], "parallel sizes must be >= 1"),
+        (["--dp", "0"], "parallel sizes must be >= 1"),
+        (["--dp", "2", "--bare"], "--bare times one engine without a scheduler: leave out --dp"),
+        (["--dp", "4", "--tp", "4"], "needs 16 devices"),
         (["--rate", "0"], "--rate must be a positive number"),
         (["--spread", "1"], "--spread must be a share"),
         (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),

@@ -82,6 +82,7 @@ LAYERS = (
     "jaxspec.adaptive_shapes",
     "jaxspec.engine",
     "jaxspec.async_engine",
+    "jaxspec.engine_load",
     "jaxspec.load_test",
     "jaxspec.client_load",
     "jaxspec.completion",

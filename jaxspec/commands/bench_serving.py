@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
@@ -56,8 +57,9 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.engine_load import Client
 from jaxspec.functional import EngineParams
-from jaxspec.load_test import Client, LoadResult, LoadTest
+from jaxspec.load_test import LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype, with_kv_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
@@ -107,6 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
+        "on --tp x --sp devices of its own, and --rows requests together; a request goes to the "
+        "one that serve --dp would give it to (data parallel)")  # fmt: skip
     add_quantization_options(parser)
     add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
@@ -152,15 +157,15 @@ class Models:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        [self.mesh] = replica_meshes(1, args.tp, args.sp)
-        self._random = self._random_weights() if args.shape else None
+        self.meshes = replica_meshes(args.dp, args.tp, args.sp)
+        self._random = [self._random_weights(mesh) for mesh in self.meshes] if args.shape else []
 
-    def _random_weights(self) -> tuple[Decoder, DraftHead]:
+    def _random_weights(self, mesh: Mesh | None) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
         own = self.args.drafter_quantization
         layers, lm_head = self.args.quantization, self.args.lm_head_quantization
-        target = random_decoder(config, dtype, self.mesh, 0, layers, lm_head)
-        return target, random_head(config, dtype, self.mesh, seed=1, quantization=own)
+        target = random_decoder(config, dtype, mesh, 0, layers, lm_head)
+        return target, random_head(config, dtype, mesh, seed=1, quantization=own)
 
     def mode(self, name: str) -> Mode:
         """Of random weights: how a run decodes."""
@@ -169,14 +174,18 @@ class Models:
         bits = EIGHT_BITS if self.args.drafter_bits else ""
         return parse_mode((self.args.tree or SYNTHETIC) + bits)
 
-    def params(self, name: str) -> EngineParams:
-        args = self.args
-        if self._random is not None:
-            kernels = Kernels.parse(args.kernels, sharing=devices_of_model(self.mesh))
-            params = make_params(self.mode(name), *self._random, self.mesh, kernels)
+    def params(self, name: str) -> list[EngineParams]:
+        """The parameters of each engine of --dp."""
+        return [self._params(name, replica) for replica in range(len(self.meshes))]
+
+    def _params(self, name: str, replica: int) -> EngineParams:
+        args, mesh = self.args, self.meshes[replica]
+        if self._random:
+            kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
+            params = make_params(self.mode(name), *self._random[replica], mesh, kernels)
             return with_kv_dtype(params, args.kv_dtype)
         own = functools.partial(
-            load, args.model, dtype=args.dtype, kv_dtype=args.kv_dtype, mesh=self.mesh
+            load, args.model, dtype=args.dtype, kv_dtype=args.kv_dtype, mesh=mesh
         )
         if name == "plain":
             return own("none", kernels=args.kernels)
@@ -241,42 +250,46 @@ def measure(
     caches = [not args.no_prefix_cache, *([False] if "uncached" in args.compare else [])]
     for name in dict.fromkeys([first, *(one for one in args.compare if one != "uncached")]):
         params = models.params(name)
-        bare = bare_rounds(args, params, models.mode(name), console) if args.bare else {}
+        bare = bare_rounds(args, params[0], models.mode(name), console) if args.bare else {}
         for cached in caches:
-            engine = make_engine(args, params, longest, name, cached)
+            engines = [make_engine(args, replica, longest, name, cached) for replica in params]
             facts = {
                 **run_facts(),
-                "own_kernels": str(engine.params.kernels),
+                "own_kernels": str(params[0].kernels),
                 "arguments": {
                     name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()
                 },
             }
-            for run in serve(args, engine, name, console):
+            for run in serve(args, engines, name, console):
                 if run.rate is None and cached and not run.result.structured:
                     run = run._replace(bare=bare.get(run.result.requests, {}))
                 run = run._replace(beside=beside(run, runs))
                 console.print(summary(run))
                 runs.append(run)
                 yield facts | {"runs": [run.as_record()]}
-            del engine  # its memory is for the next one
+            del engines  # its memory is for the next one
 
 
-def serve(args: argparse.Namespace, engine: Engine, name: str, console: Console) -> Iterator[Run]:
-    """Run all workloads on an engine, each first to compile."""
+def serve(
+    args: argparse.Namespace, engines: Sequence[Engine], name: str, console: Console
+) -> Iterator[Run]:
+    """Run all workloads on the engines, each first to compile."""
     fastest = 0.0
     for count, structured in itertools.product(requests_of(args), structured_of(args)):
         arrivals = make_arrivals(args, count, args.rate, structured)
-        test = LoadTest(engine, arrivals, args.temperature)
+        test = LoadTest(engines, arrivals, args.temperature)
         console.print(f"{name}, {count} requests: compiling, with the whole workload")
         test.warm_up()
-        console.print(f"{name}: {engine.programs.compiled} programs; measuring")
+        compiled = sum(engine.programs.compiled for engine in engines)
+        console.print(f"{name}: {compiled} programs; measuring")
         run = repeated(args, name, test, args.rate)
         if not structured:
             fastest = max(fastest, run.result.requests / run.result.seconds)
         yield run
     for share in args.load:
         rate = share * fastest
-        test = LoadTest(engine, make_arrivals(args, args.load_requests, rate), args.temperature)
+        arrivals = make_arrivals(args, args.load_requests, rate)
+        test = LoadTest(engines, arrivals, args.temperature)
         console.print(f"{name}: measuring at {rate:.2f} requests a second")
         yield repeated(args, name, test, rate)
 
@@ -320,7 +333,7 @@ def repeated(args: argparse.Namespace, name: str, test: LoadTest, rate: float | 
     runs = []
     for _ in range(args.repeats):
         result = test.run()
-        cached = test.engine.config.prefix_caching
+        cached = test.engines[0].config.prefix_caching
         runs.append(Run(name, rate, cached, result, test.clients, {}, {}))
     return sorted(runs, key=lambda run: run.result.total_per_second)[len(runs) // 2]
 

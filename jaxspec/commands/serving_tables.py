@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxspec.commands.shell import device_line, left_table
-from jaxspec.load_test import Client
+from jaxspec.engine_load import Client
 
 
 def as_ms(times: dict[str, float]) -> str:

@@ -65,6 +65,8 @@ def check_options(args: argparse.Namespace) -> None:
     check_divides("--page-size", args.page_size, max(args.sp, 1))
     if args.shared_prefix < 0:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
+    if args.bare and args.dp > 1:
+        raise ValueError("--bare times one engine without a scheduler: leave out --dp")
     if args.shape and args.drafter != "auto":
         raise ValueError("--drafter is for models: with --shape the drafter is a random head")
     if args.shape and args.drafter_bits == 4:

@@ -5,6 +5,9 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Self
+
+from jaxspec.config.engine import EngineConfig
 
 PAUSE = 1.0  # seconds that an engine is passed over after a failure; twice as long after the next
 LONGEST_PAUSE = 64.0
@@ -76,6 +79,18 @@ class Balancer:
         self._block, self._known_blocks = block, known_blocks
         # The marks of blocks that an engine was given, the least recently used first.
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
+
+    @classmethod
+    def of(cls, engines: int, config: EngineConfig, page_size: int, num_pages: int) -> Self:
+        """A balancer for so many engines with these options."""
+        queued = config.max_queue
+        return cls(
+            engines,
+            slack=config.max_rows // 2,
+            most_requests=None if queued is None else config.max_rows + queued,
+            block=page_size,
+            known_blocks=num_pages if config.prefix_caching else 0,
+        )
 
     def place(
         self,
