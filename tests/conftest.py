@@ -4,8 +4,9 @@ import dataclasses
 import datetime
 import functools
 import gc
-import json
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,18 @@ import pytest
 from jaxspec.commands.run_facts import source_commit
 from jaxspec.memory import USABLE_MAPS, maps_are_scarce
 from tests.compilations import Compilations, compilations_meanwhile
+from tests.gpu_suite import (
+    WHOLE,
+    Part,
+    after_part,
+    gpu_of_worker,
+    ids_of,
+    read_record,
+    seconds_by_file,
+    selects_all,
+    visible_gpus,
+    write_record,
+)
 
 if TYPE_CHECKING:
     from jaxspec import LLM
@@ -29,7 +42,14 @@ gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The default tests compile quickly; the slow ones run what users run."""
+    """The default tests compile quickly; the slow ones run what users run. Workers of a part of the
+    GPU tests see a GPU each."""
+    worker = getattr(config, "workerinput", {}).get("workerid")
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpu := gpu_of_worker(worker, chosen_part(config), gpus):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # jax has not looked for devices yet
+    if part := chosen_part(config):
+        config.pluginmanager.register(PartOfGpuTests(part))
     if config.option.markexpr == "not slow and not gpu and not real":
         jax.config.update("jax_disable_most_optimizations", True)
 
@@ -65,6 +85,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+class PartOfGpuTests:
+    """Leaves the tests of one part, out of those that -m gpu has left."""
+
+    def __init__(self, part: Part):
+        self.part = part
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        chosen = set(ids_of(self.part, [item.nodeid for item in items]))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
 class TestModule(pytest.Module):
     """Skipped where a package of the extra `test` is not installed."""
 
@@ -90,7 +125,7 @@ def packages_of_tests() -> set[str]:
     return {re.split(r"[^\w-]", own)[0].replace("-", "_") for own in requirements}
 
 
-# When the GPU tests last passed. Written here, by a run of all of them that passed.
+# When the GPU tests last passed: written here, by a run of all of them, or of a part.
 GPU_RECORD = ROOT / "docs/gpu_tests.json"
 
 
@@ -139,23 +174,70 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jaxspec")
+    group.addoption(
+        "--gpu-part", metavar="K/N", help="with -m gpu: one of N parts; the last has the tests of "
+        "several GPUs, and with -n the workers of the others take the GPUs by turns"
+    )  # fmt: skip
+    group.addoption(
+        "--gpu-record", type=Path, default=GPU_RECORD, metavar="FILE",
+        help="where passed parts of -m gpu are written down (default: docs/gpu_tests.json)"
+    )  # fmt: skip
+
+
+def chosen_part(config: pytest.Config) -> Part | None:
+    """Of --gpu-part; None without it."""
+    text = config.option.gpu_part
+    if text is None:
+        return None
+    try:
+        part = Part.parse(text)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    if config.option.markexpr != "gpu":
+        raise pytest.UsageError("--gpu-part is for -m gpu: give both")
+    return part
+
+
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """After `pytest -m gpu` over the whole suite: write down that it passed, and where."""
-    whole = config.option.markexpr == "gpu" and config.args_source.name != "ARGS"
+    """After `pytest -m gpu` over the whole suite, or a part of it: write down that it passed, and
+    where; if it failed, that it no longer does."""
+    gpu = config.option.markexpr == "gpu"
+    whole = selects_all(config.option, config.args_source.name == "ARGS")
     counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "skipped")}
-    if hasattr(config, "workerinput") or not (exitstatus == 0 and whole and counts["passed"]):
+    if hasattr(config, "workerinput") or not (gpu and whole and counts["passed"]):
         return  # a worker of pytest-xdist sees its own tests only
-    if jax.default_backend() == "gpu":
-        GPU_RECORD.write_text(json.dumps(gpu_record(counts), indent=2) + "\n")
-        terminalreporter.write_line(f"wrote {GPU_RECORD}")
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and (
+        jax.default_backend() == "gpu"
+    ):
+        part, path = chosen_part(config) or WHOLE, Path(config.option.gpu_record)
+        passed = gpu_entry(config, counts) if exitstatus == pytest.ExitCode.OK else None
+        write_record(path, after_part(read_record(path), gpu_facts(), part, passed))
+        terminalreporter.write_line(f"wrote {path}")
+        for file, (number, seconds) in seconds_by_file(terminalreporter.stats).items():
+            terminalreporter.write_line(f"{file}: {number} tests, {seconds / number:.1f} s each")
 
 
-def gpu_record(counts: dict[str, int]) -> dict[str, Any]:
+def gpu_facts() -> dict[str, str]:
+    commit = source_commit() or "unknown"
+    if changed_files() == {GPU_RECORD.relative_to(ROOT).as_posix()}:
+        commit = commit.removesuffix("-dirty")  # only by the record of earlier parts
+    return {"commit": commit, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def changed_files() -> set[str]:
+    """Tracked files that differ from the last commit; none where git cannot tell."""
+    command = ["git", "diff", "--name-only", "HEAD"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return set(result.stdout.split())
+
+
+def gpu_entry(config: pytest.Config, counts: dict[str, int]) -> dict[str, Any]:
+    part = config.option.gpu_part
     return {
-        "command": "pytest -m gpu",
+        "command": "pytest -m gpu" + (f" --gpu-part {part}" if part else ""),
         **counts,
+        "gpus": jax.device_count(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": source_commit() or "unknown",
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
     }
