@@ -9,7 +9,6 @@ from jax import Array
 
 from pallas_kernels.reduce_add_rms_norm.exchange import (
     DEVICES,
-    MAX_ROWS,
     MAX_WIDTH,
     WIDTH_STEP,
     Tuning,
@@ -26,6 +25,7 @@ def reduce_add_rms_norm(
     axis: str,
     exchange: Array | None = None,
     implementation: Implementation = "reference",
+    tuning: Tuning | None = None,
 ) -> tuple[Array, Array]:
     """Sum a product over the devices of a mesh axis, add it to x, and compute the sum's norm.
 
@@ -45,20 +45,23 @@ def reduce_add_rms_norm(
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, H a multiple of 512
         up to 8192, at most 512 rows, 2, 4 or 8 devices that reach each other's memory), else the
         reference.
+      tuning: of the kernel; the exchange was made for it. None: Tuning.of.
 
     Returns the sum and the normed sum, both [B, ..., H]. The norm is computed in float32.
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
     """
-    problem = misfit(x, weight, axis, exchange)
+    problem = misfit(x, weight, axis, exchange, tuning)
     mosaic = kernel_module("reduce_add_rms_norm", implementation, problem)
     if mosaic is None:
         return reduce_add_rms_norm_reference(x, partials, weight, eps, axis)
-    return mosaic.reduce_add_rms_norm_mosaic(x, partials, weight, exchange, eps, axis)
+    return mosaic.reduce_add_rms_norm_mosaic(x, partials, weight, exchange, eps, axis, tuning)
 
 
-def misfit(x: Array, weight: Array, axis: str, exchange: Array | None) -> str | None:
+def misfit(
+    x: Array, weight: Array, axis: str, exchange: Array | None, tuning: Tuning | None = None
+) -> str | None:
     """Why the kernel cannot take these rows, None if it can."""
     width, devices = x.shape[-1], jax.lax.axis_size(axis)
     if not x.dtype == weight.dtype == jnp.bfloat16:
@@ -67,11 +70,12 @@ def misfit(x: Array, weight: Array, axis: str, exchange: Array | None) -> str | 
         return f"rows of {width}: a multiple of {WIDTH_STEP} up to {MAX_WIDTH}"
     if devices not in DEVICES:
         return f"{devices} devices: {DEVICES}"
-    if x.size // width > MAX_ROWS:
-        return f"{x.size // width} rows: at most {MAX_ROWS}"
+    chosen = tuning or Tuning.of(devices, width)
+    if x.size // width > chosen.most_rows:
+        return f"{x.size // width} rows: at most {chosen.most_rows}"
     if exchange is None:
         return "a call without an exchange: make one with make_exchange"
-    wanted = (1, Tuning.of(devices, width).words(devices, width))
+    wanted = (1, chosen.words(devices, width))
     if exchange.shape != wanted or exchange.dtype != jnp.int32:
         return f"an exchange of {exchange.dtype} {exchange.shape}: int32 {wanted}"
     return None

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.add_rms_norm.cases import EPS, Case
 from pallas_kernels.benchmark import noise
 from pallas_kernels.reduce_add_rms_norm import reduce_add_rms_norm
+from pallas_kernels.reduce_add_rms_norm.exchange import Tuning
 from pallas_kernels.selection import Implementation
 
 AXIS = "model"
@@ -49,12 +50,16 @@ def make_arguments(
     )
 
 
-def on_mesh(mesh: Mesh, implementation: Implementation) -> Callable[..., tuple[Array, Array]]:
+def on_mesh(
+    mesh: Mesh, implementation: Implementation, tuning: Tuning | None = None
+) -> Callable[..., tuple[Array, Array]]:
     """reduce_add_rms_norm of the results of ``make_arguments`` and an exchange (or None) over the
     mesh's model axis: the results of all devices, [devices, B, H] each."""
 
     def of_device(x: Array, partials: Array, weight: Array, exchange: Array | None) -> Any:
-        both = reduce_add_rms_norm(x, partials[0], weight, EPS, AXIS, exchange, implementation)
+        both = reduce_add_rms_norm(
+            x, partials[0], weight, EPS, AXIS, exchange, implementation, tuning
+        )
         return jax.tree.map(lambda array: array[None], both)
 
     split = P(AXIS)

@@ -41,6 +41,7 @@ from pallas_kernels.selection import is_hopper
 DEVICES = (2, 4, 8)
 MAX_WIDTH = 8192  # widest row that fits the registers of a warpgroup
 MAX_ROWS = 512  # of a call; with more, bandwidth counts, and half of each packet is flags
+BLOCKS = 264  # two on each multiprocessor, which always fit
 THREADS = 128  # of a warpgroup, that is of a block
 PACKET = 16  # bytes
 PACKET_ENTRIES = 4  # entries of 2 bytes that a packet carries
@@ -59,23 +60,35 @@ class Tuning:
         7, of 8 devices), but takes two ways over NVLink.
       one_shot_blocks, two_shot_blocks: the most blocks of a call, each for one row at a time.
       packets: packets that a thread waits for at a time; each takes four registers.
+      most_rows: of a call.
     """
 
     one_shot_rows: int
     one_shot_blocks: int
     two_shot_blocks: int
     packets: int = 16
+    most_rows: int = MAX_ROWS
 
     @classmethod
     def of(cls, devices: int, width: int) -> Self:
         """The tuning for rows of ``width`` on so many devices."""
-        blocks = 264  # two on each multiprocessor, which always fit
+        blocks = BLOCKS
         if devices == 2:  # both ways send the same
             return cls(MAX_ROWS, blocks, 0)
         if (width // WIDTH_STEP) % devices:  # columns cannot be divided
             return cls(MAX_ROWS, blocks, 0)
         rows = 32 // devices
         return cls(rows, rows, blocks)
+
+    @classmethod
+    def forced(cls, devices: int, width: int, most_rows: int, *, one_shot: bool) -> Self | None:
+        """A tuning in which all calls of up to ``most_rows`` rows go one way; None for two-shot
+        where the columns cannot be divided among the devices."""
+        if one_shot:
+            return cls(most_rows, BLOCKS, 0, most_rows=most_rows)
+        if (width // WIDTH_STEP) % devices:
+            return None
+        return cls(0, 0, BLOCKS, most_rows=most_rows)
 
     def one_shot_words(self, devices: int, width: int) -> int:
         """Words of a block's area: counters, then twice the packets of all devices' rows."""
@@ -101,8 +114,12 @@ def packet_words(width: int) -> int:
     return width // PACKET_ENTRIES * PACKET // WORD
 
 
-def exchange_shape(mesh: Mesh, axis: str, width: int) -> jax.ShapeDtypeStruct | None:
+def exchange_shape(
+    mesh: Mesh, axis: str, width: int, tuning: Tuning | None = None
+) -> jax.ShapeDtypeStruct | None:
     """The exchange for rows of ``width``: int32 [devices, words], split over ``axis``.
+
+    ``tuning``: of the calls that will use it; None: Tuning.of.
 
     None where the kernel cannot be used: if the devices are not Hopper GPUs of one process, are not
     the first ones in order (as Mosaic requires), or if their number or the width does not fit.
@@ -110,13 +127,13 @@ def exchange_shape(mesh: Mesh, axis: str, width: int) -> jax.ShapeDtypeStruct | 
     devices = mesh.shape[axis]
     if not reachable(mesh) or devices not in DEVICES or width % WIDTH_STEP or width > MAX_WIDTH:
         return None
-    words = Tuning.of(devices, width).words(devices, width)
+    words = (tuning or Tuning.of(devices, width)).words(devices, width)
     return jax.ShapeDtypeStruct((devices, words), jnp.int32, sharding=NamedSharding(mesh, P(axis)))
 
 
-def make_exchange(mesh: Mesh, axis: str, width: int) -> Array | None:
+def make_exchange(mesh: Mesh, axis: str, width: int, tuning: Tuning | None = None) -> Array | None:
     """An exchange as ``exchange_shape`` describes it, cleared; None where that is None."""
-    shape = exchange_shape(mesh, axis, width)
+    shape = exchange_shape(mesh, axis, width, tuning)
     if shape is None:
         return None
     clear = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)

@@ -37,8 +37,9 @@ def mesh_of(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), AXIS)
 
 
-def exchange_shape(mesh: Mesh, case: Case) -> jax.ShapeDtypeStruct:
-    words = Tuning.of(mesh.size, case.hidden).words(mesh.size, case.hidden)
+def exchange_shape(mesh: Mesh, case: Case, tuning: Tuning | None = None) -> jax.ShapeDtypeStruct:
+    tuning = tuning or Tuning.of(mesh.size, case.hidden)
+    words = tuning.words(mesh.size, case.hidden)
     sharding = NamedSharding(mesh, P(AXIS))
     return jax.ShapeDtypeStruct((mesh.size, words), jnp.int32, sharding=sharding)
 
@@ -86,6 +87,23 @@ def test_it_lowers_for_cuda(case: Case, devices: int):
     assert "all_reduce" not in text and "all_gather" not in text
 
 
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_a_call_takes_another_tuning(one_shot: bool):
+    """Either way for any number of rows, also for more than by default; without global state."""
+    mesh, case = mesh_of(4), Case(1024, 4096)
+    tuning = Tuning.forced(4, 4096, 1024, one_shot=one_shot)
+    assert tuning is not None
+    arguments = jax.eval_shape(lambda: make_arguments(case, 4, jnp.bfloat16))
+    call = jax.jit(on_mesh(mesh, "mosaic_gpu", tuning))
+    text = call.trace(*arguments, exchange_shape(mesh, case, tuning))
+    assert text.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+    with pytest.raises(ValueError, match="the kernel cannot take an exchange of int32"):
+        call.trace(*arguments, exchange_shape(mesh, case))  # made for another tuning
+    with pytest.raises(ValueError, match="1024 rows: at most 512"):
+        jax.eval_shape(on_mesh(mesh, "mosaic_gpu"), *arguments, exchange_shape(mesh, case))
+    assert Tuning.forced(8, 2560, 4, one_shot=False) is None  # five columns for eight devices
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
@@ -112,7 +130,7 @@ def test_without_peers_that_reach_each_other_there_is_no_exchange():
     assert make_exchange(mesh_of(2), AXIS, 4096) is None  # on a CPU
 
 
-def many_calls(mesh: Mesh, case: Case) -> Any:
+def many_calls(mesh: Mesh, case: Case, tuning: Tuning | None = None) -> Any:
     """A program of CALLS calls, one after the other. It returns the results of all calls on all
     devices, [devices, CALLS, B, H] each."""
 
@@ -122,7 +140,7 @@ def many_calls(mesh: Mesh, case: Case) -> Any:
         def step(link: Array, factor: Array) -> Any:
             scaled = partials[0] * factor.astype(partials.dtype)
             both = reduce_add_rms_norm(
-                x + link, scaled, weight, EPS, AXIS, exchange, implementation
+                x + link, scaled, weight, EPS, AXIS, exchange, implementation, tuning
             )
             return both[1][0, 0] * 0, both
 
@@ -159,6 +177,19 @@ def test_on_the_devices_it_is_the_reference_in_every_call(case: Case, devices: i
     for seed in range(3):  # programs after each other use the same exchange
         arguments = make_arguments(case, devices, jnp.bfloat16, seed)
         assert_same(run(*arguments, exchange), run(*arguments, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("rows", [1, 40, 1024])
+def test_on_the_devices_both_ways_are_the_reference(rows: int, one_shot: bool, devices: int):
+    mesh, case = mesh_of(devices), Case(rows, 4096)
+    tuning = Tuning.forced(devices, 4096, 1024, one_shot=one_shot)
+    exchange = make_exchange(mesh, AXIS, 4096, tuning)
+    assert exchange is not None
+    run, arguments = many_calls(mesh, case, tuning), make_arguments(case, devices, jnp.bfloat16)
+    assert_same(run(*arguments, exchange), run(*arguments, None))
 
 
 @pytest.mark.gpu
