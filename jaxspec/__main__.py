@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench collectives": "count what devices send to each other in each layer",
         "bench drafters": "time drafters against plain decoding, on real text",
         "bench engine": "time rounds of a public model shape, with random weights",
+        "bench exchange": "time how devices that share a model sum their products",
         "bench http": "measure what HTTP costs beside the engine, at many streams",
         "bench kernels": "time every kernel and its jnp reference",
         "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",

@@ -32,6 +32,7 @@ SCRIPTS = {
     "bench_drafters": "bench drafters",
     "bench_engine": "bench engine",
     "bench_http": "bench http",
+    "bench_exchange": "bench exchange",
     "bench_kernels": "bench kernels",
     "bench_pipeline": "bench pipeline",
     "bench_adaptive": "bench adaptive",
