@@ -84,6 +84,11 @@ def test_a_model_over_several_devices_is_timed(quantization: str | None, tp: int
         (["--batch", "1,0"], "must be at least 1"),
         (["--new-tokens", "0"], "must be at least 1"),
         (["--repeats", "0"], "must be at least 1"),
+        (
+            ["--context", "4096", "--new-tokens", "8", "--modes", "plain"],
+            "--context 4096 needs 4106 positions with what is generated, and the model has 4096: "
+            "give at most 4086",
+        ),
         (["--kernels", "all"], "the kernels are for Hopper GPUs"),
         (["--kernels", "tok_k"], "no kernel is called 'tok_k'"),
     ],

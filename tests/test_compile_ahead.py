@@ -52,6 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--wheels", "{old}"], "jax-cuda13-pjrt 0.1.2, but jaxlib is"),
         (["--wheels", "{good}", "--dump", "{good}"], "is not empty"),
         (["--program", "prefill", "--chunk", "0"], "--sp and --chunk must be at least 1"),
+        (["--shape", "tiny", "--context", "4096"], "--context 4096 needs"),
         (["--chunk", "64"], "add --program prefill"),
         (["--tpu", "v6e:2x2", "--libtpu", "{empty}"], "lacks libtpu; run: pip install --target"),
         (["--tpu", "v6e:2x2", "--libtpu", "{old}"], "has libtpu 0.1.2, but this jax needs 0.0."),

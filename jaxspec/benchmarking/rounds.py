@@ -26,6 +26,7 @@ from jaxspec.benchmarking.modes import Mode
 from jaxspec.benchmarking.timing import timed
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import EngineState
@@ -68,6 +69,15 @@ class Workload:
     def max_length(self, mode: Mode) -> int:
         """Room for the prompt and one call, and one more token, so that no sequence ends."""
         return self.context + self.rounds * mode.most_tokens + 2
+
+    def check_fits(self, mode: Mode, config: ModelConfig) -> None:
+        """Raises ValueError for a context that leaves too few of the model's positions."""
+        needed, there = self.max_length(mode), config.max_position
+        if needed > there:
+            raise ValueError(
+                f"--context {self.context} needs {needed} positions with what is generated, and "
+                f"the model has {there}: give at most {there - (needed - self.context)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
+def choose(args: argparse.Namespace, config: ModelConfig) -> list[tuple[Workload, Mode]]:
     """The workloads and modes to time."""
     modes = [parse_mode(text) for text in args.modes.split(",")]
     check_head_options(make_parser(), args, modes, HEAD_OPTIONS)
@@ -120,6 +120,7 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
             sampling=args.sampling,
             chunk=args.chunk,
         )
+        workload.check_fits(mode, config)
         chosen.append((workload, mode))
     return chosen
 
@@ -127,8 +128,8 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """One timing after the other, each with everything needed to read it later."""
     x, y = grid_of(args.tp)
-    chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
     config = model_shape(args.shape, args.layers)
+    chosen, kernels = choose(args, config), Kernels.parse(args.kernels, sharing=x * y)
     on_cpu = jax.default_backend() == "cpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))

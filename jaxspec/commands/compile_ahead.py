@@ -104,13 +104,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
-    check_head_options(make_parser(), args, [parse_mode(args.mode)])
-    model_shape(args.shape, args.layers)
+    config, mode = model_shape(args.shape, args.layers), parse_mode(args.mode)
+    check_head_options(make_parser(), args, [mode])
     chunk = 1 if args.chunk is None else args.chunk
     sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp, chunk)
     if min(sizes) < 1:
         names = "--batch, --context, --page-size, --tp, --sp and --chunk"
         raise ValueError(f"{names} must be at least 1")
+    workload_of(args).check_fits(mode, config)
     check_divides("--page-size", args.page_size, args.sp)
     if args.chunk is not None and args.program != "prefill":
         raise ValueError("--chunk is of the reading of prompts: add --program prefill")
@@ -124,17 +125,20 @@ def check(args: argparse.Namespace) -> None:
     check_wheels(args.wheels)
 
 
-def compile_here(args: argparse.Namespace) -> None:
-    """Compile in this process, which was started in the compiler's environment."""
-    mode = parse_mode(args.mode)
-    workload = Workload(
+def workload_of(args: argparse.Namespace) -> Workload:
+    return Workload(
         batch=args.batch,
         context=args.context,
-        rounds=mode.rounds(NEW_TOKENS),
+        rounds=parse_mode(args.mode).rounds(NEW_TOKENS),
         page_size=args.page_size,
         repeats=1,
         sampling=args.sampling,
     )
+
+
+def compile_here(args: argparse.Namespace) -> None:
+    """Compile in this process, which was started in the compiler's environment."""
+    mode, workload = parse_mode(args.mode), workload_of(args)
     job = Job(
         model_shape(args.shape, args.layers),
         mode,

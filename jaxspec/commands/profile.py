@@ -98,6 +98,14 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     mode = parse_mode(args.mode)
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
     config, dtype = model_shape(args.shape, args.layers), jnp.dtype(args.dtype)
+    workload = Workload(
+        batch=args.batch,
+        context=args.context,
+        rounds=max(1 + LONG_CALL, NUM_CALLS) * args.rounds,
+        page_size=args.page_size,
+        repeats=1,
+    )
+    workload.check_fits(mode, config)
     progress.print(f"making random weights of {args.shape}")
     own = args.quantization, args.lm_head_quantization
     target, head = random_decoder(config, dtype, mesh, 0, *own), None
@@ -106,13 +114,6 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
         head = random_head_of_kind(args.draft_head, config, dtype, mesh, seed=1, quantization=own)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
-    workload = Workload(
-        batch=args.batch,
-        context=args.context,
-        rounds=max(1 + LONG_CALL, NUM_CALLS) * args.rounds,
-        page_size=args.page_size,
-        repeats=1,
-    )
     bench = Bench(mode, params, workload)
     progress.print("warming up")
     jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
