@@ -90,8 +90,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose(args: argparse.Namespace, config: ModelConfig) -> list[tuple[Workload, Mode]]:
-    """The workloads and modes to time."""
+def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
+    """The workloads and modes to time. Raises ValueError for options that do not go together."""
+    config = model_shape(args.shape, args.layers)
     modes = [parse_mode(text) for text in args.modes.split(",")]
     check_head_options(make_parser(), args, modes, HEAD_OPTIONS)
     if args.whole_drafter and math.prod(grid_of(args.tp)) == 1:
@@ -129,7 +130,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     """One timing after the other, each with everything needed to read it later."""
     x, y = grid_of(args.tp)
     config = model_shape(args.shape, args.layers)
-    chosen, kernels = choose(args, config), Kernels.parse(args.kernels, sharing=x * y)
+    chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
     on_cpu = jax.default_backend() == "cpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))
