@@ -229,7 +229,10 @@ def gpu_facts() -> dict[str, str]:
 def changed_files() -> set[str]:
     """Tracked files that differ from the last commit; none where git cannot tell."""
     command = ["git", "diff", "--name-only", "HEAD"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return set()
     return set(result.stdout.split())
 
 

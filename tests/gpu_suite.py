@@ -112,14 +112,16 @@ def after_part(
     part: Part,
     passed: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The record after a run of a part. Parts of another commit, device or jax, or of another
-    number of parts, are left out.
+    """The record after a run of a part. With one that passed, parts of another commit, device or
+    jax, or of another number of parts, are left out; a failed part is taken out.
 
     Args:
       facts: the commit, device and jax version of the run.
       passed: what the record says of the part: its command, date and counts. None: it failed.
     """
     same = all(record.get(name) == facts[name] for name in SAME)
+    if passed is None and not same:
+        return dict(record)
     kept = {
         name: entry
         for name, entry in (record.get("parts", {}) if same else {}).items()

@@ -69,6 +69,8 @@ def test_the_record_is_complete_with_all_parts_of_a_commit():
 def test_a_part_that_fails_is_no_longer_in_the_record():
     record = after_part({}, FACTS, Part(1, 1), PASSED)
     assert after_part(record, FACTS, Part(1, 1), None) == {**FACTS, "complete": False, "parts": {}}
+    later = FACTS | {"commit": "def"}
+    assert after_part(record, later, Part(1, 1), None) == record  # still what passed last
 
 
 def test_workers_of_one_gpu_each_take_turns():
