@@ -15,9 +15,9 @@ from jax import Array
 from tokenizers import Tokenizer
 
 import jaxspec
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.speculation.drafters import DraftState, StatelessDrafter
-from jaxspec.speculation.tree import DraftTree, make_chain
+from jaxspec.decoding.drafters import DraftState, StatelessDrafter
+from jaxspec.decoding.trees.tree import DraftTree, make_chain
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 UNKNOWN = -1
 LENGTH = 96  # tokens of the text, prompt included

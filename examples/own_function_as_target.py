@@ -25,11 +25,11 @@ from jax import Array
 
 import jaxspec
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.decoding.trees.tree import unpack_mask
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Computed, Linear
-from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.speculation.tree import unpack_mask
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 V, H = 64, 32  # vocabulary, hidden size
 LENGTH = 64  # tokens of the text, prompt included

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.config.engine import EngineConfig
     from jaxspec.config.sampling_params import SamplingParams
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+    from jaxspec.decoding import functional as functional
     from jaxspec.decoding.functional import (
         EngineParams,
         admit,

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import pytest
-from tests.gpu_suite import (
+
+from jaxspec.commands.shared.run_facts import source_commit
+from jaxspec.engine.memory import USABLE_MAPS, maps_are_scarce
+from tests.helpers.compilations import Compilations, compilations_meanwhile
+from tests.helpers.gpu_suite import (
     WHOLE,
     Part,
     after_part,
@@ -26,10 +30,6 @@ from tests.gpu_suite import (
     visible_gpus,
     write_record,
 )
-
-from jaxspec.commands.shared.run_facts import source_commit
-from jaxspec.engine.memory import USABLE_MAPS, maps_are_scarce
-from tests.helpers.compilations import Compilations, compilations_meanwhile
 
 if TYPE_CHECKING:
     from jaxspec import LLM

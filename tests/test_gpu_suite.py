@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu_suite import (
+
+from tests.conftest import chosen_part
+from tests.helpers.gpu_suite import (
     SEVERAL_GPUS,
     Part,
     after_part,
@@ -19,8 +21,6 @@ from tests.gpu_suite import (
     selects_all,
     visible_gpus,
 )
-
-from tests.conftest import chosen_part
 
 ROOT = Path(__file__).parent.parent
 TESTS = [

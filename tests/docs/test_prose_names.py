@@ -215,7 +215,7 @@ def test_a_name_of_nothing_is_found(text: str):
     [
         "`__main__.py`",
         "README.md",
-        "tests/test_prose_names.py",
+        "tests/docs/test_prose_names.py",
         "tests/*.py",
         "MODEL/config.json",
         "https://example.org/docs/gone.md",
@@ -223,7 +223,7 @@ def test_a_name_of_nothing_is_found(text: str):
         "`jaxspec --help`",
         "`jaxspec.load`",
         "see functional.decode",
-        "jaxspec.functional.decode",
+        "jaxspec.decoding.functional.decode",
         "see jaxspec.EngineConfig",
         "jaxspec.Engine.add",
         "jaxspec.SamplingParams.temperature",

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.model_kinds import KINDS
 
 from jaxspec import functional
 from jaxspec.config.cache import CacheConfig
@@ -26,6 +25,7 @@ from jaxspec.parallel import replica_meshes, stage_meshes
 from pallas_kernels.selection import OPERATIONS, Kernels
 from tests.helpers.layouts import in_stages, on_mesh
 from tests.helpers.marks import slow
+from tests.helpers.model_kinds import KINDS
 from tests.helpers.random_models import make_params, random_prompts, random_target, tiny_config
 
 # As narrow as the kernel allows in which devices sum their products.
