@@ -15,15 +15,13 @@ from jaxspec.checkpoints import tied_head
 from jaxspec.checkpoints.checkpoint_files import StoredTensor, canonical_tensors
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import load_decoder, load_pipeline
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.parallel import make_mesh, stage_meshes
 from jaxspec.quantize.checkpoint import Checkpoint, Streamed
 from tests.helpers.checkpoints import hf_logits, save_tensors, tiny_llama
-from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.quantized_checkpoints import gptq, quantize_checkpoint
+from tests.helpers.sampling_reference import plain_logits
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
@@ -75,16 +73,7 @@ def test_a_stored_head_of_other_values_is_used(other_head: Path):
 def test_the_logits_are_those_of_transformers(other_head: Path):
     with pytest.warns(UserWarning, match=WARNING):
         model = load_from(other_head)
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-
-    def logits() -> jax.Array:
-        states = model.no_states()
-        hidden, _, _ = decoder.run(
-            model, jnp.asarray(TOKENS), positions, states, dense_causal_attend
-        )
-        return decoder.logits(model, hidden)
-
-    ours = jax.jit(logits, compiler_options=FAST_COMPILE)()
+    ours = plain_logits(model, TOKENS)
     theirs = hf_logits(other_head, TOKENS)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 

@@ -19,7 +19,6 @@ from tests.decoding import test_exactness_of_experts as test_experts
 from tests.decoding import test_family_exactness, test_hybrid_exactness
 from tests.helpers import mtp_families
 from tests.helpers.engines import seal
-from tests.helpers.marks import slow
 from tests.helpers.random_models import eagle3_head, generate, mtp_head, random_prompts
 
 DENSE = tuple(test_family_exactness.CONFIGS)
@@ -120,12 +119,10 @@ CASES = (
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "eagle3 chain") for family in ("gemma2", "mimo, windows", "qwen3_5_moe_text")),
 )
-FAST = (("mimo, windows", "ngram chain"),)
 
 
-@pytest.mark.parametrize(
-    ("family", "drafter"), [*FAST, *(slow(*case) for case in CASES if case not in FAST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "drafter"), CASES)
 def test_text_is_that_of_plain_decoding(family: str, drafter: str):
     whole = plain(family)
     stops = stops_in(whole)
@@ -149,7 +146,7 @@ def test_text_is_that_of_plain_decoding(family: str, drafter: str):
 
 
 def test_an_mtp_layer_with_a_window_drafts_the_text_of_plain_decoding():
-    """The guard of the slow tests above, in fewer programs."""
+    """The guard of the slow tests above, in fewer programs; of lost pages it is test_engine.py."""
     prompts, found = random_prompts((20, 9)), []
     for drafter in ("none", "mtp short chain"):
         params = params_of("mimo, windows", drafter)
