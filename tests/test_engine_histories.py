@@ -90,7 +90,7 @@ def run_history(
 
 
 @given(history=histories(5, 40))
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 def test_each_text_is_the_one_it_has_alone(history: History):
     run_history(crowded("eagle3", "swap"), history, SHAPES[:2])
 
