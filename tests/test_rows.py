@@ -26,6 +26,7 @@ from tests.random_models import DRAFTERS, make_params, padded, random_prompts
 
 CAPACITY = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
 SHAPES = (None, TreeShape(2, 1), PLAIN)
+TWO_SHAPES = (None, PLAIN)  # of the default tests: each shape is a program
 ROWS, LENGTH, PAGE_SIZE, WIDTH, MOST_ROUNDS = 3, 32, 4, 5, 3
 COLUMNS = pages_for(LENGTH + CAPACITY.scratch_slots, PAGE_SIZE)
 NUM_PAGES = 1 + 2 * COLUMNS  # less than three rows may ask for
@@ -130,8 +131,10 @@ def empty(params: EngineParams) -> EngineState:
 class History:
     """An engine's rows, and on the host what they should hold."""
 
-    def __init__(self, drafter: str, *, poison: bool = True):
-        self.params, self.poison = params_of(drafter), poison
+    def __init__(
+        self, drafter: str, shapes: tuple[TreeShape | None, ...] = SHAPES, *, poison: bool = True
+    ):
+        self.params, self.shapes, self.poison = params_of(drafter), shapes, poison
         self.state: EngineState = empty(self.params)
         self.requests: list[int | None] = [None] * ROWS
         self.pages: list[list[int]] = [[] for _ in range(ROWS)]
@@ -200,7 +203,8 @@ class History:
         self.after_step(emitted, list(chosen))
 
     def decode(self, rng: np.random.Generator) -> None:
-        self.run_rounds(SHAPES[rng.integers(len(SHAPES))], int(rng.integers(MOST_ROUNDS + 1)))
+        shape = self.shapes[rng.integers(len(self.shapes))]
+        self.run_rounds(shape, int(rng.integers(MOST_ROUNDS + 1)))
 
     def run_rounds(self, shape: TreeShape | None, rounds: int) -> None:
         before = self.status
@@ -218,7 +222,7 @@ class History:
             if not np.isin(self.status, (Status.READING, Status.DECODING)).any():
                 return
             self.read_chunk(None, np.full(ROWS, WIDTH, np.int32))
-            self.run_rounds(SHAPES[step % len(SHAPES)], MOST_ROUNDS)
+            self.run_rounds(self.shapes[step % len(self.shapes)], MOST_ROUNDS)
         raise AssertionError("rows that never end")
 
     # What is checked.
@@ -272,8 +276,8 @@ steps = st.lists(
 )
 
 
-def run(drafter: str, history: list[tuple[str, int]], *, poison: bool = True) -> list[Emitted]:
-    rows = History(drafter, poison=poison)
+def run(drafter: str, history: list[tuple[str, int]], *options: Any, **more: Any) -> list[Emitted]:
+    rows = History(drafter, *options, **more)
     rows.admit(np.random.default_rng(len(history)))
     for name, seed in history:
         getattr(rows, name)(np.random.default_rng(seed))
@@ -286,9 +290,9 @@ def test_the_requests_end_for_different_reasons():
 
 
 @given(history=steps)
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=12)
 def test_texts_equal_those_of_separate_runs(history: list[tuple[str, int]]):
-    run("eagle3", history)
+    run("eagle3", history, TWO_SHAPES)
 
 
 @pytest.mark.slow
@@ -302,10 +306,12 @@ def test_in_200_random_histories_texts_equal_those_of_separate_runs(
 
 
 @given(history=steps)
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=6)
 def test_drafts_do_not_depend_on_other_rows_memory(history: list[tuple[str, int]]):
     """What is accepted is the same, round by round, with NaN there and without."""
-    poisoned_log, log = (run("eagle3", history, poison=poison) for poison in (True, False))
+    poisoned_log, log = (
+        run("eagle3", history, TWO_SHAPES, poison=poison) for poison in (True, False)
+    )
     for found, wanted in zip(poisoned_log, log, strict=True):
         for name in ("num_rounds", "counts", "accepted", "drafted", "status", "ending"):
             np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))

@@ -56,11 +56,17 @@ WIDE_HEADS = {  # which the kernels take
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 64,
 }
+TWO_LAYERS = {  # fewer to compile
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 CONFIGS = {
     "qwen3_next": EXPERTS,
     "qwen3_5_text": {},
     "qwen3_5_moe_text": EXPERTS,
     "wide heads": WIDE_HEADS,
+    "two layers": TWO_LAYERS,
 }
 CHAIN, TREE = SpeculationConfig.chain(4), SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 21, 1, 40))]

@@ -47,20 +47,22 @@ def served(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "num_pages", "room"),
+    ("family", "drafter", "page_size", "num_pages", "room"),
     [
-        ("ngram", 16, None, 2),
-        slow("mtp", 16, None, 2),
-        slow("mtp", 16, None, None),
-        slow("ngram", 16, None, None),
-        slow("mtp", 64, None, None),
-        slow("mtp", 64, None, 1),
-        slow("mtp", 5, 34, 3),
-        slow("ngram", 5, 34, None),
+        ("two layers", "ngram", 16, None, 2),
+        slow("qwen3_5_text", "ngram", 16, None, 2),
+        slow("qwen3_5_text", "mtp", 16, None, 2),
+        slow("qwen3_5_text", "mtp", 16, None, None),
+        slow("qwen3_5_text", "ngram", 16, None, None),
+        slow("qwen3_5_text", "mtp", 64, None, None),
+        slow("qwen3_5_text", "mtp", 64, None, 1),
+        slow("qwen3_5_text", "mtp", 5, 34, 3),
+        slow("qwen3_5_text", "ngram", 5, 34, None),
     ],
 )
 def test_texts_are_those_without_a_prefix_cache(
     checkpoint,  # noqa: F811
+    family: str,
     drafter: str,
     page_size: int,
     num_pages: int | None,
@@ -68,7 +70,7 @@ def test_texts_are_those_without_a_prefix_cache(
 ):
     """``room``: snapshots that fit."""
     params = load(
-        checkpoint("qwen3_5_text"), drafter, dtype="float32", speculation=SpeculationConfig.chain(3)
+        checkpoint(family), drafter, dtype="float32", speculation=SpeculationConfig.chain(3)
     )
     expected, plain = served(params, page_size, prefix_caching=False)
     assert plain.limits.snapshots is None and plain.snapshot_bytes == 0
