@@ -64,10 +64,13 @@ def staged(
     return in_stages(params, layers, stage_meshes(mesh), shard_drafter=shard_drafter)
 
 
-def texts(params: EngineParams, page_size: int = 8) -> list[tuple[list[int], int]]:
+def engine_of(params: EngineParams, page_size: int = 8) -> Engine:
     cache = CacheConfig(page_size=page_size, max_length=256)
     engine = Engine(params, cache, EngineConfig(max_rows=4, rounds_per_call=4))
-    seal(engine, SAMPLING[1], prompt_tokens=170)
+    return seal(engine, SAMPLING[1], prompt_tokens=170)
+
+
+def texts(engine: Engine) -> list[tuple[list[int], int]]:
     generations = engine.add_all(PROMPTS, SAMPLING)
     engine.finish(generations)
     assert not any(one.error for one in generations)
@@ -76,13 +79,21 @@ def texts(params: EngineParams, page_size: int = 8) -> list[tuple[list[int], int
 
 @functools.cache
 def expected(name: str) -> list[tuple[list[int], int]]:
-    return texts(one_device(name))
+    return texts(engine_of(one_device(name)))
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> Engine:
+    return engine_of(staged(one_device("ngram"), (2, 2)), page_size=1)
+
+
+def test_two_stages_give_the_text_of_one_device(two_stages: Engine):
+    assert texts(two_stages) == expected("ngram")
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "model", "page_size"),
     [
-        ("ngram", (2, 2), 1, 1),
         slow("eagle3 tree", (2, 1, 1), 1, 16),
         slow("none", (2, 2), 1, 8),
         slow("draft_model", (3, 1), 1, 8),
@@ -105,7 +116,7 @@ def test_stages_give_the_text_of_one_device(
     name: str, layers: tuple[int, ...], model: int, page_size: int
 ):
     params = staged(one_device(name), layers, model)
-    assert texts(params, page_size) == expected(name)
+    assert texts(engine_of(params, page_size)) == expected(name)
 
 
 @pytest.mark.parametrize("model", [1, 2])
@@ -244,8 +255,8 @@ def test_stages_wait_as_a_pipeline_is_filled_and_emptied_and_for_missing_rows():
     assert use.bubble == pytest.approx(1 / 2), "a single row is in one stage at a time"
 
 
-def test_an_engine_says_how_busy_its_stages_were():
-    engine = Engine(staged(one_device("ngram"), (2, 2)), CACHE, EngineConfig(max_rows=2))
+def test_an_engine_says_how_busy_its_stages_were(two_stages: Engine):
+    engine = two_stages
     assert engine.pipeline is not None
     engine.finish(engine.add_all(PROMPTS[:2], SAMPLING[:2]))
     assert 0 < engine.pipeline.bubble < 0.5

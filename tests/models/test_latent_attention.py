@@ -137,9 +137,9 @@ def plain(drafting: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        ("mtp", {"shape": TREE}),
+        slow("mtp", {"shape": TREE}),
         slow("mtp", {}),
-        slow("ngram", {"page_size": 1}),
+        ("ngram", {"page_size": 1}),
         slow("ngram", {"shape": TREE, "page_size": 16}),
         slow("ngram+mtp", {"num_pages": 24}),
     ],

@@ -164,7 +164,8 @@ def plain_requests() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "tree", "preemption", "page_size"),
     [
-        ("dflash", "tree12", "swap", 8),
+        ("dflash", "chain5", "swap", 8),
+        slow("dflash", "tree12", "swap", 8),
         slow("dflash", "tree12", "recompute", 8),
         slow("dspark", "tree12", "swap", 8),
         slow("dspark", "tree12", "recompute", 4),

@@ -175,7 +175,7 @@ def lowered_kernels(function: Any, *arguments: Any) -> set[str]:
     ("family", "drafter", "shape"),
     [
         ("deepseek_v3", "mtp", "tree"),
-        ("qwen3_5_moe_text", "mtp", "tree"),
+        slow("qwen3_5_moe_text", "mtp", "tree"),
         slow("qwen3_moe", "ngram", "chain"),
         slow("gpt_oss", "ngram", "chain"),
         *(slow(family, "mtp", "chain") for family in ("deepseek_v3", "qwen3_5_moe_text")),

@@ -17,7 +17,6 @@ from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
 from tests import mtp_families, test_experts
 from tests.engines import seal
-from tests.marks import slow
 from tests.random_models import eagle3_head, generate, mtp_head, random_prompts
 from tests.speculation import test_family_exactness, test_hybrid_exactness
 
@@ -119,12 +118,10 @@ CASES = (
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "eagle3 chain") for family in ("gemma2", "mimo, windows", "qwen3_5_moe_text")),
 )
-FAST = (("mimo, windows", "ngram chain"),)
 
 
-@pytest.mark.parametrize(
-    ("family", "drafter"), [*FAST, *(slow(*case) for case in CASES if case not in FAST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "drafter"), CASES)
 def test_text_is_that_of_plain_decoding(family: str, drafter: str):
     whole = plain(family)
     stops = stops_in(whole)

@@ -42,7 +42,9 @@ def step(beams: Beams, count: Array) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.jit, static_argnames="least")
-def grow_early(sampling: Sampling, active: Array | np.ndarray, least: float) -> tuple[DraftTree, Array]:
+def grow_early(
+    sampling: Sampling, active: Array | np.ndarray, least: float
+) -> tuple[DraftTree, Array]:
     start = ROOTS, TABLE[ROOTS], step, jnp.int32(0)
     return grow_while_likely(proposer_of(SPEC, sampling), *start, active, least)
 
@@ -57,7 +59,9 @@ def sampling_at(temperature: float) -> Sampling:
     return make_sampling(len(ROOTS), temperature=temperature, seeds=ROOTS)
 
 
-def grown(least: float, active: Array | np.ndarray, temperature: float = 0.0) -> tuple[DraftTree, int]:
+def grown(
+    least: float, active: Array | np.ndarray, temperature: float = 0.0
+) -> tuple[DraftTree, int]:
     """Chains over a table in the place of a model, and how often this was asked."""
     tree, count = grow_early(sampling_at(temperature), active, least)
     return tree, int(count)

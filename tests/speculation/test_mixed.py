@@ -147,8 +147,8 @@ def test_rows_that_look_up_do_not_keep_the_models_chain_growing():
         return mixed(CHAIN, model=model.model.replace(least_probability=least))
 
     def nodes_alone(params: EngineParams, prompt: np.ndarray, root: int) -> int:
-        own = alone(params)
-        return int(propose(own, start(own, [prompt], roots=[root]))[0].num_nodes[0])
+        twice = start(params, [prompt] * 2, roots=[root] * 2)  # the shapes of the two rows below
+        return int(propose(alone(params), twice)[0].num_nodes[0])
 
     for least in np.geomspace(0.5, 1e-4, 12):
         params = ending_at(float(least))

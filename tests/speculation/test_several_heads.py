@@ -193,7 +193,8 @@ def check(engine: Engine, generations: list[Generation], top_k: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "shape", "page_size", "states"),
     [
-        (3, SMALL_TREE, 5, AFTER),
+        (2, SpeculationConfig.chain(2), 5, AFTER),
+        slow(3, SMALL_TREE, 5, AFTER),
         slow(3, TREE, 5, AFTER),
         slow(3, CHAIN, 8, BEFORE_AFTER),
         slow(3, TREE, 1, BEFORE),
