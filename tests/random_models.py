@@ -103,7 +103,7 @@ def random_target(
     model = random_arrays(decoder_shapes(config, jnp.dtype(jnp.float32)), seed)
     assert model.lm_head is not None
     return model.replace(
-        embed=model.embed * math.sqrt(config.vocab_size),
+        embed=_times(math.sqrt(config.vocab_size), model.embed),
         layers=tuple(_quieted(layer, context, context) for layer in model.layers),
         lm_head=_scaled(model.lm_head, sharpness),
     )
@@ -116,8 +116,13 @@ def save_random_target(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def _times(factor: float, x: Array) -> Array:
+    """Computed by numpy, as all of these weights are: of jax each shape would be a program."""
+    return jnp.asarray(factor * np.asarray(x), x.dtype)
+
+
 def _scaled(linear: Linear, factor: float) -> Linear:
-    return linear.replace(weight=factor * linear.weight)
+    return linear.replace(weight=_times(factor, linear.weight))
 
 
 def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
@@ -155,8 +160,8 @@ def eagle1_head(target: Decoder, noise: float = 0.1, seed: int = 2) -> DraftHead
     described = HeadConfig(config, "eagle1", (FINAL_NORM,), fc_bias=True)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), config.hidden_size
-    weight = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])
-    fc = head.front.fc.replace(weight=weight, bias=jnp.zeros(hidden))
+    weight = np.eye(2 * hidden, hidden, dtype=np.float32)
+    fc = head.front.fc.replace(weight=weight, bias=np.zeros(hidden, np.float32))
     layers = (_quieted(head.layers[0], 0.1, 0.1),)
     return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
 
@@ -177,10 +182,10 @@ def mtp_head(
     described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, states), index)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
-    halves = [jnp.eye(hidden), mixing * head.front.fc.weight[hidden:]]
+    halves = [np.eye(hidden, dtype=np.float32), mixing * np.asarray(head.front.fc.weight)[hidden:]]
     if described.mtp is not None and described.mtp.hidden_first:
         halves.reverse()
-    fc = head.front.fc.replace(weight=jnp.concatenate(halves))
+    fc = head.front.fc.replace(weight=np.concatenate(halves))
     layers = (_quieted(head.layers[0], context, context),)
     return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
 
@@ -212,21 +217,20 @@ def eagle3_head(
     layer, attention = head.layers[0], config.layers[0].attention
     groups, head_dim = attention.num_kv_heads, attention.head_dim
     assert groups * head_dim == hidden and target.lm_head is not None
-    values = jnp.eye(2 * hidden, hidden).reshape(2 * hidden, groups, head_dim)
-    copies = jnp.eye(hidden).reshape(groups, 1, head_dim, hidden)
+    values = np.eye(2 * hidden, hidden, dtype=np.float32).reshape(2 * hidden, groups, head_dim)
+    copies = np.eye(hidden, dtype=np.float32).reshape(groups, 1, head_dim, hidden)
     per_group = attention.num_heads // groups
     qkv = layer.mixer.qkv
+    weight, bias = np.zeros(qkv.weight.shape, np.float32), np.zeros(qkv.bias.shape, np.float32)
+    weight[:, :, -1], bias[:, :-1] = values, 5.0
     mixer = layer.mixer.replace(
-        qkv=qkv.replace(
-            weight=jnp.zeros_like(qkv.weight).at[:, :, -1].set(values),
-            bias=jnp.zeros_like(qkv.bias).at[:, :-1].set(5.0),
-        ),
+        qkv=qkv.replace(weight=weight, bias=bias),
         o=layer.mixer.o.replace(
-            weight=jnp.repeat(copies, per_group, axis=1).reshape(-1, hidden) / per_group
+            weight=np.repeat(copies, per_group, axis=1).reshape(-1, hidden) / per_group
         ),
     )
     ids = np.random.default_rng(seed).permutation(config.vocab_size)[:vocab]
-    own = target.lm_head.weight[:, ids if draft_vocab_size else slice(None)]
+    own = np.asarray(target.lm_head.weight)[:, ids if draft_vocab_size else slice(None)]
     head = head.replace(
         front=head.front.replace(fc=_scaled(head.front.fc, 0.1)),
         layers=(_quieted(layer.replace(mixer=mixer), 1.0, 0.1),),
