@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_lm
 from jaxspec.config.model import ModelConfig
+from jaxspec.loading import load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.speculation.drafters import DraftModelDrafter
 from jaxspec.training import data
 from jaxspec.training.data import Corpus
 from jaxspec.training.lm import TrainConfig
@@ -283,24 +285,37 @@ def test_the_export_is_complete(exported: Path):
     assert "Apache-2.0" in card and "bits a byte" in card and "| jaxspec |" in card
 
 
-def test_a_draft_model_takes_the_tokenizer_of_its_target(tmp_path: Path):
-    target, out = BUILT_IN_MODEL, tmp_path / "draft"
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the built-in model."""
+    folder = tmp_path_factory.mktemp("drafting")
     for i in range(4):
-        write(tmp_path, f"text/{i}.py", f"def function_{i}(x):\n    return x + {i}\n" * 40)
-    arguments = ["--data", str(tmp_path / "text"), "--work", str(tmp_path / "work")]
+        write(folder, f"text/{i}.py", f"def function_{i}(x):\n    return x + {i}\n" * 40)
+    arguments = ["--data", str(folder / "text"), "--work", str(folder / "work")]
     sizes = ["--hidden", "32", "--layers", "1", "--ff", "64", "--context", "32", "--batch", "8"]
-    draft_for = ["--draft-for", str(target), "--steps", "2", "--sample-tokens", "1"]
-    assert train_lm.main([*arguments, "--out", str(out), *sizes, *draft_for]) == 0
+    draft_for = ["--draft-for", str(BUILT_IN_MODEL), "--steps", "2", "--sample-tokens", "1"]
+    assert train_lm.main([*arguments, "--out", str(folder / "draft"), *sizes, *draft_for]) == 0
+    return folder / "draft"
+
+
+def test_a_draft_model_takes_the_tokenizer_of_its_target(draft_model: Path):
+    target, out = BUILT_IN_MODEL, draft_model
     text = "if x == 12:\n\treturn 'naïve'"
     theirs, own = (AutoTokenizer.from_pretrained(folder) for folder in (target, out))
     assert own(text)["input_ids"] == theirs(text)["input_ids"] and own.eos_token == theirs.eos_token
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 4096
     assert f"drafts for {target}" in (out / "README.md").read_text()
+    drafter = load(target, out, speculation=SpeculationConfig.chain(2)).drafter
+    assert isinstance(drafter, DraftModelDrafter) and drafter.model.config.vocab_size == 4096
+
+
+@pytest.mark.slow
+def test_a_draft_model_changes_no_text(draft_model: Path):
     plain, drafted = (
-        LLM(target, drafter=drafter, speculation=SpeculationConfig.chain(2)).generate(
+        LLM(BUILT_IN_MODEL, drafter=drafter, speculation=SpeculationConfig.chain(2)).generate(
             ["def f("], SamplingParams(max_tokens=8)
         )
-        for drafter in ("none", out)
+        for drafter in ("none", draft_model)
     )
     assert plain[0].token_ids == drafted[0].token_ids
 
