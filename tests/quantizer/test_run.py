@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from jaxspec.commands import program_cache, quantize
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.quantizer.run import Quantization
@@ -24,6 +22,7 @@ from jaxspec.weights.eagle import load_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.marks import slow
+from tests.sampling_reference import plain_logits
 
 ROOT = Path(__file__).parents[2]
 TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 257, (2, 12)))
@@ -54,9 +53,7 @@ def command(model: Path, data: Path | None, out: Path, *options: str) -> list[st
 
 def logits(directory: Path) -> np.ndarray:
     model = load_decoder(directory, load_model_config(directory), jnp.dtype("float32"))
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    hidden, _, _ = decoder.run(model, TOKENS, positions, model.no_states(), dense_causal_attend)
-    return np.asarray(decoder.logits(model, hidden))
+    return np.asarray(plain_logits(model, TOKENS))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -164,7 +164,8 @@ def plain_requests() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "tree", "preemption", "page_size"),
     [
-        ("dflash", "chain5", "swap", 8),
+        # By default: a head of blocks in the tests above, an engine's pages in test_engine.py.
+        slow("dflash", "chain5", "swap", 8),
         slow("dflash", "tree12", "swap", 8),
         slow("dflash", "tree12", "recompute", 8),
         slow("dspark", "tree12", "swap", 8),

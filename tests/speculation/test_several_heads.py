@@ -36,6 +36,7 @@ from tests.random_models import (
     random_prompts,
     random_target,
 )
+from tests.sampling_reference import plain_logits
 
 TARGET = random_target()
 CHAIN = SpeculationConfig.chain(4)
@@ -172,10 +173,8 @@ def check_pages(engine: Engine, generations: list[Generation]) -> None:
 def check_text(generations: list[Generation]) -> None:
     """Every token is the target's own choice after the text before it, read at once."""
     texts = [[*one.prompt, *one.token_ids] for one in generations]
-    tokens = jnp.asarray(padded([np.array(text) for text in texts], LENGTH))
-    places = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-    read = tokens, places, TARGET.no_states(), dense_causal_attend
-    logits = np.asarray(decoder.logits(TARGET, decoder.run(TARGET, *read)[0]))
+    tokens = padded([np.array(text) for text in texts], LENGTH)
+    logits = np.asarray(plain_logits(TARGET, tokens))
     for own, text, generation in zip(logits, texts, generations, strict=True):
         at = np.arange(len(generation.prompt), len(text)) - 1
         assert (own[at].max(axis=-1) - own[at, generation.token_ids] < 1e-3).all()
