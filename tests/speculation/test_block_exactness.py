@@ -164,7 +164,7 @@ def plain_requests() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "tree", "preemption", "page_size"),
     [
-        # By default: a head of blocks in the tests above, an engine's pages in test_engine.py.
+        # By default: block heads in the tests above, lost pages of an engine in test_engine.py.
         slow("dflash", "chain5", "swap", 8),
         slow("dflash", "tree12", "swap", 8),
         slow("dflash", "tree12", "recompute", 8),

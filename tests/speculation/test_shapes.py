@@ -1,4 +1,9 @@
-"""The shape of the draft tree may change from call to call: never the text, nor later drafts."""
+"""The shape of the draft tree may change from call to call: never the text, nor later drafts.
+
+By default this is tested in engines and of rows: test_the_shape_may_change_between_calls in
+test_engine.py, the histories of test_rows.py, and the calls of any shape in
+tests/models/test_block_heads.py.
+"""
 
 import functools
 from typing import Any
@@ -21,9 +26,7 @@ CAPACITY = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 SHAPES = {"tree": None, "chain": TreeShape(3, 2), "plain": PLAIN}
 LENGTH, WIDTH, ROUNDS = 96, 16, 5  # more plain rounds than the drafters can let wait
 
-each_drafter = pytest.mark.parametrize(
-    "drafter", ["ngram", *(slow(name) for name in DRAFTERS if name != "ngram")]
-)
+each_drafter = pytest.mark.parametrize("drafter", [slow(name) for name in DRAFTERS])
 admit = new_jit(functional.admit)
 prefill = new_jit(functional.prefill, "width")
 decode = new_jit(functional.decode, "max_rounds", "shape")
