@@ -145,7 +145,7 @@ def test_text_is_that_of_plain_decoding(family: str, drafter: str):
 
 
 def test_an_mtp_layer_with_a_window_drafts_the_text_of_plain_decoding():
-    """The guard of the slow tests above, in fewer programs. Pages found and lost: test_engine.py."""
+    """The guard of the slow tests above, in fewer programs; of lost pages it is test_engine.py."""
     prompts, found = random_prompts((20, 9)), []
     for drafter in ("none", "mtp short chain"):
         params = params_of("mimo, windows", drafter)
