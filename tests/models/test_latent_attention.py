@@ -134,14 +134,15 @@ def plain(drafting: Path) -> list[list[int]]:
     return texts(drafting, "none")
 
 
+@pytest.mark.slow  # by default: paged logits, and those of the draft head, against transformers
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        slow("mtp", {"shape": TREE}),
-        slow("mtp", {}),
+        ("mtp", {"shape": TREE}),
+        ("mtp", {}),
         ("ngram", {"page_size": 1}),
-        slow("ngram", {"shape": TREE, "page_size": 16}),
-        slow("ngram+mtp", {"num_pages": 24}),
+        ("ngram", {"shape": TREE, "page_size": 16}),
+        ("ngram+mtp", {"num_pages": 24}),
     ],
 )
 def test_texts_are_those_of_plain_decoding(

@@ -117,7 +117,8 @@ def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: Specu
 @pytest.mark.parametrize(
     ("name", "drafter", "spec"),
     [
-        ("several formats", "eagle3", TREE),
+        slow("several formats", "eagle3", TREE),
+        ("several formats", "ngram", CHAIN),
         slow("4 bits", "eagle3", TREE),
         slow("4 bits, rounded inputs", "eagle3", TREE),
         slow("float8", "ngram", CHAIN),
