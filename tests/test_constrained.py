@@ -8,8 +8,6 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.parallel import WHOLE, make_mesh
 from jaxspec.sampling import make_sampling
 from jaxspec.speculation.token_masks import restrict
@@ -37,6 +35,7 @@ from tests.random_models import (
     texts,
     tiny_config,
 )
+from tests.sampling_reference import plain_logits
 
 VOCAB, NEW = 98, 24  # no multiple of 32, nor of the shards
 TARGET = tiny_config(vocab_size=VOCAB, qkv_bias=True)
@@ -79,10 +78,8 @@ def test_plain_rounds_are_the_restricted_argmax_of_a_dense_pass():
     target = make("none").target
     greedy = [row for row in range(4) if not MIXED.drawn[row]]
     sequences = [[*PROMPTS[row].tolist(), *expected()[row]] for row in greedy]
-    tokens = jnp.asarray(padded([np.array(s) for s in sequences], 9 + NEW))
-    places = jnp.broadcast_to(jnp.arange(9 + NEW), tokens.shape)
-    hidden, _, _ = decoder.run(target, tokens, places, target.no_states(), dense_causal_attend)
-    logits, restricted = np.asarray(decoder.logits(target, hidden)), 0
+    tokens = padded([np.array(s) for s in sequences], 9 + NEW)
+    logits, restricted = np.asarray(plain_logits(target, tokens)), 0
     for row, sequence, scores in zip(greedy, sequences, logits, strict=True):
         for index in range(len(PROMPTS[row]) - 1, len(sequence) - 1):
             allowed = [is_allowed(WORDS[sequence[index]], i) for i in range(VOCAB)]

@@ -224,8 +224,8 @@ def suffix_engine(
 @pytest.mark.parametrize(
     ("name", "speculation", "preemption"),
     [
-        slow("suffix", SpeculationConfig(6, 3, 2), "recompute"),
-        ("suffix", SpeculationConfig.chain(3), "swap"),
+        ("suffix", SpeculationConfig(6, 3, 2), "recompute"),
+        slow("suffix", SpeculationConfig.chain(3), "swap"),
         slow("suffix mixed", SpeculationConfig(6, 3, 2), "swap"),
         slow("suffix mixed", SpeculationConfig.chain(3), "recompute"),
     ],

@@ -4,19 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
 
 from jaxspec.commands import train_lm
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.training.initial import init_decoder
 from tests.checkpoints import hf_logits
 from tests.hybrid_checkpoints import EXPERTS, HYBRID
 from tests.parity import load
+from tests.sampling_reference import plain_logits
 
 HYBRID_WITH_EXPERTS: dict[str, Any] = HYBRID | EXPERTS | {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -55,11 +53,7 @@ def test_what_is_exported_is_read_by_transformers(name: str, tmp_path: Path):
     assert train(tmp_path, written(tmp_path, name)) == 0
     tokens = np.random.default_rng(0).integers(0, 260, (2, 24))
     model = load(tmp_path / "out")
-    places = jnp.broadcast_to(jnp.arange(24), tokens.shape)
-    hidden, _, _ = decoder.run(
-        model, jnp.asarray(tokens), places, model.no_states(), dense_causal_attend
-    )
-    found = decoder.logits(model, hidden)
+    found = plain_logits(model, tokens)
     np.testing.assert_allclose(found, hf_logits(tmp_path / "out", tokens), atol=2e-4)
 
 

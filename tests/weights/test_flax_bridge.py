@@ -1,7 +1,6 @@
 """Weights of flax models, linen and nnx: the same logits, and swapped without a compile."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +15,6 @@ from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.quantization.kv_cache import with_float8_cache
 from jaxspec.speculation.drafters import EagleDrafter
@@ -24,6 +22,7 @@ from jaxspec.weights.flax_bridge import head_from_flax, target_from_flax
 from jaxspec.weights.flax_layouts import order_of_axes
 from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, eagle3_head, random_target
+from tests.sampling_reference import plain_logits
 
 ATTENTION = CONFIG.layers[0].attention
 H, F = "inputs", "outputs"  # of the projection gate
@@ -101,18 +100,10 @@ def like() -> Decoder:
     return random_target()
 
 
-@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
-def our_logits(target: Decoder) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    states = target.no_states()
-    hidden, _, _ = decoder.run(target, jnp.asarray(TOKENS), positions, states, dense_causal_attend)
-    return decoder.logits(target, hidden)
-
-
 def test_a_linen_model_has_the_same_logits(params: Any, like: Decoder):
     target = target_from_flax(like, params, NAMES)
     expected: Any = jax.jit(Llama().apply, compiler_options=FAST_COMPILE)(params, TOKENS)
-    np.testing.assert_allclose(our_logits(target), expected, atol=1e-4)
+    np.testing.assert_allclose(plain_logits(target, TOKENS), expected, atol=1e-4)
 
 
 def test_an_nnx_state_is_taken_as_well(params: Any, like: Decoder):

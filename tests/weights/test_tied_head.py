@@ -12,8 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.loading import load
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.parallel import make_mesh, stage_meshes
@@ -22,8 +20,8 @@ from jaxspec.weights import tied_head
 from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from tests.checkpoints import hf_logits, save_tensors, tiny_llama
-from tests.programs import FAST_COMPILE
 from tests.quantized_checkpoints import gptq, quantize_checkpoint
+from tests.sampling_reference import plain_logits
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
@@ -75,16 +73,7 @@ def test_a_stored_head_of_other_values_is_used(other_head: Path):
 def test_the_logits_are_those_of_transformers(other_head: Path):
     with pytest.warns(UserWarning, match=WARNING):
         model = load_from(other_head)
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-
-    def logits() -> jax.Array:
-        states = model.no_states()
-        hidden, _, _ = decoder.run(
-            model, jnp.asarray(TOKENS), positions, states, dense_causal_attend
-        )
-        return decoder.logits(model, hidden)
-
-    ours = jax.jit(logits, compiler_options=FAST_COMPILE)()
+    ours = plain_logits(model, TOKENS)
     theirs = hf_logits(other_head, TOKENS)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
