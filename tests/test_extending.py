@@ -17,6 +17,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, make_params, random_target
+from tests.sampling_reference import plain_logits
 
 PAGE = Path(__file__).parent.parent / "docs/extending.md"
 PROMPT = [71, 102, 279, 71, 102]
@@ -92,10 +93,8 @@ def test_a_user_defined_rule_is_followed(page: dict[str, Any]):
     rule = page["TopKRule"](k=LIKELIEST)
     lossy = page["lossy"].replace(speculation=SpeculationConfig.chain(4, acceptance=rule))
     target, text = lossy.target, text_of(lossy)
-    tokens = jnp.array([text])
-    positions = jnp.arange(len(text))[None]
-    hidden, _, _ = decoder.run(target, tokens, positions, target.no_states(), dense_causal_attend)
-    likeliest = np.asarray(jax.lax.top_k(decoder.logits(target, hidden)[0], LIKELIEST)[1])
+    logits = plain_logits(target, np.array([text]))
+    likeliest = np.asarray(jax.lax.top_k(logits[0], LIKELIEST)[1])
     new = range(len(PROMPT), len(text))
     assert all(text[i] in likeliest[i - 1] for i in new)
     assert any(text[i] != likeliest[i - 1, 0] for i in new)
@@ -111,11 +110,14 @@ def test_emitted_logprobs_and_hidden_states_are_those_of_a_dense_pass(page: dict
         return np.concatenate([np.asarray(getattr(first, name))[0, 0], later])
 
     new = flat("tokens")
-    text = jnp.array([[*PROMPT, *new]])
-    positions = jnp.arange(text.shape[1])[None]
-    final, _, captured = decoder.run(
-        target, text, positions, target.no_states(), dense_causal_attend, (2, -1)
-    )
+    text = np.array([[*PROMPT, *new]])
+    positions = np.arange(text.shape[1])[None]
+    final, _, captured = jax.jit(
+        lambda: decoder.run(
+            target, text, positions, target.no_states(), dense_causal_attend, (2, -1)
+        ),
+        compiler_options=FAST_COMPILE,
+    )()
     before = slice(len(PROMPT) - 1, -1)  # the positions that the new tokens were sampled from
     assert captured is not None
     np.testing.assert_allclose(flat("hidden"), captured[0, before], atol=2e-3)

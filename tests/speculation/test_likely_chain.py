@@ -42,9 +42,7 @@ def step(beams: Beams, count: Array) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.jit, static_argnames="least")
-def grow_early(
-    sampling: Sampling, active: Array | np.ndarray, least: float
-) -> tuple[DraftTree, Array]:
+def grow_early(sampling: Sampling, active: Array, least: float) -> tuple[DraftTree, Array]:
     start = ROOTS, TABLE[ROOTS], step, jnp.int32(0)
     return grow_while_likely(proposer_of(SPEC, sampling), *start, active, least)
 
@@ -133,7 +131,7 @@ def drafted(
 
 
 @functools.partial(jax.jit, static_argnames="depth")
-def draft(table: Array, wanted: Array, least: Array, depth: int) -> tuple[DraftTree, Array]:
+def draft(table: Array, wanted: Array, least: Any, depth: int) -> tuple[DraftTree, Array]:
     proposer = proposer_of(SpeculationConfig.chain(depth), make_sampling(len(ROOTS)))
     words = -(-depth // 32)
 
