@@ -110,8 +110,8 @@ def test_emitted_logprobs_and_hidden_states_are_those_of_a_dense_pass(page: dict
         return np.concatenate([np.asarray(getattr(first, name))[0, 0], later])
 
     new = flat("tokens")
-    text = np.array([[*PROMPT, *new]])
-    positions = np.arange(text.shape[1])[None]
+    text = jnp.array([[*PROMPT, *new]])
+    positions = jnp.arange(text.shape[1])[None]
     final, _, captured = jax.jit(
         lambda: decoder.run(
             target, text, positions, target.no_states(), dense_causal_attend, (2, -1)

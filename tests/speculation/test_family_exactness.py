@@ -1,4 +1,8 @@
-"""Families beyond Llama's: speculation does not change their text, sharded or in stages either."""
+"""Families beyond Llama's: speculation does not change their text, sharded or in stages either.
+
+By default test_families_under_load.py drafts for one with windows, test_batch_expansion.py verifies
+trees with windows, and tests/models/test_family_parity.py compares paged logits of all.
+"""
 
 import functools
 from pathlib import Path
@@ -76,7 +80,6 @@ MESHES: dict[str, dict[str, Any]] = {
     "sp2": {"sequence_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
 }
-FAST = (("gemma2", "tree"),)
 
 
 def raw_config(family: str) -> dict[str, Any]:
@@ -132,9 +135,9 @@ def read_whole(family: str, tree: str | None) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tree"),
-    [*FAST, *(slow(f, t) for f in CONFIGS for t in SPECULATIONS if (f, t) not in FAST)],
+    ("family", "tree"), [(family, tree) for family in CONFIGS for tree in SPECULATIONS]
 )
 def test_text_is_that_of_plain_decoding(family: str, tree: str):
     assert read_whole(family, tree) == read_whole(family, None)
