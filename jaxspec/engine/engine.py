@@ -3,7 +3,6 @@
 The host plans and launches a call while the device runs the one before, then reads its results.
 """
 
-import collections
 import dataclasses
 import itertools
 import time
@@ -20,7 +19,7 @@ from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.all_reduce_buffers import replacement
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.engine.adaptive_trees import CallShapes
+from jaxspec.engine.adaptive_trees import AdaptiveTrees
 from jaxspec.engine.draft_watch import DraftWatch
 from jaxspec.engine.emitted import check_trees, take_calls
 from jaxspec.engine.generation import FinishReason, Generation, Grammar, Running, new_generation
@@ -41,7 +40,6 @@ from jaxspec.parallel.placement import committed
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Request
 
 
 class Engine:
@@ -90,7 +88,7 @@ class Engine:
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)
         self.programs = make_programs(params, sizes, self.config.max_programs)
-        self.shapes = CallShapes(self.programs, self.limits, self.config)
+        self.shapes = AdaptiveTrees(self.programs, self.limits, self.config)
         self.watch = DraftWatch(params.drafter)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
@@ -104,7 +102,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits, self.preemption_costs)
         self._running: dict[str, Running] = {}
         self._runner = PlanRunner(self.programs, self.preemption_costs)
-        self._in_flight: collections.deque[Launched] = collections.deque()
+        self._in_flight: Launched | None = None
         self._load = Load()
 
     @property
@@ -133,14 +131,16 @@ class Engine:
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
-        own = self.params.target.config
-        check_requests(prompts, sampling, own.vocab_size, self.cache.max_length, own.max_position)
+        model = self.params.target.config
+        check_requests(
+            prompts, sampling, model.vocab_size, self.cache.max_length, model.max_position
+        )
         check_trees(sampling, self.config.trees)
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if (stops := len(self.stop_ids(params))) > MOST_STOPS:
                 most = f"at most {MOST_STOPS} may: name fewer in stop_token_ids"
                 raise ValueError(f"{stops} tokens would end the text, and {most}")
-            self.limits.check(Request(str(index), tuple(prompt), int(params.max_tokens), 0.0))
+            self.limits.check(str(index), len(prompt), int(params.max_tokens))
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stops(self.params.target.config.stop_token_ids)
@@ -241,7 +241,7 @@ class Engine:
             # The first tokens are read before the first program of rounds is compiled.
             first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
             most = self.shapes.most_rounds(most_rounds)
-            plan = self.scheduler.plan(time.perf_counter(), most, reads_apart=first)
+            plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
             for ended in plan.ended:
                 if ended.request_id in self._running:  # what was cancelled has ended already
                     self._end(self._running[ended.request_id].generation, "timeout")
@@ -249,14 +249,14 @@ class Engine:
             if first:
                 compile_first(self.programs, plan, self._load)
             calls = self._runner.launch(plan, self._load, shape)
-            if plan.calls:
-                self._in_flight.append(Launched(plan, calls, shape))
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
-            ahead = plan.calls and not (first and plan.reads)
-            while len(self._in_flight) > ahead:
-                self._read(self._in_flight.popleft())
-            calls += self._runner.verify()  # to the list that is in flight
+            self._read()
+            if plan.runs_model:
+                calls = [*calls, *self._runner.verify()]
+                self._in_flight = Launched(plan, calls, shape)
+            if first and plan.reads:
+                self._read()
             for generation in self._runner.take_failed():
                 self.cancel(generation, "error")
         except BaseException as error:
@@ -290,7 +290,7 @@ class Engine:
             for index in range(requests)
         ]
         try:
-            while not all(len(one.token_ids) > 1 or one.done for one in generations):
+            while not all(len(each.token_ids) > 1 or each.done for each in generations):
                 self.step(1)
         finally:
             for generation in generations:
@@ -341,13 +341,17 @@ class Engine:
         self._start()
         self.programs.reset()
 
-    def _read(self, launched: Launched) -> None:
-        """Wait for the calls of a plan, and hand out what they emitted."""
+    def _read(self) -> None:
+        """Wait for the calls that are in flight, if there are some, and hand out what they gave."""
+        if self._in_flight is None:
+            return
+        launched, self._in_flight = self._in_flight, None
         plan, calls = launched.plan, self._runner.wait(launched.calls)
-        take_calls(calls, plan, self._running)
+        launched = launched._replace(calls=calls)
+        take_calls(calls, plan.sequences, self._running)
         self.watch.add(calls)
-        self.shapes.observe(plan, launched.shape, calls, self._running)
-        deliveries = self.scheduler.update(plan, self._runner.results(calls, launched.shape))
+        self.shapes.observe(launched, self._running)
+        deliveries = self.scheduler.update(plan, self._runner.results(launched))
         for delivery in deliveries:
             if delivery.request_id in self._running:
                 self._deliver(delivery, self._running[delivery.request_id])
