@@ -5,20 +5,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
-
-from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
-from jaxspec.checkpoints.kv_scale_file import KVScaleFile
-from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.load import load_params
+from jaxspec.checkpoints.load_options import method_takes_fields_of
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.engine import Engine
@@ -28,13 +21,13 @@ from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED
 from jaxspec.llm import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.options import LLMOptions
 from jaxspec.llm.progress_bar import progress_bar
 from jaxspec.llm.prompt_checks import allowed_length, check_sampling, for_each
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
 from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
-from jaxspec.llm.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
+from jaxspec.llm.tokenizer.text import open_tokenizer, tokenize
 from jaxspec.models.decoder import Decoder
-from jaxspec.parallel.processes import Processes
 
 if TYPE_CHECKING:
     from jaxspec.llm.tokenizer import Tokenizer
@@ -47,69 +40,29 @@ class LLM:
     >>> [completion] = llm.generate(["def read_config(path):"], SamplingParams(max_tokens=64))
     >>> print(completion.text)
 
-    Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kv_dtype,
-        kv_scales, kernels, target: see loading.load.
-      page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
-      max_length: most tokens of a request, prompt included; by default what the model allows, at
-        most 2048.
-      engine: how many requests run together, and how; see config.EngineConfig.
-      tokenizer: the model's, if it has been read already. A model without any takes prompts of
-        token ids, and the text of their completions is empty.
-      processes: those that share the model, whose devices ``mesh`` has; see follow.
+    The arguments are the fields of LLMOptions, by name, and of LoadOptions, as for jaxspec.load:
+    ``LLM(model, drafter, max_length=512)``.
 
     Raises ValueError for files that cannot be loaded, and options that cannot be combined.
     """
 
-    def __init__(
-        self,
-        model: str | Path = BUILT_IN_MODEL,
-        drafter: str | Path | Drafter = "auto",
-        *,
-        speculation: SpeculationConfig | None = None,
-        dtype: DTypeLike | None = None,
-        mesh: Mesh | None = None,
-        shard_drafter: bool = False,
-        drafter_bits: int | None = None,
-        kv_dtype: str | None = None,
-        kv_scales: str | Path | KVScaleFile | None = None,
-        kernels: str = "auto",
-        page_size: int = 16,
-        max_length: int | None = None,
-        num_pages: int | None = None,
-        kv_memory: int | None = None,
-        engine: EngineConfig | None = None,
-        tokenizer: TextTokenizer | None = None,
-        processes: Processes | None = None,
-        stage_layers: Sequence[int] | None = None,
-        drafter_mesh: Mesh | None = None,
-        target: Decoder | None = None,
-    ):
-        params = load(
-            model,
-            drafter,
-            speculation=speculation,
-            dtype=dtype,
-            mesh=mesh,
-            shard_drafter=shard_drafter,
-            drafter_bits=drafter_bits,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            kernels=kernels,
-            stage_layers=stage_layers,
-            drafter_mesh=drafter_mesh,
-            target=target,
-        )
-        self._text = tokenizer or open_tokenizer(model)
-        length = allowed_length(max_length, params.target.config)
-        cache = CacheConfig(page_size, length, num_pages, kv_memory)
+    @method_takes_fields_of(LLMOptions)
+    def __init__(self, options: LLMOptions):
+        params = load_params(options)
+        self._text = options.tokenizer or open_tokenizer(options.model)
+        length = allowed_length(options.max_length, params.target.config)
         self.engine = Engine(
             params,
-            cache,
-            engine,
+            CacheConfig(options.page_size, length, options.num_pages, options.kv_memory),
+            options.engine,
             make_matcher=lambda spec: self.grammars.matcher(spec),
-            make_programs=make_programs(processes),
+            make_programs=make_programs(options.processes),
         )
+
+    @classmethod
+    def from_options(cls, options: LLMOptions) -> Self:
+        """The LLM of these options."""
+        return cls(**vars(options))
 
     def follow(self) -> bool:
         """Run what process 0 launches until it ends, and return True. False, at once, in process 0,
