@@ -38,9 +38,12 @@ LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and doc
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """The drafter that ``auto`` stands for: lookup and the built-in head for the built-in model, the MTP layers of a
-    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
-    the number of layers where there are several. Raises ValueError for a slip in a name."""
+    """The name of a drafter, with what ``auto`` and ``mtp`` stand for.
+
+    ``auto`` is lookup and the built-in head for the built-in model, the MTP layers of a checkpoint
+    that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with the number of
+    layers where there are several. Raises ValueError for a slip in a name.
+    """
     check_name(drafter)
     if drafter == "auto":
         if is_built_in(model):

@@ -143,9 +143,10 @@ class SamplingParams:
             return [dataclasses.replace(self, n=1, best_of=None)]
         chooses = self.num_samples > self.n
         logprobs = 0 if chooses and self.logprobs is None else self.logprobs
-        one = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
+        sample = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
         return with_own_seeds(
-            one if one.seed is not None else dataclasses.replace(one, seed=seed), self.num_samples
+            sample if sample.seed is not None else dataclasses.replace(sample, seed=seed),
+            self.num_samples,
         )
 
     @property
@@ -325,13 +326,13 @@ def check_requests(
         check_is_sampling(params)
         _check_prompt(index, prompt, vocab_size)
         if len(prompt) >= max_length:
-            room = f"prompt {index} has {len(prompt)} tokens; with those generated at most "
+            problem = f"prompt {index} has {len(prompt)} tokens; with those generated at most "
             if len(prompt) < max_position:
                 raise ValueError(
-                    f"{room}{max_length} fit: raise max_length, to at most {max_position}"
+                    f"{problem}{max_length} fit: raise max_length, to at most {max_position}"
                 )
             raise ValueError(
-                f"{room}{max_position} fit this model: shorten the prompt to fewer than that"
+                f"{problem}{max_position} fit this model: shorten the prompt to fewer than that"
             )
         _check_token_ids(params, vocab_size)
 

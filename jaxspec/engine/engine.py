@@ -67,7 +67,7 @@ class Engine:
       on_launch, on_read: for measurements; called with the calls that were launched, and with a
         plan and what its calls gave.
 
-    Raises ValueError for values that cannot work, and for a cache that the device has no room for.
+    Raises ValueError for values that cannot work, and for a cache that does not fit the device.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def snapshot_bytes(self) -> int:
-        """As swapped_bytes, of snapshots of recurrent states."""
+        """Host memory that snapshots of recurrent states use now."""
         return self._runner.snapshots.bytes
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
@@ -388,7 +388,7 @@ class Engine:
         self._use(self.params.replace(target=replacement(self.params.target, target)))
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """As use_target, for the drafter."""
+        """From the next request on, draft with other weights: see use_target."""
         self._use(self.params.replace(drafter=replacement(self.params.drafter, drafter)))
 
     def _use(self, params: EngineParams) -> None:

@@ -236,7 +236,7 @@ class Generation:
             self.prompt_logprobs = [None]
 
     def add_prompt_logprobs(self, new: Iterable[TokenLogprob]) -> None:
-        """Of the prompt's next tokens; what comes after the prompt is left out."""
+        """Add those of the prompt's next tokens; what comes after the prompt is left out."""
         if self.prompt_logprobs is not None:
             missing = len(self.prompt) - len(self.prompt_logprobs)
             self.prompt_logprobs.extend(itertools.islice(new, missing))

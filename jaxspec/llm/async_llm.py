@@ -70,7 +70,7 @@ class AsyncLLM:
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of each prompt, see LLM.tokenize."""
-        if sum(len(one) for one in prompts if isinstance(one, str)) > LONG_TEXT:
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > LONG_TEXT:
             return await asyncio.to_thread(self.llm.tokenize, prompts)
         return self.llm.tokenize(prompts)
 
@@ -160,7 +160,7 @@ class AsyncLLM:
 
     async def _compile_grammars(self, sampling: Sequence[SamplingParams]) -> None:
         """Beside the event loop and the engine; the engine then finds them compiled."""
-        for spec in {one.structured for one in sampling if one.structured is not None}:
+        for spec in {params.structured for params in sampling if params.structured is not None}:
             if self.llm.grammars.is_known(spec):
                 self.llm.grammars.matcher(spec)  # or why there is none
             else:

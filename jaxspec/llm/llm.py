@@ -143,7 +143,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, but yields text as it is generated: TextChunks, then Completions in order.
+        """The text of every prompt as it is generated: TextChunks, then Completions in order.
 
         The chunks of a request, concatenated, are the text of its Completion. Closing the stream
         early cancels its requests. With ``n`` above 1 each text is a request, as in the list that
@@ -163,7 +163,7 @@ class LLM:
                     chunk = text.next_chunk(index)
                     if chunk is not None:
                         yield chunk
-                running = [one for one in running if not one[1].done]
+                running = [(index, text) for index, text in running if not text.done]
             for text in texts:
                 yield text.completion()
         finally:
@@ -201,7 +201,7 @@ class LLM:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> Iterator[TextChunk | Completion]:
-        """As chat, but yields text as it is generated (see stream)."""
+        """The answers of ``chat`` as they are generated; see stream."""
         prompts = self.chat_prompts(messages, chat_template, template_variables)
         sampling = self.chat_sampling(sampling, chat_template)
         yield from self.stream(prompts, sampling, rounds_per_call)
@@ -246,7 +246,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY_AND_SAMPLED,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> float:
-        """Compile the programs for requests of given sizes ahead of the first request.
+        """Compile the programs for requests of given sizes before the first request.
 
         Sizes are rounded up to powers of two, as for requests: a batch of 3 uses the programs of 4,
         and a request of 600 prompt tokens and 200 new ones those of 1024. An adaptive engine
@@ -261,16 +261,16 @@ class LLM:
         Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.
         """
         started = time.perf_counter()
-        own = [sampling] if isinstance(sampling, SamplingParams) else sampling
-        if not (len(batch_sizes) and len(prompt_tokens) and len(own)):
+        ways = [sampling] if isinstance(sampling, SamplingParams) else sampling
+        if not (len(batch_sizes) and len(prompt_tokens) and len(ways)):
             raise ValueError("batch_sizes, prompt_tokens and sampling must not be empty")
         for name, values in (("batch_sizes", batch_sizes), ("prompt_tokens", prompt_tokens)):
             for value in values:
                 check_count(name, value)
         if self.engine.config.adaptive:
-            tokens = max(prompt_tokens) + max(int(params.max_tokens) for params in own)
-            return self.engine.warm_up(own, tokens=tokens, on_progress=on_progress)
-        sets = sorted(itertools.product(batch_sizes, prompt_tokens, own), key=_size, reverse=True)
+            tokens = max(prompt_tokens) + max(int(params.max_tokens) for params in ways)
+            return self.engine.warm_up(ways, tokens=tokens, on_progress=on_progress)
+        sets = sorted(itertools.product(batch_sizes, prompt_tokens, ways), key=_size, reverse=True)
         for done, (batch_size, length, params) in enumerate(sets, 1):
             self.engine.prepare(batch_size, length, params)
             if on_progress is not None:
@@ -308,7 +308,7 @@ class LLM:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         self._text.check_stops(any(each.stop for each in params))
-        return [self.growing_text(one) for one in self.engine.add_all(tokens, params)]
+        return [self.growing_text(each) for each in self.engine.add_all(tokens, params)]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:
         for text in texts:

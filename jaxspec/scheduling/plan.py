@@ -80,7 +80,7 @@ class Limits:
     swaps_only: bool = False
 
     def __post_init__(self):
-        """Raises ValueError for values that no scheduler can work with."""
+        """Raise ValueError for values that no scheduler can work with."""
         for name in _COUNTS:
             check_count(name, getattr(self, name))
         for name in ("scratch_slots", "host_parts", "snapshots"):

@@ -9,7 +9,7 @@ Conversation = Sequence[Message]
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raises ValueError for text that cannot be encoded."""
+    """Raise ValueError for text that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
