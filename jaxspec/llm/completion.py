@@ -12,9 +12,10 @@ from jaxspec.llm.tokenizer.detokenizer import Detokenizer, StopStrings
 class TextChunk:
     """Newly generated text of one request; ``done`` marks the request's last chunk.
 
-    ``index`` is the request's place in the caller's list. ``token_ids`` may reach
-    further than ``text``, as text that ends inside a character, or may begin a stop string, is held back. ``logprobs`` are
-    those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if they are asked for.
+    ``index`` is the request's place in the caller's list. ``token_ids`` may reach further than
+    ``text``, as text that ends inside a character, or may begin a stop string, is held back.
+    ``logprobs`` are those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if
+    they are asked for.
     """
 
     index: int

@@ -78,7 +78,7 @@ def coverage(
     masked = [params.structured is not None for params in sampling]
     of = programs.sizes.kind_for
     rounds = {(of(Kind.of(params)), mask) for params, mask in zip(sampling, masked, strict=True)}
-    # Prompts of greedy requests are read by programs that could sample: params token of a row each.
+    # Prompts of greedy requests are read by programs that could sample: one token of a row each.
     kinds = [max(Kind.of(params, reads=True), Kind.SAMPLED) for params in sampling]
     reads = set(zip(kinds, masked, strict=True))
     # Prompts of masked rows may be read beside those of any others.

@@ -146,8 +146,8 @@ class ResultFile:
             wanted, begun = (json.dumps(record.get(name)) for record in (self._record, found))
             if wanted != begun:
                 raise ValueError(
-                    f"{self.path} was begun with {name} {begun}, not {wanted}: go on as it was begun, "
-                    "or choose another --out"
+                    f"{self.path} was begun with {name} {begun}, not {wanted}: go on as it was "
+                    "begun, or choose another --out"
                 )
 
     def _write_record(self) -> None:
@@ -160,7 +160,7 @@ class ResultFile:
 
 
 def _index(line: bytes) -> int:
-    """The index in a line of the file of results; MISSING if the line is cut off or is no result."""
+    """The index in a line of the file of results; MISSING if the line is none."""
     with contextlib.suppress(ValueError, RecursionError):
         result = json.loads(line) if line.endswith(b"\n") else None
         index = result.get("index") if isinstance(result, dict) else None
