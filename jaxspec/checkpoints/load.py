@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def _load_target(
     options: LoadOptions,
     drafted: DraftedModel,
     drafter: Drafter,
-    meshes: Sequence[Mesh | None],
+    meshes: Sequence[Any],
 ) -> tuple[tuple[Stage, ...], Decoder]:
     """The stages before the last of a pipeline, and the rest of the target."""
     directory, config, dtype = drafted.directory, drafted.config, drafted.dtype

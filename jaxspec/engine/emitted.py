@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.state import Emitted
 from jaxspec.engine.generation import Generation, RoundTree, Running, TokenLogprob
 from jaxspec.engine.programs.call import Call
@@ -45,12 +44,6 @@ def row_outputs(calls: Iterable[Call], sequences: Mapping[int, Sequence]) -> Ite
         for column, row in enumerate(call.rows.tolist()):
             if row in sequences:
                 yield RowOutput(row, sequences[row], column, call.emitted)
-
-
-def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
-    """Raise ValueError for requests that want trees, unless the engine's programs emit them."""
-    if not emitted and any(params.trees for params in sampling):
-        raise ValueError("trees needs an engine that emits them: make it with trees=True")
 
 
 def take_calls(

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import SamplingParams, check_requests
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.all_reduce_buffers import replacement
@@ -21,9 +21,15 @@ from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.adaptive_trees import AdaptiveTrees
 from jaxspec.engine.draft_watch import DraftWatch
-from jaxspec.engine.emitted import check_trees, take_calls
-from jaxspec.engine.generation import FinishReason, Generation, Grammar, Running, new_generation
-from jaxspec.engine.limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
+from jaxspec.engine.emitted import take_calls
+from jaxspec.engine.generation import (
+    FinishReason,
+    Generation,
+    Running,
+    new_generation,
+    new_grammar,
+)
+from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import Call
 from jaxspec.engine.programs.pipeline.programs import own_programs
@@ -31,6 +37,7 @@ from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
 from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
 from jaxspec.engine.programs.weights import without_lm_head_copy
+from jaxspec.engine.request_checks import check_for_engine
 from jaxspec.engine.structured import Matcher
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED, Progress
 from jaxspec.engine.warm_up.compile_early import compile_first
@@ -119,28 +126,10 @@ class Engine:
     def is_idle(self) -> bool:
         return not self._running
 
-    @property
-    def swapped_bytes(self) -> int:
-        """Host memory that swapped requests use now."""
-        return self._runner.swapped.bytes
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Host memory that snapshots of recurrent states use now."""
-        return self._runner.snapshots.bytes
-
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
         model = self.params.target.config
-        check_requests(
-            prompts, sampling, model.vocab_size, self.cache.max_length, model.max_position
-        )
-        check_trees(sampling, self.config.trees)
-        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            if (stops := len(self.stop_ids(params))) > MOST_STOPS:
-                most = f"at most {MOST_STOPS} may: name fewer in stop_token_ids"
-                raise ValueError(f"{stops} tokens would end the text, and {most}")
-            self.limits.check(str(index), len(prompt), int(params.max_tokens))
+        check_for_engine(prompts, sampling, model, self.limits, trees=self.config.trees)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stops(self.params.target.config.stop_token_ids)
@@ -176,13 +165,9 @@ class Engine:
     ) -> Generation:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        generation = new_generation(
-            next(self._ids),
-            prompt,
-            sampling,
-            self.params.speculation.max_depth,
-            self._grammar(sampling),
-        )
+        grammar = new_grammar(sampling, self._make_matcher)
+        depth = self.params.speculation.max_depth
+        generation = new_generation(next(self._ids), prompt, sampling, depth, grammar)
         request = generation.request(time.perf_counter(), timeout, group)
         self.scheduler.add(request)
         self._load = Load() if self.is_idle else self._load
@@ -190,14 +175,6 @@ class Engine:
         started = self._clock(), self.programs.compile_seconds
         self._running[request.request_id] = Running(generation, *started)
         return generation
-
-    def _grammar(self, sampling: SamplingParams) -> Grammar | None:
-        if sampling.structured is None:
-            return None
-        if self._make_matcher is None:
-            raise ValueError("structured needs an engine with make_matcher")
-        matcher = self._make_matcher(sampling.structured)
-        return Grammar(matcher.ending_at(sampling.further_stop_token_ids))
 
     def add_all(
         self,

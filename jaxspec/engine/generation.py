@@ -3,12 +3,13 @@
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.state import Ending
 from jaxspec.engine.structured import Matcher
 from jaxspec.scheduling.sequence import Request
@@ -160,6 +161,21 @@ class Grammar:
         return self.matcher
 
 
+def new_grammar(
+    sampling: SamplingParams, make_matcher: Callable[[StructuredOutput], Matcher] | None
+) -> Grammar | None:
+    """The grammar of a new request. None: its output has no structure.
+
+    Raises ValueError without ``make_matcher`` for a request that needs one.
+    """
+    if sampling.structured is None:
+        return None
+    if make_matcher is None:
+        raise ValueError("structured needs an engine with make_matcher")
+    matcher = make_matcher(sampling.structured)
+    return Grammar(matcher.ending_at(sampling.further_stop_token_ids))
+
+
 @dataclasses.dataclass(eq=False)
 class Generation:
     """A request that an engine generates; the engine's ``step`` extends it.
@@ -188,7 +204,7 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trees: list[RoundTree] | None = None
-    grammar: "Grammar | None" = None
+    grammar: Grammar | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_kind: ErrorKind | None = None

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,15 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.structured import GrammarCompiler
-from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.completion import (
+    WHOLE_TEXT,
+    Completion,
+    GrowingText,
+    TextChunk,
+    TextOptions,
+    check_streams,
+    returned,
+)
 from jaxspec.llm.llm import LLM
 from jaxspec.llm.prompt_checks import for_each
 from jaxspec.llm.tokenizer.prompts import Prompt
@@ -96,12 +103,7 @@ class AsyncLLM:
                     completions.append(event)
                 elif on_tokens is not None:
                     on_tokens(len(event.token_ids))
-        rest = iter(completions)
-        return [
-            completion
-            for params in for_each(sampling, len(prompts))
-            for completion in best(params, list(itertools.islice(rest, params.num_samples)))
-        ]
+        return returned(completions, for_each(sampling, len(prompts)))
 
     async def stream(
         self,
@@ -123,8 +125,7 @@ class AsyncLLM:
         Raises ValueError for requests that could not run, and for ``best_of`` above ``n``;
         QueueFull if too many wait; RuntimeError if it is closed.
         """
-        if any(params.num_samples > params.n for params in for_each(sampling, len(prompts))):
-            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+        check_streams(for_each(sampling, len(prompts)))
         events = self._events(prompts, sampling, timeout, options)
         async with contextlib.aclosing(events):
             async for event in events:

@@ -1,7 +1,7 @@
 """Texts of requests: while they grow, and when they are finished."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import ErrorKind, Generation, RoundTree, Timings, TokenLogprob
@@ -211,7 +211,22 @@ def decode_seconds(completions: Sequence[Completion]) -> float:
     return max(t.finished for t in times) - min(t.first_token for t in times)
 
 
-def best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:
+def returned(
+    completions: Iterable[Completion], sampling: Iterable[SamplingParams]
+) -> list[Completion]:
+    """The completions that a caller gets, of those of all samples of each prompt, in order."""
+    rest = iter(completions)
+    samples = ((params, [next(rest) for _ in range(params.num_samples)]) for params in sampling)
+    return [completion for params, texts in samples for completion in _best(params, texts)]
+
+
+def check_streams(sampling: Iterable[SamplingParams]) -> None:
+    """Raise ValueError for requests whose texts cannot be streamed."""
+    if any(params.num_samples > params.n for params in sampling):
+        raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+
+
+def _best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:
     """The ``n`` most likely texts of a prompt, if more than those were generated."""
     if len(samples) == sampling.n:
         return samples

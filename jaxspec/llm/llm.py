@@ -20,7 +20,15 @@ from jaxspec.engine.programs.several_processes import FollowingPrograms, make_pr
 from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED
 from jaxspec.llm import tokenizer as tokenizing  # chats load transformers when they are asked for
-from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.completion import (
+    WHOLE_TEXT,
+    Completion,
+    GrowingText,
+    TextChunk,
+    TextOptions,
+    check_streams,
+    returned,
+)
 from jaxspec.llm.options import LLMOptions
 from jaxspec.llm.progress_bar import progress_bar
 from jaxspec.llm.prompt_checks import allowed_length, check_sampling, for_each
@@ -130,12 +138,8 @@ class LLM:
             self._cancel(texts)
         for text in texts:
             text.update()
-        completions = iter([text.completion() for text in texts])
-        return [
-            completion
-            for params in for_each(sampling, len(prompts))
-            for completion in best(params, list(itertools.islice(completions, params.num_samples)))
-        ]
+        completions = [text.completion() for text in texts]
+        return returned(completions, for_each(sampling, len(prompts)))
 
     def stream(
         self,
@@ -152,8 +156,7 @@ class LLM:
         Raises ValueError for ``best_of`` above ``n``, besides what generate raises it for.
         """
         check_count("rounds_per_call", rounds_per_call)
-        if any(params.num_samples > params.n for params in for_each(sampling, len(prompts))):
-            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+        check_streams(for_each(sampling, len(prompts)))
         texts = self._add(prompts, sampling)
         running = list(enumerate(texts))
         try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jaxspec.config.checks import check_count, is_integer
 from jaxspec.config.engine import Preemption
@@ -139,16 +140,14 @@ class Limits:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A request that the scheduler ended: "cancelled", "timeout", or as ``cancel`` was told."""
 
     request_id: str
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class SwapOut:
+class SwapOut(NamedTuple):
     """Copy a row, and the content of these pages in order, to host memory.
 
     The row's table on the device may still name other pages of the same content.
@@ -159,8 +158,7 @@ class SwapOut:
     pages: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class SwapIn:
+class SwapIn(NamedTuple):
     """Put a swapped row back, and its first pages into the first ``restored`` of its table."""
 
     row: int
@@ -169,8 +167,7 @@ class SwapIn:
     table: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """Copy one page of a shard to another."""
 
     shard: int
@@ -178,8 +175,7 @@ class PageCopy:
     destination: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """Give a row to a sequence, which reads ``sequence.tokens`` as its prompt.
 
     The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them (see
@@ -194,8 +190,7 @@ class Admission:
     snapshot: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A row's new page table."""
 
     row: int
@@ -210,8 +205,7 @@ class Read:
     count: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Copy what a row keeps outside of pages to a slot, once it has read."""
 
     row: int
@@ -259,8 +253,7 @@ class Plan:
         return bool(self.reads or self.decode_rows or self.masked_rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a row did in a plan's calls.
 
     Attributes:
@@ -278,8 +271,7 @@ class RowResult:
     failed: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """New tokens of a request. ``ended``: why it has ended, or None."""
 
     request_id: str

@@ -1,6 +1,5 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -182,4 +181,4 @@ class PlanRunner:
 def _after(earlier: RowResult, later: RowResult) -> RowResult:
     """What a row did in two calls. A call that ran no round of it leaves its pending tokens."""
     pending = later.pending if later.tokens else earlier.pending
-    return dataclasses.replace(later, tokens=earlier.tokens + later.tokens, pending=pending)
+    return later._replace(tokens=earlier.tokens + later.tokens, pending=pending)
