@@ -126,6 +126,16 @@ class Engine:
     def is_idle(self) -> bool:
         return not self._running
 
+    @property
+    def swapped_bytes(self) -> int:
+        """Host memory that swapped requests use now."""
+        return self._runner.swapped.bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that snapshots of recurrent states use now."""
+        return self._runner.snapshots.bytes
+
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
         model = self.params.target.config

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxspec.config.cache import pages_for
 from jaxspec.config.checks import check_count, is_integer
 from jaxspec.config.engine import Preemption
-from jaxspec.scheduling.pages import pages_for
 from jaxspec.scheduling.sequence import Sequence
 
 _COUNTS = ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round")

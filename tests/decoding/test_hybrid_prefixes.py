@@ -71,15 +71,13 @@ def test_texts_are_those_without_a_prefix_cache(
         checkpoint("qwen3_5_text"), drafter, dtype="float32", speculation=SpeculationConfig.chain(3)
     )
     expected, plain = served(params, page_size, prefix_caching=False)
-    assert plain.limits.snapshots is None and plain._runner.snapshots.bytes == 0
+    assert plain.limits.snapshots is None and plain.snapshot_bytes == 0
     one = snapshot_bytes(params, plain.programs.sizes)
     memory = 4.0 if room is None else (room + 0.5) * one / 2**30
     found, engine = served(params, page_size, num_pages, snapshot_memory=memory)
     assert found == expected
     assert engine.scheduler.cache_statistics()[1] > 0
     assert room is None or engine.limits.snapshots == room
-    assert (
-        engine._runner.snapshots.bytes % one == 0 < engine._runner.snapshots.bytes <= memory * 2**30
-    )
+    assert engine.snapshot_bytes % one == 0 < engine.snapshot_bytes <= memory * 2**30
     if num_pages is not None:
         assert sum(engine.scheduler.preemptions.values()) > 0

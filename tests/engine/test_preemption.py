@@ -32,7 +32,7 @@ def run(own: Engine) -> list[Generation]:
     own.finish(generations)
     assert [generation.token_ids for generation in generations] == expected()
     own._drain()
-    assert own._runner.swapped.bytes == 0 == own.scheduler.host.parts
+    assert own.swapped_bytes == 0 == own.scheduler.host.parts
     return generations
 
 
@@ -88,7 +88,7 @@ def test_requests_that_do_not_fit_host_memory_are_recomputed(parts: int):
     generations, used = own.add_all(PROMPTS, SAMPLING), {0}
     while not all(generation.done for generation in generations):
         own.step()
-        used.add(own._runner.swapped.bytes)
+        used.add(own.swapped_bytes)
     assert [generation.token_ids for generation in generations] == expected()
     assert used == {0, parts * size}
     assert own.scheduler.preemptions["recompute"] > 0
