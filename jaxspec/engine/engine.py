@@ -239,7 +239,7 @@ class Engine:
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
             self._read()
-            if plan.runs_model:
+            if plan.runs_model:  # masks of structured requests need what was just read
                 calls = [*calls, *self._runner.verify()]
                 self._in_flight = Launched(plan, calls, shape)
             if first and plan.reads:

@@ -48,8 +48,8 @@ def warnings_of(head: Path, target: Path, out: Path, new: dict[str, Any], **conf
     chain = SpeculationConfig.chain(2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        config, dtype = load_model_config(target), resolve_dtype("float32")
-        load_drafter(str(directory), DraftedModel(target, config, chain, dtype, None, False))
+        model, dtype = load_model_config(target), resolve_dtype("float32")
+        load_drafter(str(directory), DraftedModel(target, model, chain, dtype, None, False))
     return "\n".join(str(one.message) for one in said)
 
 
