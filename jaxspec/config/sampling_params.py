@@ -226,6 +226,15 @@ def _is_bias(value: object) -> bool:
     )
 
 
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_COUNT = (_is_integer_within(1, math.inf), "an integer, at least 1")
+_PENALTY = (_is_within(-2, 2), "a number in [-2, 2]")
+_TOKEN_IDS = (_is_token_ids, "a tuple of token ids")
+_ALTERNATIVES = (
+    _or_none(_is_integer_within(0, MOST_LOGPROBS)),
+    f"an integer in [0, {MOST_LOGPROBS}], or None",
+)
+
 # What each parameter must be.
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
@@ -237,37 +246,30 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "top_p": (lambda value: _is_within(0, 1)(value) and value > 0, "a number in (0, 1]"),
         "min_p": (_is_within(0, 1), "a number in [0, 1]"),
         "seed": (_or_none(_is_integer_within(0, 2**32 - 1)), "an integer in [0, 2**32), or None"),
-        "max_tokens": (_is_integer_within(1, math.inf), "an integer, at least 1"),
+        "max_tokens": _COUNT,
         "min_tokens": (_is_integer_within(0, math.inf), "an integer, at least 0"),
         "stop_token_ids": (_or_none(_is_token_ids), "a tuple of token ids, or None"),
-        "further_stop_token_ids": (_is_token_ids, "a tuple of token ids"),
-        **{
-            name: (lambda value: isinstance(value, bool), "True or False")
-            for name in ("ignore_eos", "trees", "plain")
-        },
+        "further_stop_token_ids": _TOKEN_IDS,
+        "ignore_eos": _FLAG,
+        "trees": _FLAG,
+        "plain": _FLAG,
         "stop": (_is_stop, "a string or a tuple of strings, none of them empty"),
         "repetition_penalty": (
             _is_within(0.01, 100),
             "a number in [0.01, 100] (1 changes nothing)",
         ),
-        "presence_penalty": (_is_within(-2, 2), "a number in [-2, 2]"),
-        "frequency_penalty": (_is_within(-2, 2), "a number in [-2, 2]"),
+        "presence_penalty": _PENALTY,
+        "frequency_penalty": _PENALTY,
         "logit_bias": (_is_bias, "a mapping from token ids to numbers in [-100, 100]"),
         "allowed_token_ids": (
             _or_none(lambda value: _is_token_ids(value) and len(value) > 0),
             "a tuple of at least one token id, or None",
         ),
-        "bad_token_ids": (_is_token_ids, "a tuple of token ids"),
-        "logprobs": (
-            _or_none(_is_integer_within(0, MOST_LOGPROBS)),
-            f"an integer in [0, {MOST_LOGPROBS}], or None",
-        ),
-        "prompt_logprobs": (
-            _or_none(_is_integer_within(0, MOST_LOGPROBS)),
-            f"an integer in [0, {MOST_LOGPROBS}], or None",
-        ),
-        "n": (_is_integer_within(1, math.inf), "an integer, at least 1"),
-        "best_of": (_or_none(_is_integer_within(1, math.inf)), "an integer, at least 1, or None"),
+        "bad_token_ids": _TOKEN_IDS,
+        "logprobs": _ALTERNATIVES,
+        "prompt_logprobs": _ALTERNATIVES,
+        "n": _COUNT,
+        "best_of": (_or_none(_COUNT[0]), "an integer, at least 1, or None"),
         "structured": (
             _or_none(lambda value: isinstance(value, StructuredOutput)),
             "a structured.StructuredOutput, or None",

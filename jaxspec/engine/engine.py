@@ -25,8 +25,8 @@ from jaxspec.engine.emitted import take_calls
 from jaxspec.engine.generation import (
     FinishReason,
     Generation,
+    RequestStatistics,
     Running,
-    new_generation,
     new_grammar,
 )
 from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
@@ -175,9 +175,9 @@ class Engine:
     ) -> Generation:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        grammar = new_grammar(sampling, self._make_matcher)
-        depth = self.params.speculation.max_depth
-        generation = new_generation(next(self._ids), prompt, sampling, depth, grammar)
+        statistics = RequestStatistics(0, 0, [0] * (self.params.speculation.max_depth + 1))
+        generation = Generation(next(self._ids), tuple(map(int, prompt)), sampling, statistics)
+        generation.grammar = new_grammar(sampling, self._make_matcher)
         request = generation.request(time.perf_counter(), timeout, group)
         self.scheduler.add(request)
         self._load = Load() if self.is_idle else self._load

@@ -279,23 +279,6 @@ class Generation:
         return self.finish_reason is not None
 
 
-def new_generation(
-    request_id: str,
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    max_depth: int,
-    grammar: Grammar | None,
-) -> Generation:
-    """A generation of nothing yet, with trees of at most ``max_depth``."""
-    return Generation(
-        request_id=request_id,
-        prompt=tuple(map(int, prompt)),
-        sampling=sampling,
-        statistics=RequestStatistics(0, 0, [0] * (max_depth + 1)),
-        grammar=grammar,
-    )
-
-
 @dataclasses.dataclass
 class Running:
     """A request that has not ended. Times are on the engine's clock.
