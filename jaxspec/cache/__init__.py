@@ -12,9 +12,9 @@ from jaxspec.cache.paged import (
     KVScales,
     PagedKV,
     page_slots,
-    pages_for,
     sequential_page_table,
 )
+from jaxspec.config.cache import pages_for
 
 __all__ = [
     "CommittedPath",

@@ -1,5 +1,6 @@
 """Loading of drafters, by name or directory."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -37,33 +38,47 @@ LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and doc
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
-    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
-    the number of layers where there are several. Raises ValueError for a slip in a name."""
+    """The name of a drafter, with what ``auto`` and ``mtp`` stand for.
+
+    ``auto`` is lookup and the built-in head for the built-in model, the MTP layers of a checkpoint
+    that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with the number of
+    layers where there are several. Raises ValueError for a slip in a name.
+    """
     check_name(drafter)
     if drafter == "auto":
         if is_built_in(model):
             return f"{MIXED}{BUILT_IN_HEAD}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
-    mixed, own = split_mixed(drafter)
-    choice = MtpChoice.parse(own)
+    mixture, mixed = split_mixed(drafter)
+    choice = MtpChoice.parse(mixed)
     if choice is None or not isinstance(drafter, str):
         return drafter
     mtp = load_model_config(resolve_directory(model)).mtp
-    return drafter if mtp is None else f"{mixed}{choice.name(mtp)}"
+    return drafter if mtp is None else f"{mixture}{choice.name(mtp)}"
 
 
-def load_drafter(
-    drafter: str | Path,
-    model_directory: Path,
-    target: ModelConfig,
-    speculation: SpeculationConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    sharded: bool,
-) -> Drafter:
-    """By any name but ``auto`` (see choose_drafter); ``target`` is the model in the directory.
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftedModel:
+    """The target that a drafter is loaded for, and how its weights are.
+
+    Attributes:
+      directory, config: of the target.
+      speculation: the largest tree.
+      dtype: of the drafter's weights.
+      mesh, sharded: where these lie, and whether they are split over the mesh.
+    """
+
+    directory: Path
+    config: ModelConfig
+    speculation: SpeculationConfig
+    dtype: jnp.dtype
+    mesh: Mesh | None
+    sharded: bool
+
+
+def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
+    """The drafter of any name but ``auto`` (see choose_drafter), for a target.
 
     Warns of a head whose embeddings are not the target's. Raises ValueError for what cannot be
     found, or does not fit the target.
@@ -72,46 +87,47 @@ def load_drafter(
         return NoDrafter()
     choice = MtpChoice.parse(drafter)
     if choice is not None:
-        return _mtp_drafter(model_directory, target, speculation, dtype, mesh, sharded, choice)
+        return _mtp_drafter(drafted.directory, drafted, choice)
     mixture, mixed = split_mixed(drafter)
     if mixture:
-        own = mixed_lookup(mixture)
         if mixed in ("", "none", "auto") or split_mixed(mixed)[0] or lookup_drafter(mixed):
             raise ValueError(
                 f"drafter {drafter!r}: after {mixture} give mtp, or the directory or hub id of a "
                 "head or a draft model"
             )
-        rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        skips = platform_of(mesh) != "gpu"  # there a round is one CUDA graph, or several
-        return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own, may_skip=skips)
+        skips = platform_of(drafted.mesh) != "gpu"  # there a round is one CUDA graph, or several
+        model, lookup = load_drafter(mixed, drafted), mixed_lookup(mixture)
+        return MixedDrafter(model=model, lookup=lookup, may_skip=skips)
     lookup = lookup_drafter(drafter)
     if lookup is not None:
         return lookup
     directory = resolve_directory(drafter)
+    target, speculation = drafted.config, drafted.speculation
+    weights = (drafted.dtype, drafted.mesh, drafted.sharded)
     if holds_only_mtp_layers(directory):
-        return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())
+        return _mtp_drafter(directory, drafted, MtpChoice())
     if holds_block_head(directory):
-        block_head = load_block_head(directory, target, dtype, mesh, sharded)
-        check_block_copies(directory, model_directory)
+        block_head = load_block_head(directory, target, *weights)
+        check_block_copies(directory, drafted.directory)
         block_head.check_depth(speculation.max_depth)
         check_top_k(speculation, target.vocab_size)
         return BlockDrafter(head=block_head)
     if head_method(directory) is not None:
-        head = load_eagle_head(directory, target, dtype, mesh, sharded)
+        head = load_eagle_head(directory, target, *weights)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
-        check_own_embeddings(directory, model_directory)
-        return EagleDrafter(head=head, least_probability=_least_probability(mesh))
+        check_own_embeddings(directory, drafted.directory)
+        return EagleDrafter(head=head, least_probability=_least_probability(drafted.mesh))
     config = load_model_config(directory, "draft model")
-    _check_same_tokenizer(directory, config, model_directory, target)
+    _check_same_tokenizer(directory, config, drafted)
     config.check_tree_depth(speculation.max_depth)
     check_top_k(speculation, config.vocab_size)
-    model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
+    model = load_decoder(directory, config, drafted.dtype, drafted.mesh, sharded=drafted.sharded)
     return DraftModelDrafter(model=model)
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """``cpu``, ``gpu`` or ``tpu``. None: of the default device."""
+    """The platform of a mesh: ``cpu``, ``gpu`` or ``tpu``. None: of the default device."""
     device = default_device() if mesh is None else mesh.devices.flat[0]
     return device.platform
 
@@ -120,33 +136,23 @@ def _least_probability(mesh: Mesh | None) -> float:
     return LEAST_PROBABILITY if platform_of(mesh) == "cpu" else 0.0
 
 
-def _mtp_drafter(
-    directory: Path,
-    target: ModelConfig,
-    speculation: SpeculationConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    sharded: bool,
-    choice: MtpChoice,
-) -> EagleDrafter:
-    check_top_k(speculation, target.vocab_size)
-    steps = speculation.max_depth
-    head, *later = load_mtp_heads(
-        directory, target, dtype, mesh, sharded, choice=choice, steps=steps
-    )
-    return EagleDrafter(head=head, later=tuple(later), least_probability=_least_probability(mesh))
+def _mtp_drafter(directory: Path, drafted: DraftedModel, choice: MtpChoice) -> EagleDrafter:
+    check_top_k(drafted.speculation, drafted.config.vocab_size)
+    weights = (drafted.dtype, drafted.mesh, drafted.sharded)
+    steps = drafted.speculation.max_depth
+    head, *later = load_mtp_heads(directory, drafted.config, *weights, choice=choice, steps=steps)
+    least = _least_probability(drafted.mesh)
+    return EagleDrafter(head=head, later=tuple(later), least_probability=least)
 
 
-def _check_same_tokenizer(
-    directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig
-) -> None:
+def _check_same_tokenizer(directory: Path, config: ModelConfig, drafted: DraftedModel) -> None:
     """Raise ValueError if a draft model's token ids stand for other text; padding may differ."""
-    draft, wanted = _vocabulary(directory), _vocabulary(target_directory)
+    draft, wanted = _vocabulary(directory), _vocabulary(drafted.directory)
     if draft is None or wanted is None:
-        draft, wanted = config.vocab_size, target.vocab_size
+        draft, wanted = config.vocab_size, drafted.config.vocab_size
     if draft != wanted:
         raise ValueError(
-            f"draft model {directory} has another vocabulary than the target {target_directory}: "
+            f"draft model {directory} has another vocabulary than the target {drafted.directory}: "
             "they must share a tokenizer"
         )
 
@@ -167,7 +173,10 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
-    """See ``drafter_bits`` of jaxspec.load. None: as it is. Raises ValueError."""
+    """The drafter in so many bits: see LoadOptions.drafter_bits. None: as it is.
+
+    Raises ValueError for other numbers, and for a drafter without weights.
+    """
     if bits is None:
         return drafter
     if bits not in (4, 8):

@@ -30,6 +30,16 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"{name} must be above 0, got {value!r}")
 
 
+def check_unicode(name: str, text: str) -> None:
+    """Raise ValueError for text that cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
+        ) from None
+
+
 def first_of(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first texts of a list that may be long: ``a, b and 3 more``."""
     more = len(texts) - most

@@ -69,7 +69,7 @@ class AttentionConfig:
         return (self.rope,)
 
     def check_tree_depth(self, max_depth: int) -> None:
-        """Raises ValueError unless the window shows every node of a tree all its ancestors."""
+        """Raise ValueError unless the window shows every node of a tree all its ancestors."""
         if self.window is not None and self.window <= max_depth:
             raise ValueError(
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "

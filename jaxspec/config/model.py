@@ -92,7 +92,7 @@ class ModelConfig:
         return any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
 
     def check_tree_depth(self, max_depth: int) -> None:
-        """Raises ValueError unless every layer can verify a tree of ``max_depth``."""
+        """Raise ValueError unless every layer can verify a tree of ``max_depth``."""
         for layer in self.layers:
             layer.mixer.check_tree_depth(max_depth)
 

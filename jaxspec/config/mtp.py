@@ -26,14 +26,15 @@ class MtpStates:
     def name(self) -> str:
         """``before`` and ``after``: of both. ``before-after``: the target's before its norm, the
         layer's own after its norm. ``after-before``: the reverse."""
-        target, own = (
-            "after" if one else "before" for one in (self.target_normed, self.own_normed)
+        target, of_mtp = (
+            "after" if is_normed else "before"
+            for is_normed in (self.target_normed, self.own_normed)
         )
-        return target if target == own else f"{target}-{own}"
+        return target if target == of_mtp else f"{target}-{of_mtp}"
 
     @classmethod
     def named(cls, name: Any) -> "MtpStates":
-        """Raises ValueError for what is no such name."""
+        """Raise ValueError for what is no such name."""
         for states in ALL_MTP_STATES:
             if states.name == name:
                 return states

@@ -103,12 +103,15 @@ class RopeConfig:
         check_positive(head_dim=self.head_dim, rope_theta=self.theta)
         if self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
-        own = self.rotary_dim
-        if own is not None and (own % 2 or not 0 <= own < self.head_dim):
+        rotary = self.rotary_dim
+        if rotary is not None and (rotary % 2 or not 0 <= rotary < self.head_dim):
             raise ValueError(
-                f"rotary_dim must be even and below head_dim {self.head_dim}, or None, got {own}"
+                f"rotary_dim must be even and below head_dim {self.head_dim}, or None, got {rotary}"
             )
         if isinstance(self.scaling, LongRopeScaling):
-            pairs, given = (self.head_dim if own is None else own) // 2, len(self.scaling.factors)
+            pairs, given = (
+                (self.head_dim if rotary is None else rotary) // 2,
+                len(self.scaling.factors),
+            )
             if given != pairs:
                 raise ValueError(f"longrope has {given} factors for {pairs} frequencies")

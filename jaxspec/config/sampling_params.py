@@ -143,9 +143,10 @@ class SamplingParams:
             return [dataclasses.replace(self, n=1, best_of=None)]
         chooses = self.num_samples > self.n
         logprobs = 0 if chooses and self.logprobs is None else self.logprobs
-        one = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
+        sample = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
         return with_own_seeds(
-            one if one.seed is not None else dataclasses.replace(one, seed=seed), self.num_samples
+            sample if sample.seed is not None else dataclasses.replace(sample, seed=seed),
+            self.num_samples,
         )
 
     @property
@@ -225,6 +226,15 @@ def _is_bias(value: object) -> bool:
     )
 
 
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_COUNT = (_is_integer_within(1, math.inf), "an integer, at least 1")
+_PENALTY = (_is_within(-2, 2), "a number in [-2, 2]")
+_TOKEN_IDS = (_is_token_ids, "a tuple of token ids")
+_ALTERNATIVES = (
+    _or_none(_is_integer_within(0, MOST_LOGPROBS)),
+    f"an integer in [0, {MOST_LOGPROBS}], or None",
+)
+
 # What each parameter must be.
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
@@ -236,37 +246,30 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "top_p": (lambda value: _is_within(0, 1)(value) and value > 0, "a number in (0, 1]"),
         "min_p": (_is_within(0, 1), "a number in [0, 1]"),
         "seed": (_or_none(_is_integer_within(0, 2**32 - 1)), "an integer in [0, 2**32), or None"),
-        "max_tokens": (_is_integer_within(1, math.inf), "an integer, at least 1"),
+        "max_tokens": _COUNT,
         "min_tokens": (_is_integer_within(0, math.inf), "an integer, at least 0"),
         "stop_token_ids": (_or_none(_is_token_ids), "a tuple of token ids, or None"),
-        "further_stop_token_ids": (_is_token_ids, "a tuple of token ids"),
-        **{
-            name: (lambda value: isinstance(value, bool), "True or False")
-            for name in ("ignore_eos", "trees", "plain")
-        },
+        "further_stop_token_ids": _TOKEN_IDS,
+        "ignore_eos": _FLAG,
+        "trees": _FLAG,
+        "plain": _FLAG,
         "stop": (_is_stop, "a string or a tuple of strings, none of them empty"),
         "repetition_penalty": (
             _is_within(0.01, 100),
             "a number in [0.01, 100] (1 changes nothing)",
         ),
-        "presence_penalty": (_is_within(-2, 2), "a number in [-2, 2]"),
-        "frequency_penalty": (_is_within(-2, 2), "a number in [-2, 2]"),
+        "presence_penalty": _PENALTY,
+        "frequency_penalty": _PENALTY,
         "logit_bias": (_is_bias, "a mapping from token ids to numbers in [-100, 100]"),
         "allowed_token_ids": (
             _or_none(lambda value: _is_token_ids(value) and len(value) > 0),
             "a tuple of at least one token id, or None",
         ),
-        "bad_token_ids": (_is_token_ids, "a tuple of token ids"),
-        "logprobs": (
-            _or_none(_is_integer_within(0, MOST_LOGPROBS)),
-            f"an integer in [0, {MOST_LOGPROBS}], or None",
-        ),
-        "prompt_logprobs": (
-            _or_none(_is_integer_within(0, MOST_LOGPROBS)),
-            f"an integer in [0, {MOST_LOGPROBS}], or None",
-        ),
-        "n": (_is_integer_within(1, math.inf), "an integer, at least 1"),
-        "best_of": (_or_none(_is_integer_within(1, math.inf)), "an integer, at least 1, or None"),
+        "bad_token_ids": _TOKEN_IDS,
+        "logprobs": _ALTERNATIVES,
+        "prompt_logprobs": _ALTERNATIVES,
+        "n": _COUNT,
+        "best_of": (_or_none(_COUNT[0]), "an integer, at least 1, or None"),
         "structured": (
             _or_none(lambda value: isinstance(value, StructuredOutput)),
             "a structured.StructuredOutput, or None",
@@ -325,13 +328,13 @@ def check_requests(
         check_is_sampling(params)
         _check_prompt(index, prompt, vocab_size)
         if len(prompt) >= max_length:
-            room = f"prompt {index} has {len(prompt)} tokens; with those generated at most "
+            problem = f"prompt {index} has {len(prompt)} tokens; with those generated at most "
             if len(prompt) < max_position:
                 raise ValueError(
-                    f"{room}{max_length} fit: raise max_length, to at most {max_position}"
+                    f"{problem}{max_length} fit: raise max_length, to at most {max_position}"
                 )
             raise ValueError(
-                f"{room}{max_position} fit this model: shorten the prompt to fewer than that"
+                f"{problem}{max_position} fit this model: shorten the prompt to fewer than that"
             )
         _check_token_ids(params, vocab_size)
 

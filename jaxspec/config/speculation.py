@@ -65,7 +65,7 @@ class TreeShape:
 
     @property
     def name(self) -> str:
-        """As parse reads it."""
+        """The text that ``parse`` reads as this shape."""
         if self.is_plain:
             return "plain"
         if self.is_chain:
@@ -143,8 +143,8 @@ def check_rule(rule: object) -> None:
 class SpeculationConfig(TreeShape):
     """The largest draft tree of an engine, and the rule that accepts its nodes.
 
-    The shape is a capacity: the engine's state has room for it. A call drafts trees of this shape,
-    unless it asks for a smaller one.
+    The shape is a capacity: the engine's state can hold such trees. A call drafts trees of this
+    shape, unless it asks for a smaller one.
 
     Raises ValueError for a shape that is no tree, a rule without its methods, and a proposal that
     does not go with the rule.

@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.config.checks import check_unicode
+
 KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 JSON_KINDS = ("json_schema", "json_object")
 
@@ -100,9 +102,4 @@ def _check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} must be text, got {type(text).__name__}")
     if not text:
         raise ValueError(f"{name} must not be empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
-        ) from None
+    check_unicode(name, text)

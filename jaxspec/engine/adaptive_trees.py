@@ -9,13 +9,15 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.engine.plans.structured_rounds import sampling_of
-from jaxspec.engine.programs.call import Call
+from jaxspec.decoding.state import Emitted
+from jaxspec.engine.emitted import RowOutput, row_outputs
+from jaxspec.engine.plans.runner import Launched
+from jaxspec.engine.plans.sequences import generation_of
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.warm_up.compile_all import Coverage, Progress, compile_all, coverage
 from jaxspec.engine.warm_up.measure_costs import measure_rounds
 from jaxspec.scheduling.plan import Limits, Plan
-from jaxspec.scheduling.tree_policy import SHORT_CALL, RoundCosts, ShapePolicy
+from jaxspec.scheduling.tree_policy import SHORT_CALL, RoundCosts, TreePolicy
 
 CHAINS = (1, 3, 5)  # tokens of the chains that are choices by default
 
@@ -29,7 +31,7 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
     if largest.is_plain:
         raise ValueError("adaptive needs a drafter, and a tree that drafts tokens: there is none")
     if config.shapes is not None:
-        return tuple(dict.fromkeys([PLAIN, *(_checked(params, one) for one in config.shapes)]))
+        return tuple(dict.fromkeys([PLAIN, *(_checked(params, shape) for shape in config.shapes)]))
     chains = [TreeShape(k + 1, k, 1) for k in CHAINS if k < largest.max_depth]
     return (PLAIN, *chains, largest)
 
@@ -41,7 +43,7 @@ def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
         raise ValueError(f"shapes: {shape.name} does not fit the engine: {error}") from None
 
 
-class CallShapes:
+class AdaptiveTrees:
     """The trees of an engine's calls: a fixed one, or what a policy chooses.
 
     The policy looks at calls of the past only, and of a drafter's confidence at no depth past the
@@ -51,6 +53,8 @@ class CallShapes:
     Attributes:
       choices: the shapes to choose from; None: the engine does not adapt.
       policy: what chooses, and what it has learnt; None: nothing is measured yet.
+      costs: measured costs of rounds, by rows of the program (of each shard) and shape; None: they
+        are not measured yet.
       rounds: rounds that calls have run so far, by shape.
 
     Raises ValueError for choices that cannot work.
@@ -60,19 +64,19 @@ class CallShapes:
         self.programs, self.limits = programs, limits
         adaptive = config.adaptive
         self.choices = shapes_to_choose(programs.params, config) if adaptive else None
-        self.policy: ShapePolicy | None = None
+        self.policy: TreePolicy | None = None
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
-        self._costs: RoundCosts | None = None
+        self.costs: RoundCosts | None = None
         self._sizes: tuple[int, ...] = ()  # rows of programs, of each shard
 
     @property
     def known(self) -> tuple[TreeShape, ...]:
-        """Those that calls choose from; of an engine that does not adapt, its own."""
+        """Shapes that calls choose from; where the engine does not adapt, its one shape."""
         return self.choices or (self._resolved(None),)
 
     @property
     def must_be_measured(self) -> bool:
-        return self.choices is not None and self._costs is None
+        return self.choices is not None and self.costs is None
 
     def prepare(
         self,
@@ -87,44 +91,40 @@ class CallShapes:
         Returns what programs are ready for.
         """
         shapes = self.choices or (self._resolved(shape),)
-        if any(one.plain for one in sampling):
+        if any(params.plain for params in sampling):
             shapes = tuple(dict.fromkeys([*shapes, PLAIN]))
         cover = coverage(self.programs, self.limits, shapes, sampling, tokens, rows)
         compile_all(self.programs, cover, on_progress)
         if self.choices is not None:
-            self._costs, self._sizes = measure_rounds(self.programs, cover), cover.sizes
+            self.costs, self._sizes = measure_rounds(self.programs, cover), cover.sizes
             self.restart()
         return cover
 
-    def set_costs(self, costs: RoundCosts) -> None:
-        """Choose by these costs of a round, by rows of the program (of each shard) and shape."""
-        self._costs = costs
-
     def seconds(self, rows: int, shape: TreeShape) -> float:
-        """Of a round, as it was measured. Raises RuntimeError before that."""
-        if self._costs is None:
+        """Seconds of a round, as it was measured. Raises RuntimeError before that."""
+        if self.costs is None:
             raise RuntimeError("the costs of rounds are not known yet: call warm_up")
-        return self._costs.seconds(rows, shape)
+        return self.costs.seconds(rows, shape)
 
     @property
     def call_seconds(self) -> float:
-        """Of a call besides its rounds; 0 before it was measured."""
-        return 0.0 if self._costs is None else self._costs.call
+        """Seconds of a call besides its rounds; 0 before it was measured."""
+        return 0.0 if self.costs is None else self.costs.call
 
     def restart(self) -> None:
         """Forget what was accepted, as when the weights have changed. The costs stay."""
-        if self.choices is not None and self._costs is not None:
+        if self.choices is not None and self.costs is not None:
             # Where programs have a fixed number of rounds, fewer are calls of one round each.
             short = self.programs.sizes.fixed_rounds or SHORT_CALL
-            self.policy = ShapePolicy(self.choices, short_call=short)
+            self.policy = TreePolicy(self.choices, short_call=short)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
         return self.programs.params.call(shape).speculation.shape
 
     def most_rounds(self, asked: int | None) -> int | None:
         """Most rounds of the next call; fewer than ``asked`` while too little is known."""
-        own = None if self.policy is None else self.policy.most_rounds
-        return min((rounds for rounds in (asked, own) if rounds is not None), default=None)
+        limits = [asked, None if self.policy is None else self.policy.most_rounds]
+        return min((rounds for rounds in limits if rounds is not None), default=None)
 
     def choose(self, plan: Plan, shape: TreeShape | None) -> TreeShape:
         """The tree of a plan's rounds: ``shape``, or if it is None, the policy's or the largest.
@@ -133,43 +133,41 @@ class CallShapes:
         """
         rows = plan.decode_rows or plan.masked_rows
         running = [plan.sequences[row] for row in (*plan.decode_rows, *plan.masked_rows)]
-        if running and all(sampling_of(sequence).plain for sequence in running):
+        if running and all(generation_of(sequence).sampling.plain for sequence in running):
             return PLAIN
-        if shape is not None or self.policy is None or self._costs is None or not rows:
+        if shape is not None or self.policy is None or self.costs is None or not rows:
             return self._resolved(shape)
         keys = [sequence.request_id for sequence in running]
         least = self.programs.sizes.size_for(rows)
-        size = min((own for own in self._sizes if own >= least), default=least)
-        return self.policy.choose(keys, self._costs, rounds=max(1, plan.rounds), size=size)
+        size = min((size for size in self._sizes if size >= least), default=least)
+        return self.policy.choose(keys, self.costs, rounds=max(1, plan.rounds), size=size)
 
-    def observe(
-        self, plan: Plan, shape: TreeShape, calls: Sequence[Call], running: Container[str]
-    ) -> None:
+    def observe(self, launched: Launched, running: Container[str]) -> None:
         """Learn from what the calls of a plan emitted, of requests that are still running."""
-        for call in calls:
+        plan, shape = launched.plan, launched.shape
+        for call in launched.calls:
             if not call.emitted.num_rounds:  # it read prompts
                 continue
             self.rounds[shape] += int(call.emitted.num_rounds)
             if self.policy is not None and shape in self.policy.shapes:
-                places = [
-                    (place, plan.sequences[row].request_id)
-                    for place, row in enumerate(call.rows.tolist())
-                    if row in plan.sequences and plan.sequences[row].request_id in running
-                ]
-                self._learn(self.policy, shape, call, places)
-
-    def _learn(
-        self, policy: ShapePolicy, shape: TreeShape, call: Call, places: list[tuple[int, str]]
-    ) -> None:
-        columns = [place for place, _ in places]
-        accepted = np.asarray(call.emitted.accepted)[:, columns]
-        committed = np.asarray(call.emitted.counts)[:, columns]
-        told = call.emitted.confidence
-        confidence = None if told is None else np.asarray(told)[:, columns]
-        keys = [key for _, key in places]
-        policy.observe(keys, shape, accepted, committed, confidence)
+                outputs = row_outputs([call], plan.sequences)
+                outputs = [each for each in outputs if each.sequence.request_id in running]
+                _learn(self.policy, shape, call.emitted, outputs)
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         if self.policy is not None:
             self.policy.forget(request_id)
+
+
+def _learn(
+    policy: TreePolicy, shape: TreeShape, emitted: Emitted, outputs: Sequence[RowOutput]
+) -> None:
+    columns = [output.column for output in outputs]
+    keys = [output.sequence.request_id for output in outputs]
+    accepted = np.asarray(emitted.accepted)[:, columns]
+    committed = np.asarray(emitted.counts)[:, columns]
+    confidence = emitted.confidence
+    if confidence is not None:
+        confidence = np.asarray(confidence)[:, columns]
+    policy.observe(keys, shape, accepted, committed, confidence)

@@ -124,8 +124,12 @@ class AsyncEngine:
 
         def add(engine: Engine) -> None:
             added = engine.add_all(prompts, sampling, timeout=timeout)
-            stream.requests = [_Request(one, stream, index) for index, one in enumerate(added)]
-            self._requests |= {one.generation.request_id: one for one in stream.requests}
+            stream.requests = [
+                _Request(generation, stream, index) for index, generation in enumerate(added)
+            ]
+            self._requests |= {
+                request.generation.request_id: request for request in stream.requests
+            }
 
         left: int | None = None
         try:

@@ -1,51 +1,79 @@
-"""What calls emitted, added to the requests that they served: rounds, draft trees and
-log-probabilities."""
+"""What calls emitted: the rows of their arrays, and what is added to the requests in them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.state import Emitted
 from jaxspec.engine.generation import Generation, RoundTree, Running, TokenLogprob
 from jaxspec.engine.programs.call import Call
-from jaxspec.scheduling.plan import Plan
+from jaxspec.scheduling.sequence import Sequence
 
 
-def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
-    """Raise ValueError for requests that want trees, unless the engine's programs emit them."""
-    if not emitted and any(params.trees for params in sampling):
-        raise ValueError("trees needs an engine that emits them: make it with trees=True")
+class RowOutput(NamedTuple):
+    """What a call emitted for the sequence of a row: a column of its arrays [C, B, ...]."""
+
+    row: int
+    sequence: Sequence
+    column: int
+    emitted: Emitted
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens committed by each round: int32 [C]."""
+        return np.asarray(self.emitted.counts)[:, self.column]
+
+    def committed(self, values: Any) -> np.ndarray:
+        """The values of committed tokens [n, ...], out of those of all tokens [C, B, T, ...]."""
+        kept = np.arange(self.emitted.tokens.shape[2]) < self.counts[:, None]
+        return np.asarray(values)[:, self.column][kept]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that its rounds committed, in order."""
+        return self.committed(self.emitted.tokens).tolist()
 
 
-def take_calls(calls: Iterable[Call], plan: Plan, running: Mapping[str, Running]) -> None:
-    """Add what the calls of a plan emitted to the requests that still run."""
+def row_outputs(calls: Iterable[Call], sequences: Mapping[int, Sequence]) -> Iterator[RowOutput]:
+    """What calls emitted, row by row.
+
+    ``sequences`` are those of the calls' plan, by row; padding has numbers past the last row.
+    """
     for call in calls:
-        for place, row in enumerate(call.rows.tolist()):
-            sequence = plan.sequences.get(row)  # None: a row of padding
-            request = None if sequence is None else running.get(sequence.request_id)
-            if request is not None:
-                take_emitted(request.generation, call.emitted, place)
+        for column, row in enumerate(call.rows.tolist()):
+            if row in sequences:
+                yield RowOutput(row, sequences[row], column, call.emitted)
 
 
-def take_emitted(generation: Generation, emitted: Emitted, place: int) -> None:
-    """Add the rounds and log-probabilities of a row, in ``place`` of what one call emitted."""
-    take_logprobs(generation, emitted, place)
+def take_calls(
+    calls: Iterable[Call], sequences: Mapping[int, Sequence], running: Mapping[str, Running]
+) -> None:
+    """Add what the calls of a plan emitted to the requests that still run."""
+    for output in row_outputs(calls, sequences):
+        request = running.get(output.sequence.request_id)
+        if request is not None:
+            _take_output(request.generation, output)
+
+
+def _take_output(generation: Generation, output: RowOutput) -> None:
+    """Add the rounds, trees and log-probabilities of one call to a request."""
+    _take_logprobs(generation, output)
+    emitted, column = output.emitted, output.column
     if not emitted.num_rounds:  # a prefill's token belongs to no round
         return
-    counts = (emitted.counts, emitted.accepted, emitted.drafted)
-    generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))
+    arrays = (emitted.counts, emitted.accepted, emitted.drafted)
+    generation.statistics.add(*(np.asarray(array)[:, column] for array in arrays))
     if generation.trees is not None:
-        generation.trees.extend(_trees(emitted, place))
+        generation.trees.extend(_trees(output))
 
 
-def _trees(emitted: Emitted, place: int) -> Iterator[RoundTree]:
-    trees = emitted.trees
+def _trees(output: RowOutput) -> Iterator[RoundTree]:
+    emitted, trees = output.emitted, output.emitted.trees
     assert trees is not None
-    for round_ in np.flatnonzero(np.asarray(emitted.counts)[:, place]):
-        at, accepted = (round_, place), int(emitted.accepted[round_, place])
-        size = int(trees.num_nodes[at])
+    for round_index in np.flatnonzero(output.counts):
+        at = round_index, output.column
+        accepted, size = int(emitted.accepted[at]), int(trees.num_nodes[at])
         chances = np.exp(np.asarray(trees.logprobs[at])[1:size])
         yield RoundTree(
             tokens=_integers(trees.tokens[at], size),
@@ -61,25 +89,23 @@ def _integers(values: Any, count: int) -> tuple[int, ...]:
     return tuple(np.asarray(values)[:count].tolist())
 
 
-def take_logprobs(generation: Generation, emitted: Emitted, place: int) -> None:
-    """Add those of a row, in ``place`` of what one call emitted, as far as they are asked for."""
-    sampling = generation.sampling
+def _take_logprobs(generation: Generation, output: RowOutput) -> None:
+    """Add the log-probabilities of tokens and prompt, as far as they are asked for."""
+    sampling, emitted = generation.sampling, output.emitted
     if generation.logprobs is not None:
-        counts = np.asarray(emitted.counts)[:, place]
-        kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
         arrays = (emitted.tokens, emitted.logprobs, emitted.top_tokens, emitted.top_logprobs)
-        own = [np.asarray(x)[:, place][kept] for x in arrays]
-        generation.logprobs.extend(_entries(*own, alternatives=sampling.logprobs or 0))
+        values = map(output.committed, arrays)
+        generation.logprobs.extend(_entries(*values, alternatives=sampling.logprobs or 0))
     if sampling.prompt_logprobs is not None and emitted.prompt is not None:
         prompt = emitted.prompt
-        kept = np.asarray(prompt.valid)[place]
+        valid = np.asarray(prompt.valid)[output.column]
         arrays = (prompt.logprobs, prompt.top_tokens, prompt.top_logprobs)
-        own = [np.asarray(x)[place][kept] for x in arrays]
+        values = [np.asarray(array)[output.column][valid] for array in arrays]
         known = len(generation.prompt_logprobs or ())
-        tokens = np.array(generation.prompt[known : known + len(own[0])], np.int32)
-        own = [x[: len(tokens)] for x in own]
+        tokens = np.array(generation.prompt[known : known + len(values[0])], np.int32)
+        values = [array[: len(tokens)] for array in values]
         generation.add_prompt_logprobs(
-            _entries(tokens, *own, alternatives=sampling.prompt_logprobs)
+            _entries(tokens, *values, alternatives=sampling.prompt_logprobs)
         )
 
 
@@ -90,8 +116,8 @@ def _entries(
     top_logprobs: np.ndarray,
     alternatives: int,
 ) -> Iterator[TokenLogprob]:
-    """Of tokens [n], with the first of their alternatives [n, K]."""
-    rows = (x.tolist() for x in (tokens, logprobs, top_tokens, top_logprobs))
+    """The entry of each token [n], with the first of its alternatives [n, K]."""
+    rows = (array.tolist() for array in (tokens, logprobs, top_tokens, top_logprobs))
     for token, logprob, ids, values in zip(*rows, strict=True):
         top = zip(ids[:alternatives], values[:alternatives], strict=True)
         yield TokenLogprob(token, logprob, tuple(top))

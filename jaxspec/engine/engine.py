@@ -3,7 +3,6 @@
 The host plans and launches a call while the device runs the one before, then reads its results.
 """
 
-import collections
 import dataclasses
 import itertools
 import time
@@ -14,17 +13,23 @@ import numpy as np
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import SamplingParams, check_requests
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.all_reduce_buffers import replacement
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.engine.adaptive_trees import CallShapes
+from jaxspec.engine.adaptive_trees import AdaptiveTrees
 from jaxspec.engine.draft_watch import DraftWatch
-from jaxspec.engine.emitted import check_trees, take_calls
-from jaxspec.engine.generation import FinishReason, Generation, Grammar, Running, new_generation
-from jaxspec.engine.limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
+from jaxspec.engine.emitted import take_calls
+from jaxspec.engine.generation import (
+    FinishReason,
+    Generation,
+    RequestStatistics,
+    Running,
+    new_grammar,
+)
+from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import Call
 from jaxspec.engine.programs.pipeline.programs import own_programs
@@ -32,6 +37,7 @@ from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
 from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
 from jaxspec.engine.programs.weights import without_lm_head_copy
+from jaxspec.engine.request_checks import check_for_engine
 from jaxspec.engine.structured import Matcher
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED, Progress
 from jaxspec.engine.warm_up.compile_early import compile_first
@@ -41,7 +47,6 @@ from jaxspec.parallel.placement import committed
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Request
 
 
 class Engine:
@@ -69,7 +74,7 @@ class Engine:
       on_launch, on_read: for measurements; called with the calls that were launched, and with a
         plan and what its calls gave.
 
-    Raises ValueError for values that cannot work, and for a cache that the device has no room for.
+    Raises ValueError for values that cannot work, and for a cache that does not fit the device.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Engine:
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)
         self.programs = make_programs(params, sizes, self.config.max_programs)
-        self.shapes = CallShapes(self.programs, self.limits, self.config)
+        self.shapes = AdaptiveTrees(self.programs, self.limits, self.config)
         self.watch = DraftWatch(params.drafter)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
@@ -104,7 +109,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits, self.preemption_costs)
         self._running: dict[str, Running] = {}
         self._runner = PlanRunner(self.programs, self.preemption_costs)
-        self._in_flight: collections.deque[Launched] = collections.deque()
+        self._in_flight: Launched | None = None
         self._load = Load()
 
     @property
@@ -128,19 +133,13 @@ class Engine:
 
     @property
     def snapshot_bytes(self) -> int:
-        """As swapped_bytes, of snapshots of recurrent states."""
+        """Host memory that snapshots of recurrent states use now."""
         return self._runner.snapshots.bytes
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
-        own = self.params.target.config
-        check_requests(prompts, sampling, own.vocab_size, self.cache.max_length, own.max_position)
-        check_trees(sampling, self.config.trees)
-        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            if (stops := len(self.stop_ids(params))) > MOST_STOPS:
-                most = f"at most {MOST_STOPS} may: name fewer in stop_token_ids"
-                raise ValueError(f"{stops} tokens would end the text, and {most}")
-            self.limits.check(Request(str(index), tuple(prompt), int(params.max_tokens), 0.0))
+        model = self.params.target.config
+        check_for_engine(prompts, sampling, model, self.limits, trees=self.config.trees)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stops(self.params.target.config.stop_token_ids)
@@ -176,13 +175,9 @@ class Engine:
     ) -> Generation:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        generation = new_generation(
-            next(self._ids),
-            prompt,
-            sampling,
-            self.params.speculation.max_depth,
-            self._grammar(sampling),
-        )
+        statistics = RequestStatistics(0, 0, [0] * (self.params.speculation.max_depth + 1))
+        generation = Generation(next(self._ids), tuple(map(int, prompt)), sampling, statistics)
+        generation.grammar = new_grammar(sampling, self._make_matcher)
         request = generation.request(time.perf_counter(), timeout, group)
         self.scheduler.add(request)
         self._load = Load() if self.is_idle else self._load
@@ -190,14 +185,6 @@ class Engine:
         started = self._clock(), self.programs.compile_seconds
         self._running[request.request_id] = Running(generation, *started)
         return generation
-
-    def _grammar(self, sampling: SamplingParams) -> Grammar | None:
-        if sampling.structured is None:
-            return None
-        if self._make_matcher is None:
-            raise ValueError("structured needs an engine with make_matcher")
-        matcher = self._make_matcher(sampling.structured)
-        return Grammar(matcher.ending_at(sampling.further_stop_token_ids))
 
     def add_all(
         self,
@@ -241,7 +228,7 @@ class Engine:
             # The first tokens are read before the first program of rounds is compiled.
             first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
             most = self.shapes.most_rounds(most_rounds)
-            plan = self.scheduler.plan(time.perf_counter(), most, reads_apart=first)
+            plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
             for ended in plan.ended:
                 if ended.request_id in self._running:  # what was cancelled has ended already
                     self._end(self._running[ended.request_id].generation, "timeout")
@@ -249,14 +236,14 @@ class Engine:
             if first:
                 compile_first(self.programs, plan, self._load)
             calls = self._runner.launch(plan, self._load, shape)
-            if plan.calls:
-                self._in_flight.append(Launched(plan, calls, shape))
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
-            ahead = plan.calls and not (first and plan.reads)
-            while len(self._in_flight) > ahead:
-                self._read(self._in_flight.popleft())
-            calls += self._runner.verify()  # to the list that is in flight
+            self._read()
+            if plan.runs_model:  # masks of structured requests need what was just read
+                calls = [*calls, *self._runner.verify()]
+                self._in_flight = Launched(plan, calls, shape)
+            if first and plan.reads:
+                self._read()
             for generation in self._runner.take_failed():
                 self.cancel(generation, "error")
         except BaseException as error:
@@ -290,7 +277,7 @@ class Engine:
             for index in range(requests)
         ]
         try:
-            while not all(len(one.token_ids) > 1 or one.done for one in generations):
+            while not all(len(each.token_ids) > 1 or each.done for each in generations):
                 self.step(1)
         finally:
             for generation in generations:
@@ -341,13 +328,17 @@ class Engine:
         self._start()
         self.programs.reset()
 
-    def _read(self, launched: Launched) -> None:
-        """Wait for the calls of a plan, and hand out what they emitted."""
+    def _read(self) -> None:
+        """Wait for the calls that are in flight, if there are some, and hand out what they gave."""
+        if self._in_flight is None:
+            return
+        launched, self._in_flight = self._in_flight, None
         plan, calls = launched.plan, self._runner.wait(launched.calls)
-        take_calls(calls, plan, self._running)
+        launched = launched._replace(calls=calls)
+        take_calls(calls, plan.sequences, self._running)
         self.watch.add(calls)
-        self.shapes.observe(plan, launched.shape, calls, self._running)
-        deliveries = self.scheduler.update(plan, self._runner.results(calls, launched.shape))
+        self.shapes.observe(launched, self._running)
+        deliveries = self.scheduler.update(plan, self._runner.results(launched))
         for delivery in deliveries:
             if delivery.request_id in self._running:
                 self._deliver(delivery, self._running[delivery.request_id])
@@ -384,7 +375,7 @@ class Engine:
         self._use(self.params.replace(target=replacement(self.params.target, target)))
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """As use_target, for the drafter."""
+        """From the next request on, draft with other weights: see use_target."""
         self._use(self.params.replace(drafter=replacement(self.params.drafter, drafter)))
 
     def _use(self, params: EngineParams) -> None:

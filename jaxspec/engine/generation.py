@@ -3,12 +3,13 @@
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.state import Ending
 from jaxspec.engine.structured import Matcher
 from jaxspec.scheduling.sequence import Request
@@ -160,6 +161,21 @@ class Grammar:
         return self.matcher
 
 
+def new_grammar(
+    sampling: SamplingParams, make_matcher: Callable[[StructuredOutput], Matcher] | None
+) -> Grammar | None:
+    """The grammar of a new request. None: its output has no structure.
+
+    Raises ValueError without ``make_matcher`` for a request that needs one.
+    """
+    if sampling.structured is None:
+        return None
+    if make_matcher is None:
+        raise ValueError("structured needs an engine with make_matcher")
+    matcher = make_matcher(sampling.structured)
+    return Grammar(matcher.ending_at(sampling.further_stop_token_ids))
+
+
 @dataclasses.dataclass(eq=False)
 class Generation:
     """A request that an engine generates; the engine's ``step`` extends it.
@@ -188,7 +204,7 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trees: list[RoundTree] | None = None
-    grammar: "Grammar | None" = None
+    grammar: Grammar | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_kind: ErrorKind | None = None
@@ -236,7 +252,7 @@ class Generation:
             self.prompt_logprobs = [None]
 
     def add_prompt_logprobs(self, new: Iterable[TokenLogprob]) -> None:
-        """Of the prompt's next tokens; what comes after the prompt is left out."""
+        """Add those of the prompt's next tokens; what comes after the prompt is left out."""
         if self.prompt_logprobs is not None:
             missing = len(self.prompt) - len(self.prompt_logprobs)
             self.prompt_logprobs.extend(itertools.islice(new, missing))
@@ -261,23 +277,6 @@ class Generation:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
-
-
-def new_generation(
-    request_id: str,
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    max_depth: int,
-    grammar: Grammar | None,
-) -> Generation:
-    """A generation of nothing yet, with trees of at most ``max_depth``."""
-    return Generation(
-        request_id=request_id,
-        prompt=tuple(map(int, prompt)),
-        sampling=sampling,
-        statistics=RequestStatistics(0, 0, [0] * (max_depth + 1)),
-        grammar=grammar,
-    )
 
 
 @dataclasses.dataclass

@@ -4,9 +4,9 @@
 
 A matrix product of a fixed shape gives each row of its result the same value wherever the row
 stands and whatever the other rows hold. So all calls have the same shapes (see
-program_sizes.Sizes.fixed). Attention, whose shape follows the sequences, adds up in float64. The
+sizes.Sizes.fixed). Attention, whose shape follows the sequences, adds up in float64. The
 compiler may neither choose kernels by timing them nor drop a rounding where it fuses (see
-compiler_options.py). What is shared or brought back is what the same program would compute: pages
+xla_options.py). What is shared or brought back is what the same program would compute: pages
 that were read as a prompt are never exchanged for pages that were generated, and requests are
 swapped, not recomputed.
 """
@@ -47,9 +47,10 @@ def engine_params(params: EngineParams, config: EngineConfig) -> EngineParams:
 
 
 def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig) -> Sizes:
-    """Rows are split evenly over the shards, so there may be a few more than asked for.
+    """The sizes of an engine's programs.
 
-    Raises ValueError for a cache that the device has no room for.
+    Rows are split evenly over the shards, so there may be a few more than asked for. Raises
+    ValueError for a cache that does not fit the device.
     """
     shards = params.data_parallel
     num_rows = -(-config.max_rows // shards) * shards
@@ -89,10 +90,13 @@ def _platform(params: EngineParams) -> str:
 
 
 def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:
-    """Raises ValueError for swapping where rows are split over devices, or over processes."""
+    """The limits of an engine's scheduler.
+
+    Raises ValueError for swapping where rows are split over devices, or over processes.
+    """
     shards, preemption = params.data_parallel, config.preemption
     devices = [] if params.mesh is None else params.mesh.devices.flat
-    is_split = shards > 1 or len({one.process_index for one in devices}) > 1
+    is_split = shards > 1 or len({device.process_index for device in devices}) > 1
     if config.preemption == "swap" and is_split:
         raise ValueError(
             "preemption must be recompute or auto where rows are split over devices, or a model "
@@ -128,7 +132,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         prefix_caching=config.prefix_caching and (share_pages or bool(snapshots)),
         share_generated=not config.deterministic,
         share_pages=share_pages,
-        reread=params.drafter.reread,
+        prefix_tokens_read_again=params.drafter.reread,
         snapshots=snapshots,
         preemption=preemption,
         part_pages=sizes.part_pages,
@@ -154,8 +158,7 @@ def deterministic_params(params: EngineParams) -> EngineParams:
         )
     if speculation.verify_width is not None:
         return params
-    platform = next(iter(params.target.embed.devices())).platform
-    width, nodes = default_verify_width(platform), speculation.num_nodes
+    width, nodes = default_verify_width(_platform(params)), speculation.num_nodes
     if nodes > width:
         raise ValueError(
             f"deterministic=True pads verifications to {width} nodes, and this tree has {nodes}: "

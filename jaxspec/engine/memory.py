@@ -1,6 +1,7 @@
 """Memory that pools and programs need, and memory that a device has free."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -29,21 +30,21 @@ def num_pages(params: EngineParams, cache: CacheConfig, num_rows: int) -> int:
 
     Raises ValueError if ``cache.num_pages`` do not fit, or not even one of the longest rows does.
     """
-    shards, rooms = params.data_parallel, _rooms(params, cache.page_size, num_rows)
+    shards, devices = params.data_parallel, _device_memories(params, cache.page_size, num_rows)
     longest = pages_for(cache.max_length + params.speculation.scratch_slots, cache.page_size)
     if cache.num_pages is not None:
         wanted = shards * (-(-cache.num_pages // shards) + 1)
-        for room in rooms:
-            room.check(wanted)
+        for device in devices:
+            device.check(wanted)
         return wanted
     wanted = num_rows * longest + shards
     if cache.memory is not None:
-        wanted = min(wanted, *(room.within(cache.memory, longest) for room in rooms))
+        wanted = min(wanted, *(device.within(cache.memory, longest) for device in devices))
     least = shards * (longest + 1)
-    for room in rooms:
-        if not room.holds(wanted):
-            room.check(least)
-            wanted = max(least, shards * (room.fitting // shards + 1))
+    for device in devices:
+        if not device.holds(wanted):
+            device.check(least)
+            wanted = max(least, shards * (device.fitting // shards + 1))
     return wanted
 
 
@@ -62,31 +63,22 @@ class _Part:
         return _bytes(lambda: self.make(pages), self.layout, self.mesh, together=together)
 
 
-def _rooms(params: EngineParams, page_size: int, num_rows: int) -> list["_Room"]:
-    """One for each stage, as each is on devices of its own; on a CPU one for all."""
-    own = params.last_stage
-
-    def part(weights: Any, make: Callable[[int], Any], layout: Layout, mesh: Any) -> _Part:
-        devices = jax.tree.leaves(weights)[0].sharding.addressable_devices
-        return _Part(make, layout, mesh, min(devices, key=lambda one: one.id))
-
-    parts = [
-        part(
-            stage,
-            lambda pages, stage=stage: init_stage(stage, pages, page_size, num_rows),
-            stage.layout,
-            stage.mesh,
-        )
-        for stage in params.stages
-    ]
-    parts.append(part(own, lambda n: init_pool(own, n, page_size, num_rows), own.layout, own.mesh))
-    groups = [parts] if parts[0].device.platform == "cpu" else [[one] for one in parts]
-    return [_Room.of(group, params.data_parallel, page_size) for group in groups]
+def _device_memories(params: EngineParams, page_size: int, num_rows: int) -> list["_DeviceMemory"]:
+    """One for each stage, as no two share a device; on a CPU one for all."""
+    stages: list[tuple[Any, Callable[..., Any]]] = [(stage, init_stage) for stage in params.stages]
+    parts = []
+    for stage, init in [*stages, (params.last_stage, init_pool)]:
+        devices = jax.tree.leaves(stage)[0].sharding.addressable_devices
+        make = functools.partial(init, stage, page_size=page_size, num_rows=num_rows)
+        device = min(devices, key=lambda device: device.id)
+        parts.append(_Part(make, stage.layout, stage.mesh, device))
+    groups = [parts] if parts[0].device.platform == "cpu" else [[part] for part in parts]
+    return [_DeviceMemory.of(group, params.data_parallel, page_size) for group in groups]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Room:
-    """What a device has room for.
+class _DeviceMemory:
+    """How many pages a device can hold.
 
     Attributes:
       free: bytes beside the weights, which are on the device already; None: it does not say, and
@@ -102,13 +94,13 @@ class _Room:
     page: int
 
     @classmethod
-    def of(cls, parts: Sequence[_Part], shards: int, page_size: int) -> "_Room":
-        """For the caches of these stages, on one device together."""
+    def of(cls, parts: Sequence[_Part], shards: int, page_size: int) -> "_DeviceMemory":
+        """The memory for the caches of these stages, on one device together."""
         device = parts[0].device
         free = free_bytes(device)
-        null, one = (sum(part.bytes(pages) for part in parts) for pages in (shards, 2 * shards))
+        null, page = (sum(part.bytes(pages) for part in parts) for pages in (shards, 2 * shards))
         usable = None if free is None else int(USABLE * free)
-        return cls(shards, page_size, device, usable, null, max(1, one - null))
+        return cls(shards, page_size, device, usable, null, max(1, page - null))
 
     def needed(self, pages: int) -> int:
         """Bytes of a pool of ``pages``, null pages included."""
@@ -173,26 +165,14 @@ def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:
     )
 
 
-def pool_bytes(
-    params: EngineParams, num_pages: int, page_size: int, num_rows: int, *, together: bool
-) -> int:
-    """Bytes of a pool on each device, or (``together``) on all devices of the mesh; in a pipeline
-    of the last stage's."""
-
-    def make() -> Any:
-        return init_pool(params.last_stage, num_pages, page_size, num_rows)
-
-    return _bytes(make, params.layout, params.mesh, together=together)
-
-
 def bytes_of_token(params: EngineParams) -> tuple[float, float]:
     """Bytes that the caches of target and drafter keep for a token, on each device. What a row
     keeps, however long it is, does not count."""
     shards, page_size = params.data_parallel, 16 * params.sequence_parallel
 
     def grown(init_pool: Callable[[Geometry], Any]) -> float:
-        """By a page on each shard."""
-        one, two = (
+        """Bytes by which a page on each shard makes the cache larger, for each of its tokens."""
+        few, more = (
             _bytes(
                 lambda pages=pages: init_pool(Geometry(pages, page_size, shards, params.mesh)),
                 params.layout,
@@ -201,13 +181,13 @@ def bytes_of_token(params: EngineParams) -> tuple[float, float]:
             )
             for pages in (shards, 2 * shards)
         )
-        return (two - one) / page_size
+        return (more - few) / page_size
 
     return grown(params.target.init_state), grown(params.drafter.init_pool)
 
 
 def _bytes(make: Callable[[], Any], layout: Layout, mesh: Mesh | None, *, together: bool) -> int:
-    """Of what ``make`` would return."""
+    """Bytes of what ``make`` would return."""
     state = jax.eval_shape(make)
     shapes: Any = [leaf.shape for leaf in jax.tree.leaves(state)]
     devices = 1

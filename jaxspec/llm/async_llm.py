@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,15 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.structured import GrammarCompiler
-from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.completion import (
+    WHOLE_TEXT,
+    Completion,
+    GrowingText,
+    TextChunk,
+    TextOptions,
+    check_streams,
+    returned,
+)
 from jaxspec.llm.llm import LLM
 from jaxspec.llm.prompt_checks import for_each
 from jaxspec.llm.tokenizer.prompts import Prompt
@@ -70,7 +77,7 @@ class AsyncLLM:
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of each prompt, see LLM.tokenize."""
-        if sum(len(one) for one in prompts if isinstance(one, str)) > LONG_TEXT:
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > LONG_TEXT:
             return await asyncio.to_thread(self.llm.tokenize, prompts)
         return self.llm.tokenize(prompts)
 
@@ -96,12 +103,7 @@ class AsyncLLM:
                     completions.append(event)
                 elif on_tokens is not None:
                     on_tokens(len(event.token_ids))
-        rest = iter(completions)
-        return [
-            completion
-            for params in for_each(sampling, len(prompts))
-            for completion in best(params, list(itertools.islice(rest, params.num_samples)))
-        ]
+        return returned(completions, for_each(sampling, len(prompts)))
 
     async def stream(
         self,
@@ -123,8 +125,7 @@ class AsyncLLM:
         Raises ValueError for requests that could not run, and for ``best_of`` above ``n``;
         QueueFull if too many wait; RuntimeError if it is closed.
         """
-        if any(params.num_samples > params.n for params in for_each(sampling, len(prompts))):
-            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+        check_streams(for_each(sampling, len(prompts)))
         events = self._events(prompts, sampling, timeout, options)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -160,7 +161,7 @@ class AsyncLLM:
 
     async def _compile_grammars(self, sampling: Sequence[SamplingParams]) -> None:
         """Beside the event loop and the engine; the engine then finds them compiled."""
-        for spec in {one.structured for one in sampling if one.structured is not None}:
+        for spec in {params.structured for params in sampling if params.structured is not None}:
             if self.llm.grammars.is_known(spec):
                 self.llm.grammars.matcher(spec)  # or why there is none
             else:

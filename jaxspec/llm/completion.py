@@ -1,7 +1,7 @@
 """Texts of requests: while they grow, and when they are finished."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import ErrorKind, Generation, RoundTree, Timings, TokenLogprob
@@ -12,9 +12,10 @@ from jaxspec.llm.tokenizer.detokenizer import Detokenizer, StopStrings
 class TextChunk:
     """Newly generated text of one request; ``done`` marks the request's last chunk.
 
-    ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
-    as text that ends inside a character, or may begin a stop string, is held back. ``logprobs`` are
-    those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if they are asked for.
+    ``index`` is the request's place in the caller's list. ``token_ids`` may reach further than
+    ``text``, as text that ends inside a character, or may begin a stop string, is held back.
+    ``logprobs`` are those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if
+    they are asked for.
     """
 
     index: int
@@ -155,8 +156,8 @@ class GrowingText:
         ids = self.token_ids
         if len(ids) == tokens and not self.done:
             return None
-        own = self.generation.logprobs  # at least as many as tokens
-        logprobs = None if own is None else own[tokens : len(ids)]
+        known_logprobs = self.generation.logprobs  # at least as many as tokens
+        logprobs = None if known_logprobs is None else known_logprobs[tokens : len(ids)]
         known = self.generation.trees
         trees = None if known is None else known[rounds:]
         self._told = len(ids), len(self.text), rounds + len(trees or ())
@@ -167,7 +168,7 @@ class GrowingText:
         generation = self.generation
         statistics, seed = generation.statistics, generation.sampling.seed
         rounds, ids = max(statistics.rounds, 1), self.token_ids
-        own = None if generation.logprobs is None else generation.logprobs[: len(ids)]
+        logprobs = None if generation.logprobs is None else generation.logprobs[: len(ids)]
         assert generation.finish_reason and generation.timings and seed is not None
         return Completion(
             text=self.text,
@@ -183,16 +184,18 @@ class GrowingText:
             acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
             timings=generation.timings,
             cached_tokens=generation.cached_tokens,
-            logprobs=own,
+            logprobs=logprobs,
             prompt_logprobs=generation.prompt_logprobs,
-            cumulative_logprob=None if own is None else sum(one.logprob for one in own),
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(entry.logprob for entry in logprobs),
             trees=generation.trees,
         )
 
 
 def generated_tokens(completions: Sequence[Completion]) -> int:
     """All tokens that were generated for them: what best_of has left out counts, too."""
-    return sum(len(one.token_ids) + one.left_out_tokens for one in completions)
+    return sum(len(completion.token_ids) + completion.left_out_tokens for completion in completions)
 
 
 def decode_rate(completions: Sequence[Completion]) -> float:
@@ -203,12 +206,27 @@ def decode_rate(completions: Sequence[Completion]) -> float:
 
 
 def decode_seconds(completions: Sequence[Completion]) -> float:
-    """Of requests that were generated together, from the earliest first token to the last token."""
+    """Seconds from the earliest first token to the last token, of requests generated together."""
     times = [completion.timings for completion in completions]
     return max(t.finished for t in times) - min(t.first_token for t in times)
 
 
-def best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:
+def returned(
+    completions: Iterable[Completion], sampling: Iterable[SamplingParams]
+) -> list[Completion]:
+    """The completions that a caller gets, of those of all samples of each prompt, in order."""
+    rest = iter(completions)
+    samples = ((params, [next(rest) for _ in range(params.num_samples)]) for params in sampling)
+    return [completion for params, texts in samples for completion in _best(params, texts)]
+
+
+def check_streams(sampling: Iterable[SamplingParams]) -> None:
+    """Raise ValueError for requests whose texts cannot be streamed."""
+    if any(params.num_samples > params.n for params in sampling):
+        raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+
+
+def _best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:
     """The ``n`` most likely texts of a prompt, if more than those were generated."""
     if len(samples) == sampling.n:
         return samples

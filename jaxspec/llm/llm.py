@@ -5,20 +5,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
-
-from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
-from jaxspec.checkpoints.kv_scale_file import KVScaleFile
-from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.load import load_params
+from jaxspec.checkpoints.load_options import method_takes_fields_of
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.engine import Engine
@@ -27,14 +20,22 @@ from jaxspec.engine.programs.several_processes import FollowingPrograms, make_pr
 from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED
 from jaxspec.llm import tokenizer as tokenizing  # chats load transformers when they are asked for
-from jaxspec.llm.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
+from jaxspec.llm.completion import (
+    WHOLE_TEXT,
+    Completion,
+    GrowingText,
+    TextChunk,
+    TextOptions,
+    check_streams,
+    returned,
+)
+from jaxspec.llm.options import LLMOptions
 from jaxspec.llm.progress_bar import progress_bar
 from jaxspec.llm.prompt_checks import allowed_length, check_sampling, for_each
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
 from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
-from jaxspec.llm.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
+from jaxspec.llm.tokenizer.text import open_tokenizer, tokenize
 from jaxspec.models.decoder import Decoder
-from jaxspec.parallel.processes import Processes
 
 if TYPE_CHECKING:
     from jaxspec.llm.tokenizer import Tokenizer
@@ -47,69 +48,29 @@ class LLM:
     >>> [completion] = llm.generate(["def read_config(path):"], SamplingParams(max_tokens=64))
     >>> print(completion.text)
 
-    Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kv_dtype,
-        kv_scales, kernels, target: see loading.load.
-      page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
-      max_length: most tokens of a request, prompt included; by default what the model allows, at
-        most 2048.
-      engine: how many requests run together, and how; see config.EngineConfig.
-      tokenizer: the model's, if it has been read already. A model without any takes prompts of
-        token ids, and the text of their completions is empty.
-      processes: those that share the model, whose devices ``mesh`` has; see follow.
+    The arguments are the fields of LLMOptions, by name, and of LoadOptions, as for jaxspec.load:
+    ``LLM(model, drafter, max_length=512)``.
 
     Raises ValueError for files that cannot be loaded, and options that cannot be combined.
     """
 
-    def __init__(
-        self,
-        model: str | Path = BUILT_IN_MODEL,
-        drafter: str | Path | Drafter = "auto",
-        *,
-        speculation: SpeculationConfig | None = None,
-        dtype: DTypeLike | None = None,
-        mesh: Mesh | None = None,
-        shard_drafter: bool = False,
-        drafter_bits: int | None = None,
-        kv_dtype: str | None = None,
-        kv_scales: str | Path | KVScaleFile | None = None,
-        kernels: str = "auto",
-        page_size: int = 16,
-        max_length: int | None = None,
-        num_pages: int | None = None,
-        kv_memory: int | None = None,
-        engine: EngineConfig | None = None,
-        tokenizer: TextTokenizer | None = None,
-        processes: Processes | None = None,
-        stage_layers: Sequence[int] | None = None,
-        drafter_mesh: Mesh | None = None,
-        target: Decoder | None = None,
-    ):
-        params = load(
-            model,
-            drafter,
-            speculation=speculation,
-            dtype=dtype,
-            mesh=mesh,
-            shard_drafter=shard_drafter,
-            drafter_bits=drafter_bits,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            kernels=kernels,
-            stage_layers=stage_layers,
-            drafter_mesh=drafter_mesh,
-            target=target,
-        )
-        self._text = tokenizer or open_tokenizer(model)
-        length = allowed_length(max_length, params.target.config)
-        cache = CacheConfig(page_size, length, num_pages, kv_memory)
+    @method_takes_fields_of(LLMOptions)
+    def __init__(self, options: LLMOptions):
+        params = load_params(options)
+        self._text = options.tokenizer or open_tokenizer(options.model)
+        length = allowed_length(options.max_length, params.target.config)
         self.engine = Engine(
             params,
-            cache,
-            engine,
+            CacheConfig(options.page_size, length, options.num_pages, options.kv_memory),
+            options.engine,
             make_matcher=lambda spec: self.grammars.matcher(spec),
-            make_programs=make_programs(processes),
+            make_programs=make_programs(options.processes),
         )
+
+    @classmethod
+    def from_options(cls, options: LLMOptions) -> Self:
+        """The LLM of these options."""
+        return cls(**vars(options))
 
     def follow(self) -> bool:
         """Run what process 0 launches until it ends, and return True. False, at once, in process 0,
@@ -177,12 +138,8 @@ class LLM:
             self._cancel(texts)
         for text in texts:
             text.update()
-        completions = iter([text.completion() for text in texts])
-        return [
-            completion
-            for params in for_each(sampling, len(prompts))
-            for completion in best(params, list(itertools.islice(completions, params.num_samples)))
-        ]
+        completions = [text.completion() for text in texts]
+        return returned(completions, for_each(sampling, len(prompts)))
 
     def stream(
         self,
@@ -190,7 +147,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, but yields text as it is generated: TextChunks, then Completions in order.
+        """The text of every prompt as it is generated: TextChunks, then Completions in order.
 
         The chunks of a request, concatenated, are the text of its Completion. Closing the stream
         early cancels its requests. With ``n`` above 1 each text is a request, as in the list that
@@ -199,8 +156,7 @@ class LLM:
         Raises ValueError for ``best_of`` above ``n``, besides what generate raises it for.
         """
         check_count("rounds_per_call", rounds_per_call)
-        if any(params.num_samples > params.n for params in for_each(sampling, len(prompts))):
-            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+        check_streams(for_each(sampling, len(prompts)))
         texts = self._add(prompts, sampling)
         running = list(enumerate(texts))
         try:
@@ -210,7 +166,7 @@ class LLM:
                     chunk = text.next_chunk(index)
                     if chunk is not None:
                         yield chunk
-                running = [one for one in running if not one[1].done]
+                running = [(index, text) for index, text in running if not text.done]
             for text in texts:
                 yield text.completion()
         finally:
@@ -248,7 +204,7 @@ class LLM:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> Iterator[TextChunk | Completion]:
-        """As chat, but yields text as it is generated (see stream)."""
+        """The answers of ``chat`` as they are generated; see stream."""
         prompts = self.chat_prompts(messages, chat_template, template_variables)
         sampling = self.chat_sampling(sampling, chat_template)
         yield from self.stream(prompts, sampling, rounds_per_call)
@@ -293,7 +249,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY_AND_SAMPLED,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> float:
-        """Compile the programs for requests of given sizes ahead of the first request.
+        """Compile the programs for requests of given sizes before the first request.
 
         Sizes are rounded up to powers of two, as for requests: a batch of 3 uses the programs of 4,
         and a request of 600 prompt tokens and 200 new ones those of 1024. An adaptive engine
@@ -308,16 +264,16 @@ class LLM:
         Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.
         """
         started = time.perf_counter()
-        own = [sampling] if isinstance(sampling, SamplingParams) else sampling
-        if not (len(batch_sizes) and len(prompt_tokens) and len(own)):
+        ways = [sampling] if isinstance(sampling, SamplingParams) else sampling
+        if not (len(batch_sizes) and len(prompt_tokens) and len(ways)):
             raise ValueError("batch_sizes, prompt_tokens and sampling must not be empty")
         for name, values in (("batch_sizes", batch_sizes), ("prompt_tokens", prompt_tokens)):
             for value in values:
                 check_count(name, value)
         if self.engine.config.adaptive:
-            tokens = max(prompt_tokens) + max(int(params.max_tokens) for params in own)
-            return self.engine.warm_up(own, tokens=tokens, on_progress=on_progress)
-        sets = sorted(itertools.product(batch_sizes, prompt_tokens, own), key=_size, reverse=True)
+            tokens = max(prompt_tokens) + max(int(params.max_tokens) for params in ways)
+            return self.engine.warm_up(ways, tokens=tokens, on_progress=on_progress)
+        sets = sorted(itertools.product(batch_sizes, prompt_tokens, ways), key=_size, reverse=True)
         for done, (batch_size, length, params) in enumerate(sets, 1):
             self.engine.prepare(batch_size, length, params)
             if on_progress is not None:
@@ -355,7 +311,7 @@ class LLM:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         self._text.check_stops(any(each.stop for each in params))
-        return [self.growing_text(one) for one in self.engine.add_all(tokens, params)]
+        return [self.growing_text(each) for each in self.engine.add_all(tokens, params)]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:
         for text in texts:

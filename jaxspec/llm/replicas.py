@@ -100,16 +100,16 @@ class ReplicatedLLM:
     ) -> "AsyncGenerator[list[_Part], None]":
         """What each replica has to do; it counts as its load inside the ``with`` block."""
         tokens = await self.tokenize(prompts)
-        params = for_each(sampling, len(tokens))
-        self.llm.engine.check(tokens, params)  # so that what follows is of sane sizes
+        each_sampling = for_each(sampling, len(tokens))
+        self.llm.engine.check(tokens, each_sampling)  # so that what follows is of sane sizes
         parts: dict[int, _Part] = {}
         first = 0
         try:
-            for place, (prompt, own) in enumerate(zip(tokens, params, strict=True)):
-                share = self._place(prompt, own)
+            for place, (prompt, params) in enumerate(zip(tokens, each_sampling, strict=True)):
+                share = self._place(prompt, params)
                 part = parts.setdefault(share.engine, _Part(self.replicas[share.engine]))
-                part.add(share, place, prompt, own, first)
-                first += own.num_samples
+                part.add(share, place, prompt, params, first)
+                first += params.num_samples
             yield list(parts.values())
         finally:
             for part in parts.values():
@@ -177,9 +177,11 @@ class _Part:
                     yield event
 
     def _see(self, completions: Sequence[Completion]) -> None:
-        if any(one.error_kind is ErrorKind.INTERRUPTED for one in completions):
+        if any(completion.error_kind is ErrorKind.INTERRUPTED for completion in completions):
             self.works = False
-        elif self.works is None and any(one.finish_reason in WHOLE for one in completions):
+        elif self.works is None and any(
+            completion.finish_reason in WHOLE for completion in completions
+        ):
             self.works = True
 
     @contextlib.contextmanager
@@ -203,7 +205,7 @@ def _balancer(llms: Sequence[LLM]) -> Balancer:
 
 async def _gather[T](work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results. When one fails, or the caller is cancelled, all have ended."""
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -222,7 +224,7 @@ async def _merged[T](streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
             async for event in stream:
                 events.put_nowait((source, event))
 
-    tasks = [asyncio.create_task(read(*one)) for one in enumerate(streams)]
+    tasks = [asyncio.create_task(read(*numbered)) for numbered in enumerate(streams)]
     reading = asyncio.gather(*tasks)
     reading.add_done_callback(lambda _: events.put_nowait(None))
     try:

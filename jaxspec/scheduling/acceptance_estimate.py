@@ -195,19 +195,18 @@ class AcceptanceEstimate:
         common = _log_odds(every_told / np.maximum(every_asked, 1e-9))
         return _offsets(asked, told, common)
 
-    def survival(self, rows: Sequence[Hashable], shape: TreeShape) -> np.ndarray:
-        """Probability to accept at least d = 1, 2, ... max_depth tokens: float64 [B, max_depth]."""
-        return self.of_shape(self.hazards(rows), shape)
+    def survival(self, hazards: np.ndarray, shape: TreeShape) -> np.ndarray:
+        """Probability to accept at least d = 1, 2, ... max_depth tokens: float64 [B, max_depth].
 
-    def of_shape(self, hazards: np.ndarray, shape: TreeShape) -> np.ndarray:
-        """Survival [B, max_depth] of one shape, from ``hazards`` of some rows."""
+        ``hazards`` are those of some rows.
+        """
         if shape.is_plain:
             return np.zeros((len(hazards), 0))
         family = self.families.index(family_of(shape))
         return np.cumprod(hazards[:, family, : shape.max_depth], axis=1)
 
     def _shared_hazards(self) -> np.ndarray:
-        """Of a row that nothing is known of: float64 [families, depths]."""
+        """Hazards of a row that nothing is known of: float64 [families, depths]."""
         tries, hits, asked, told = self._shared
         hazards = np.empty_like(tries)
         before = FIRST_HAZARD

@@ -150,10 +150,11 @@ class Balancer:
 
     def _trusted(self) -> list[int]:
         """Engines that are not passed over. Never empty."""
-        now, row = self._clock(), self._in_a_row
+        now, failures = self._clock(), self._in_a_row
         until = self._passed_over_until
-        trusted = [engine for engine, own in enumerate(row) if not own or until[engine] <= now]
-        return trusted or [engine for engine, own in enumerate(row) if own == min(row)]
+        engines = range(len(failures))
+        trusted = [engine for engine in engines if not failures[engine] or until[engine] <= now]
+        return trusted or [engine for engine in engines if failures[engine] == min(failures)]
 
     def _open(self, requests: int) -> list[int]:
         """Engines that may get so many requests more. Never empty."""

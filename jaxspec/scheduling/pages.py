@@ -4,18 +4,11 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxspec.config.cache import pages_for
+
 
 class OutOfPages(Exception):
     """More pages were asked for than are available."""
-
-
-def pages_for(slots: int, page_size: int) -> int:
-    """Pages that hold a number of slots."""
-    return -(-slots // page_size)
-
-
-def _nobody_cares(page: int) -> None:
-    pass
 
 
 class PageAllocator:
@@ -25,10 +18,10 @@ class PageAllocator:
     its content), or *free*. When no free page is left, idle ones are given out, the one that was
     released first before the others.
 
-    A page may be written only while ``writable``: one holder, and unknown to the prefix cache.
+    A page may be written only while it has one holder and the prefix cache does not know it.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = _nobody_cares):
+    def __init__(self, num_pages: int, on_evict: Callable[[int], object] = lambda page: None):
         """``on_evict`` is called with each idle page that is about to get another content."""
         self.num_pages = num_pages
         self._on_evict = on_evict
@@ -50,13 +43,6 @@ class PageAllocator:
     @property
     def num_held(self) -> int:
         return self.num_pages - self.available
-
-    def holders(self, page: int) -> int:
-        """Number of sequences that hold the page."""
-        return self._holders[page]
-
-    def writable(self, page: int) -> bool:
-        return self._holders[page] == 1 and not self._kept[page]
 
     def allocate(self, count: int) -> list[int]:
         """New pages with one holder. Raises OutOfPages, and then nothing has changed."""
@@ -111,10 +97,6 @@ class PageAllocator:
     def num_idle_of(self, pages: Iterable[int]) -> int:
         """How many of these pages are idle: sharing them makes as many fewer available."""
         return sum(page in self._idle for page in pages)
-
-    def free_pages(self) -> list[int]:
-        """Pages without content."""
-        return list(self._free)
 
     def _take(self) -> int:
         if self._free:

@@ -2,11 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from jaxspec.config.cache import pages_for
 from jaxspec.config.checks import check_count, is_integer
 from jaxspec.config.engine import Preemption
-from jaxspec.scheduling.pages import pages_for
-from jaxspec.scheduling.sequence import Request, Sequence
+from jaxspec.scheduling.sequence import Sequence
+
+_COUNTS = ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round")
+_COUNTS += ("prefix_tokens_read_again", "shards", "max_rounds", "masked_rounds")
+_COUNTS += ("waiting_rounds", "part_pages")
 
 
 class QueueFull(Exception):
@@ -15,7 +20,7 @@ class QueueFull(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the engine has room for.
+    """What an engine can hold, and how it schedules.
 
     Attributes:
       num_rows: rows of all shards together, the same number in each.
@@ -37,9 +42,10 @@ class Limits:
       share_generated: whether these may hold generated tokens, too.
       share_pages: whether a request may begin with pages of another, cached or running. Not where
         rows keep what is in no page: then prefix caching needs snapshots, too.
-      reread: last tokens of a cached prefix that are read once more (see Drafter.reread).
-      snapshots: copies of what rows keep outside of pages that there is room for; None: they keep
-        nothing there. Prefix hits are rounded down to such copies.
+      prefix_tokens_read_again: last tokens of a cached prefix that are read once more (see
+        Drafter.reread).
+      snapshots: most copies of what rows keep outside of pages; None: they keep nothing there.
+        Prefix hits are rounded down to such copies.
       preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or
         is still reading its prompt, is recomputed.
       part_pages: pages that are moved to host memory at a time.
@@ -67,7 +73,7 @@ class Limits:
     prefix_caching: bool = True
     share_generated: bool = True
     share_pages: bool = True
-    reread: int = 1
+    prefix_tokens_read_again: int = 1
     snapshots: int | None = None
     preemption: Preemption = "auto"
     part_pages: int = 1
@@ -75,11 +81,8 @@ class Limits:
     swaps_only: bool = False
 
     def __post_init__(self):
-        """Raises ValueError for values that no scheduler can work with."""
-        for name in ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round"):
-            check_count(name, getattr(self, name))
-        check_count("reread", self.reread)
-        for name in ("shards", "max_rounds", "masked_rounds", "waiting_rounds", "part_pages"):
+        """Raise ValueError for values that no scheduler can work with."""
+        for name in _COUNTS:
             check_count(name, getattr(self, name))
         for name in ("scratch_slots", "host_parts", "snapshots"):
             value = getattr(self, name)
@@ -104,26 +107,30 @@ class Limits:
             )
         if self.snapshots is not None and (self.shards > 1 or self.share_pages):
             raise ValueError("snapshots need one shard, and share_pages=False")
-        if self.snapshots is not None and self.reread > 1:
+        if self.snapshots is not None and self.prefix_tokens_read_again > 1:
             raise ValueError(
-                f"a drafter that reads the last {self.reread} tokens of a cached prefix again has "
-                "no snapshots for it: use another one, or set prefix_caching=False"
+                f"a drafter that reads the last {self.prefix_tokens_read_again} tokens of a cached "
+                "prefix again has no snapshots for it: use another one, or set prefix_caching=False"
             )
         if self.swaps_only and (self.preemption != "swap" or self.shards > 1):
             raise ValueError('swaps_only needs preemption="swap", and one shard')
 
-    def check(self, request: Request) -> int:
-        """Most tokens that the request can have. Raises ValueError if it can never run."""
-        name, length = f"request {request.request_id!r}", len(request.prompt)
-        if not request.prompt:
+    def most_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Most tokens that a request can have, its prompt included."""
+        return min(prompt_tokens + max_tokens, self.max_length)
+
+    def check(self, request_id: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ValueError if a request of so many tokens can never run."""
+        name = f"request {request_id!r}"
+        if not prompt_tokens:
             raise ValueError(f"{name}: the prompt is empty: give at least one token")
-        check_count("max_tokens", request.max_tokens)
-        if length >= self.max_length:
+        check_count("max_tokens", max_tokens)
+        if prompt_tokens >= self.max_length:
             raise ValueError(
-                f"{name}: the prompt has {length} tokens; with those generated at most "
+                f"{name}: the prompt has {prompt_tokens} tokens; with those generated at most "
                 f"{self.max_length} fit: shorten it, or raise max_length"
             )
-        most = min(length + request.max_tokens, self.max_length)
+        most = self.most_tokens(prompt_tokens, max_tokens)
         needed = pages_for(most + self.scratch_slots, self.page_size)
         if needed > self.num_pages:
             raise ValueError(
@@ -131,19 +138,16 @@ class Limits:
                 f"pages of {self.page_size}, there are {self.num_pages}: shorten the prompt or "
                 "max_tokens, shrink the tree, or raise num_pages"
             )
-        return most
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A request that the scheduler ended: "cancelled", "timeout", or as ``cancel`` was told."""
 
     request_id: str
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class SwapOut:
+class SwapOut(NamedTuple):
     """Copy a row, and the content of these pages in order, to host memory.
 
     The row's table on the device may still name other pages of the same content.
@@ -154,8 +158,7 @@ class SwapOut:
     pages: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class SwapIn:
+class SwapIn(NamedTuple):
     """Put a swapped row back, and its first pages into the first ``restored`` of its table."""
 
     row: int
@@ -164,8 +167,7 @@ class SwapIn:
     table: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """Copy one page of a shard to another."""
 
     shard: int
@@ -173,13 +175,12 @@ class PageCopy:
     destination: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """Give a row to a sequence, which reads ``sequence.tokens`` as its prompt.
 
-    The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them
-    (``Limits.reread``), whose KV is not written again. ``snapshot``: slot of what the row keeps
-    outside of pages, before that token; None: nothing yet.
+    The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them (see
+    ``Limits.prefix_tokens_read_again``), whose KV is not written again. ``snapshot``: slot of what
+    the row keeps outside of pages, before that token; None: nothing yet.
     """
 
     row: int
@@ -189,8 +190,7 @@ class Admission:
     snapshot: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A row's new page table."""
 
     row: int
@@ -205,8 +205,7 @@ class Read:
     count: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Copy what a row keeps outside of pages to a slot, once it has read."""
 
     row: int
@@ -222,7 +221,7 @@ class Plan:
     Attributes:
       ended: requests that the scheduler ended since the last plan.
       dropped: request ids whose swapped copy is no longer needed.
-      settle: rows that are done, whose drafter reads its pending tokens, since their pages become
+      catch_up: rows that are done, whose drafter reads its pending tokens, since their pages become
         known to the prefix cache.
       release: rows that become empty.
       decode_rows: rows that decode, those included that finish reading in this plan.
@@ -235,7 +234,7 @@ class Plan:
     ended: tuple[Ended, ...] = ()
     dropped: tuple[str, ...] = ()
     swap_out: tuple[SwapOut, ...] = ()
-    settle: tuple[int, ...] = ()
+    catch_up: tuple[int, ...] = ()
     release: tuple[int, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()
     copies: tuple[PageCopy, ...] = ()
@@ -249,19 +248,12 @@ class Plan:
     sequences: Mapping[int, Sequence] = dataclasses.field(default_factory=dict)
 
     @property
-    def calls(self) -> bool:
+    def runs_model(self) -> bool:
         """Whether rows read or decode, so that ``update`` must be told what they emitted."""
         return bool(self.reads or self.decode_rows or self.masked_rows)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do for the device. ``ended`` and ``dropped`` may be set."""
-        steps = (self.swap_out, self.settle, self.release, self.swap_in, self.copies)
-        return not (any(steps) or self.admissions or self.tables or self.calls)
 
-
-@dataclasses.dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a row did in a plan's calls.
 
     Attributes:
@@ -279,8 +271,7 @@ class RowResult:
     failed: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """New tokens of a request. ``ended``: why it has ended, or None."""
 
     request_id: str

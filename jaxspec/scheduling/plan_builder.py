@@ -33,7 +33,7 @@ class Flight(NamedTuple):
 
 
 @dataclasses.dataclass
-class Draft:
+class PlanBuilder:
     """The steps of a plan so far.
 
     Attributes:
@@ -44,7 +44,7 @@ class Draft:
     """
 
     swap_out: list[SwapOut] = dataclasses.field(default_factory=list)
-    settle: list[int] = dataclasses.field(default_factory=list)
+    catch_up: list[int] = dataclasses.field(default_factory=list)
     release: list[int] = dataclasses.field(default_factory=list)
     restored: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
@@ -83,7 +83,7 @@ class Draft:
             ended=tuple(ended),
             dropped=tuple(dropped),
             swap_out=tuple(self.swap_out),
-            settle=tuple(self.settle),
+            catch_up=tuple(self.catch_up),
             release=tuple(self.release),
             swap_in=tuple(swap_in),
             copies=tuple(self.copies),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxspec.scheduling.pages import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.sequence import Sequence
 
@@ -87,7 +87,7 @@ class HostMemory:
     def parts_for(self, num_pages: int) -> int:
         return -(-num_pages // self.limits.part_pages)
 
-    def has_room(self, num_pages: int) -> bool:
+    def fits(self, num_pages: int) -> bool:
         """Whether a sequence of so many pages can be swapped now."""
         most = self.limits.host_parts
         return most is None or self.parts + self.parts_for(num_pages) <= most

@@ -5,7 +5,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from jaxspec.scheduling.pages import PageUsage, page_usage, pages_for
+from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import PageUsage, page_usage
 from jaxspec.scheduling.plan import (
     Delivery,
     Ended,
@@ -17,7 +18,7 @@ from jaxspec.scheduling.plan import (
     Snapshot,
     SwapOut,
 )
-from jaxspec.scheduling.plan_builder import Draft, Flight
+from jaxspec.scheduling.plan_builder import Flight, PlanBuilder
 from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
 from jaxspec.scheduling.rounds_per_call import CallRounds
 from jaxspec.scheduling.sequence import Request, Sequence, State
@@ -27,9 +28,9 @@ from jaxspec.scheduling.shard import Placement, Shard
 class Scheduler:
     """Plans calls for requests that come and go.
 
-    The engine calls ``plan``, does what it says, and tells ``update`` what each plan with ``calls``
-    emitted, in the same order. It may make further plans before that: they are right whatever the
-    calls in flight turn out to emit. All methods are called from one thread.
+    The engine calls ``plan``, does what it says, and tells ``update`` what each plan that
+    ``runs_model`` emitted, in the same order. It may make further plans before that: they are right
+    whatever the calls in flight turn out to emit. All methods are called from one thread.
 
     Attributes:
       costs: what decides how a sequence is preempted; it may learn meanwhile.
@@ -61,8 +62,8 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Those of the waiting that the last plan passed over, though a row was free: calls of
-        theirs are in flight, or a running row computes KV that they can share."""
+        """Waiting requests that the last plan passed over, though a row was free: calls of theirs
+        are in flight, or a running row computes KV that they can share."""
         return sum(sequence.state is State.WAITING for sequence in self._deferred)
 
     @property
@@ -93,15 +94,15 @@ class Scheduler:
         return sum(cache.queries for cache in caches), sum(cache.hits for cache in caches)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request that ``limits.check`` has let pass.
 
-        Raises ValueError for one that can never run, or whose id is in use; QueueFull.
+        Raises ValueError for one whose id is in use, and QueueFull.
         """
         if request.request_id in self._sequences:
             raise ValueError(f"request {request.request_id!r} is already here: give it another id")
-        limit = self.limits.check(request)
         if self.limits.max_queue is not None and self.num_waiting >= self.limits.max_queue:
             raise QueueFull(f"{self.num_waiting} requests wait, max_queue={self.limits.max_queue}")
+        limit = self.limits.most_tokens(len(request.prompt), request.max_tokens)
         sequence = Sequence(request, self._num_added, limit, list(request.prompt))
         self._num_added += 1
         self._sequences[request.request_id] = sequence
@@ -116,28 +117,26 @@ class Scheduler:
             self._end(sequence)
             self._ended.append(Ended(request_id, reason))
 
-    def plan(
-        self, now: float, most_rounds: int | None = None, *, reads_apart: bool = False
-    ) -> Plan:
-        """What the device does next; a plan that is_empty if it can only wait.
+    def plan(self, now: float, most_rounds: int | None = None, *, reads_only: bool = False) -> Plan:
+        """What the device does next. Without any step if it can only wait.
 
         Args:
           most_rounds: of the plan's call, if fewer than the limits allow.
-          reads_apart: no row decodes in a plan that reads.
+          reads_only: no row decodes in a plan that reads prompts.
         """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
             if sequence.state is not State.ENDED:
                 self.cancel(sequence.request_id, "timeout")
-        draft = Draft()
+        builder = PlanBuilder()
         self._deferred = []
-        self._release_ended(draft)
-        if self._keep_decoding(draft):  # nobody comes in while others must go
-            self._admit(draft)
-        self._read(draft)
-        if not (reads_apart and draft.reads):
-            self._decode(draft, most_rounds or self.limits.max_rounds)
-        return self._launch(draft)
+        self._release_ended(builder)
+        if self._keep_decoding(builder):  # nobody comes in while others must go
+            self._admit(builder)
+        self._read(builder)
+        if not (reads_only and builder.reads):
+            self._decode(builder, most_rounds or self.limits.max_rounds)
+        return self._launch(builder)
 
     def update(self, plan: Plan, results: Iterable[RowResult]) -> list[Delivery]:
         """Take in what a plan's calls emitted; rows that are not named emitted nothing.
@@ -184,18 +183,18 @@ class Scheduler:
 
     # The steps of a plan.
 
-    def _release_ended(self, draft: Draft) -> None:
+    def _release_ended(self, builder: PlanBuilder) -> None:
         for sequence in self._leaving:
             shard = self._shard_of(sequence.row)
-            if sequence.unsettled:
-                draft.settle.append(sequence.row)
-                sequence.settled = len(sequence.tokens) - 1
+            if sequence.needs_drafter_catch_up:
+                builder.catch_up.append(sequence.row)
+                sequence.num_complete_tokens = len(sequence.tokens) - 1
                 shard.register(sequence)
-            draft.release.append(sequence.row)
+            builder.release.append(sequence.row)
             shard.leave(sequence)
         self._leaving.clear()
 
-    def _keep_decoding(self, draft: Draft) -> bool:
+    def _keep_decoding(self, builder: PlanBuilder) -> bool:
         """Give every decoding row the pages of one round; the worst rows go where they lack.
 
         Returns whether nobody had to go.
@@ -206,33 +205,33 @@ class Scheduler:
                 if sequence.state is not State.DECODING or sequence.is_surely_done:
                     continue
                 while sequence.has_row and not shard.grow(sequence, 1):
-                    self._preempt(max(shard.running, key=lambda other: other.rank), shard, draft)
+                    self._preempt(max(shard.running, key=lambda other: other.rank), shard, builder)
         return sum(self.preemptions.values()) == before
 
-    def _preempt(self, sequence: Sequence, shard: Shard, draft: Draft) -> None:
+    def _preempt(self, sequence: Sequence, shard: Shard, builder: PlanBuilder) -> None:
         """Take a sequence's row and pages, to go on later."""
         context = sequence.most_context
         num_pages = pages_for(context, self.limits.page_size)
         is_swapped = sequence.state is State.DECODING and self._swap_is_better(context, num_pages)
         if is_swapped:
             pages = tuple(sequence.pages[:num_pages])
-            draft.swap_out.append(SwapOut(sequence.row, sequence, pages))
+            builder.swap_out.append(SwapOut(sequence.row, sequence, pages))
             self.host.take(sequence, num_pages)
-        draft.release.append(sequence.row)
+        builder.release.append(sequence.row)
         shard.leave(sequence)
         self.preemptions["swap" if is_swapped else "recompute"] += 1
         sequence.preemptions += 1
         self._enqueue(sequence)
 
     def _swap_is_better(self, num_tokens: int, num_pages: int) -> bool:
-        if self.limits.preemption == "recompute" or not self.host.has_room(num_pages):
+        if self.limits.preemption == "recompute" or not self.host.fits(num_pages):
             assert not self.limits.swaps_only, "too many were admitted to swap them all"
             return False
         if self.limits.preemption == "swap":
             return True
         return self.costs.swap_is_cheaper(num_tokens, self.host.parts_for(num_pages))
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, builder: PlanBuilder) -> None:
         """Give free rows to those who wait, in order.
 
         One that lacks pages blocks those behind it. One that waits for calls in flight, or for KV
@@ -251,7 +250,7 @@ class Scheduler:
             if not fitting or not self._can_swap_all(sequence):
                 return
             best = max(fitting, key=lambda p: (p.cached, p.shard.pages.available))
-            self._place(best, sequence, draft)
+            self._place(best, sequence, builder)
 
     def _can_swap_all(self, new: Sequence) -> bool:
         """Whether nobody has to be recomputed if this one runs too, where that is forbidden."""
@@ -260,28 +259,28 @@ class Scheduler:
         swapped = [sequence for sequence in self._waiting if sequence.swapped]
         return self.host.never_lacks([*self.shards[0].running, *swapped, new])
 
-    def _place(self, placement: Placement, sequence: Sequence, draft: Draft) -> None:
+    def _place(self, placement: Placement, sequence: Sequence, builder: PlanBuilder) -> None:
         copy = placement.shard.place(placement, sequence)
         self._waiting.remove(sequence)
         if sequence.swapped:
             sequence.state = State.DECODING
             self.host.give_back(sequence)
             context = len(sequence.tokens) - 1
-            draft.restored.append((sequence, pages_for(context, self.limits.page_size)))
+            builder.restored.append((sequence, pages_for(context, self.limits.page_size)))
             return
         if copy is not None:
-            draft.copies.append(copy)
+            builder.copies.append(copy)
         if placement.source is None and sequence.preemptions == 0:
             placement.shard.cache.count(len(sequence.tokens), placement.cached)
         sequence.state = State.READING
         sequence.goal = len(sequence.tokens)
-        sequence.settled, sequence.unsettled = placement.cached, False
-        sequence.read = max(0, placement.cached - self.limits.reread)
+        sequence.num_complete_tokens, sequence.needs_drafter_catch_up = placement.cached, False
+        sequence.read = max(0, placement.cached - self.limits.prefix_tokens_read_again)
         sequence.branch = placement.known if placement.known > placement.cached else 0
         snapshot = placement.shard.snapshot_for(placement)
-        draft.admitted.append((sequence, placement.cached, snapshot))
+        builder.admitted.append((sequence, placement.cached, snapshot))
 
-    def _read(self, draft: Draft) -> None:
+    def _read(self, builder: PlanBuilder) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
         readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
         most = self.limits.largest_read or self.limits.prefill_budget
@@ -290,17 +289,17 @@ class Scheduler:
         for sequence, most in zip(readers, counts, strict=True):
             shard = self._shard_of(sequence.row)
             count = shard.read_end(sequence, most) - sequence.read
-            draft.reads.append(Read(sequence.row, count))
+            builder.reads.append(Read(sequence.row, count))
             sequence.read += count
             slot = shard.snapshot(sequence)
             if slot is not None:
-                draft.snapshots.append(Snapshot(sequence.row, slot))
+                builder.snapshots.append(Snapshot(sequence.row, slot))
             is_read = sequence.read == sequence.goal
             if is_read:
                 sequence.state = State.DECODING
-            draft.add_flight(sequence, least=int(is_read), most=int(is_read))
+            builder.add_flight(sequence, int(is_read), int(is_read))
 
-    def _decode(self, draft: Draft, most_rounds: int) -> None:
+    def _decode(self, builder: PlanBuilder, most_rounds: int) -> None:
         """Let all rows decode for as many rounds as the load and the pages allow.
 
         Where all of them end their prompts in this plan, they decode in the next one, which is
@@ -312,7 +311,7 @@ class Scheduler:
         ]
         if not any(groups):
             return
-        reading = {read.row for read in draft.reads}
+        reading = {read.row for read in builder.reads}
         running = [sequence for group in groups for sequence in group]
         waits = bool(self._waiting)
         rounds = self._rounds.choose(running, most_rounds, reads=bool(reading), waits=waits)
@@ -323,25 +322,25 @@ class Scheduler:
             for shard, group in zip(self.shards, groups, strict=True)
         ):
             rounds //= 2
-        draft.rounds = rounds
+        builder.rounds = rounds
         for shard, group in zip(self.shards, groups, strict=True):
             for sequence in group:
-                own = 1 if sequence.request.masked else rounds
-                has_grown = shard.grow(sequence, own)
+                rounds = 1 if sequence.request.masked else builder.rounds
+                has_grown = shard.grow(sequence, rounds)
                 assert has_grown, "pages for one round were reserved, those for more were counted"
-                rows = draft.masked_rows if sequence.request.masked else draft.decode_rows
+                rows = builder.masked_rows if sequence.request.masked else builder.decode_rows
                 rows.append(sequence.row)
-                draft.add_flight(sequence, least=own, most=own * self.limits.tokens_per_round)
+                builder.add_flight(sequence, rounds, rounds * self.limits.tokens_per_round)
 
-    def _launch(self, draft: Draft) -> Plan:
+    def _launch(self, builder: PlanBuilder) -> Plan:
         """The finished plan. Its calls are in flight from now on."""
         running = [sequence for shard in self.shards for sequence in shard.running]
-        plan = draft.finish(self._num_planned, running, self._ended, self._dropped)
+        plan = builder.finish(self._num_planned, running, self._ended, self._dropped)
         self._num_planned += 1
         self._ended.clear()
         self._dropped.clear()
-        if plan.calls:
-            self._in_flight.append((plan.index, draft.flights))
+        if plan.runs_model:
+            self._in_flight.append((plan.index, builder.flights))
         return plan
 
     # What came out of it.
@@ -366,13 +365,15 @@ class Scheduler:
         sequence.tokens += result.tokens
         context = len(sequence.tokens) - 1 if len(sequence.tokens) > sequence.goal else flight.read
         if result.failed:
-            sequence.unsettled = False
+            sequence.needs_drafter_catch_up = False
         elif sequence.has_row:  # it was not preempted meanwhile
-            sequence.settled = max(sequence.settled, context - result.pending)
+            sequence.num_complete_tokens = max(
+                sequence.num_complete_tokens, context - result.pending
+            )
             shard = self._shard_of(sequence.row)
             shard.register(sequence)
             missing = shard.full_pages(sequence, context) - len(sequence.chain)
-            sequence.unsettled = self.limits.prefix_caching and missing > 0
+            sequence.needs_drafter_catch_up = self.limits.prefix_caching and missing > 0
         if result.ended:
             self._end(sequence)
 

@@ -18,12 +18,11 @@ class Request:
       arrival: seconds, on the clock that the scheduler is told; earlier goes first.
       deadline: when it ends as "timeout", on that clock; None: never.
       cache_salt: requests with other salts share no pages with this one.
-      kv_key: whatever else its KV depends on, an adapter for example.
       group: samples of one prompt have the same group; one reads the prompt, the others share its
         pages.
       reads_all: it reads its whole prompt, even what is cached.
       masked: the host restricts its tokens before every round.
-      payload: the engine's own; the scheduler does not look at it.
+      payload: what the engine keeps of it; the scheduler does not look at it.
     """
 
     request_id: str
@@ -33,7 +32,6 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
-    kv_key: Hashable = None
     group: str | None = None
     reads_all: bool = False
     masked: bool = False
@@ -65,8 +63,8 @@ class Sequence:
       chain: the nodes of its first pages in the prefix cache.
       goal: tokens that it reads before it decodes: those known when it was admitted.
       read: how many of them are read once the calls in flight are done.
-      settled: tokens whose KV, the drafter's included, is known to be complete.
-      unsettled: whether it ended with full pages that the drafter must complete.
+      num_complete_tokens: tokens whose KV, the drafter's included, is known to be complete.
+      needs_drafter_catch_up: whether it has full pages that the drafter must complete if it ends.
       branch: tokens of known pages that it began with, though no snapshot reached as far.
       snapshots: pending slots (see Snapshots), by the tokens up to the end of their pages.
       flights: calls in flight that it is part of.
@@ -86,8 +84,8 @@ class Sequence:
     chain: list[Node] = dataclasses.field(default_factory=list)
     goal: int = 0
     read: int = 0
-    settled: int = 0
-    unsettled: bool = False
+    num_complete_tokens: int = 0
+    needs_drafter_catch_up: bool = False
     branch: int = 0
     snapshots: dict[int, int] = dataclasses.field(default_factory=dict)
     flights: int = 0
@@ -111,7 +109,7 @@ class Sequence:
     @property
     def namespace(self) -> tuple[Hashable, ...]:
         """What its KV depends on beside its tokens."""
-        return (self.request.kv_key, self.request.cache_salt)
+        return (self.request.cache_salt,)
 
     @property
     def rank(self) -> tuple[int, float, int]:

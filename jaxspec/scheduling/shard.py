@@ -4,7 +4,8 @@ import dataclasses
 import heapq
 import math
 
-from jaxspec.scheduling.pages import PageAllocator, pages_for
+from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import Limits, PageCopy
 from jaxspec.scheduling.prefix_cache import Node, PrefixCache
 from jaxspec.scheduling.sequence import Sequence, State
@@ -37,7 +38,7 @@ class Placement:
 
 
 class Shard:
-    """Rows ``index * n .. (index + 1) * n - 1``, and pages with numbers of their own."""
+    """Rows ``index * n .. (index + 1) * n - 1``, and pages which are numbered in each shard."""
 
     def __init__(self, index: int, limits: Limits):
         num_rows = limits.num_rows // limits.shards
@@ -139,7 +140,7 @@ class Shard:
         return max(0, self._pages_needed(sequence, rounds) - len(sequence.pages))
 
     def register(self, sequence: Sequence) -> None:
-        """Make its settled full pages known to the prefix cache.
+        """Make its complete full pages known to the prefix cache.
 
         Where the cache knows the same tokens already, the sequence takes over the known page: its
         table then always holds the whole chain.
@@ -147,7 +148,7 @@ class Shard:
         if not self.limits.prefix_caching:
             return
         size, chain = self.page_size, sequence.chain
-        for index in range(len(chain), self.full_pages(sequence, sequence.settled)):
+        for index in range(len(chain), self.full_pages(sequence, sequence.num_complete_tokens)):
             tokens = sequence.tokens[index * size : (index + 1) * size]
             page = sequence.pages[index]
             node = self.cache.insert(chain, sequence.namespace, tokens, page)
@@ -205,7 +206,7 @@ class Shard:
             self.snapshots.remove(node)
 
     def _shareable(self, sequence: Sequence, reader: Sequence) -> int:
-        """Tokens that a sequence could begin with once a reader has read its own."""
+        """Tokens that a sequence could begin with once a reader has read all of its prompt."""
         common = self._common(sequence, reader)
         if self.snapshots is None:
             return common
@@ -252,12 +253,12 @@ class Shard:
 
     def _reading(self) -> list[Sequence]:
         """Running sequences that have not read all, as far as known."""
-        return [other for other in self.running if other.settled < other.goal]
+        return [other for other in self.running if other.num_complete_tokens < other.goal]
 
     def _common(self, sequence: Sequence, reader: Sequence) -> int:
         """Tokens of the full pages that both begin with, as far as the reader reads them."""
         if sequence.tokens[0] != reader.tokens[0] or sequence.namespace != reader.namespace:
-            return 0  # the first token alone tells most apart
+            return 0  # the first token alone tells most from each other
         size, end = self.page_size, min(len(sequence.tokens), reader.goal)
         for start in range(0, end - size + 1, size):
             if sequence.tokens[start : start + size] != reader.tokens[start : start + size]:

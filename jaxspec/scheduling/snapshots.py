@@ -7,13 +7,13 @@ from jaxspec.scheduling.prefix_cache import Node
 
 
 class Snapshots:
-    """Slots 0 .. count - 1, each with room for a copy of what a row keeps outside of pages.
+    """Slots 0 .. count - 1, each for a copy of what a row keeps outside of pages.
 
     The copy that belongs to a node of the prefix cache is that before the last token of the node's
     page: a row that begins there reads this token again, as all rows with cached tokens do.
 
     A slot is *free*, *pending* (a row reads beyond it, but its page is not known yet), or belongs
-    to a node. If none is free, the node that was used least recently loses its own.
+    to a node. If none is free, the node that was used least recently loses its slot.
     """
 
     def __init__(self, count: int):
@@ -24,11 +24,6 @@ class Snapshots:
     def __len__(self) -> int:
         """Slots that are not free."""
         return self.count - len(self._free)
-
-    @property
-    def num_known(self) -> int:
-        """Slots that belong to nodes."""
-        return len(self._slots)
 
     def take(self) -> int | None:
         """A slot for a new copy; None: all are pending."""

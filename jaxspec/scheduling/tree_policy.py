@@ -1,7 +1,7 @@
 """Which draft tree a call should use: the one that commits the most tokens a second, or none.
 
 All rows of a call draft trees of one shape. What a round costs is measured once, by the engine;
-what it yields is estimated from what rows have accepted (see survival).
+what it yields is estimated from what rows have accepted (see acceptance_estimate).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -53,7 +53,7 @@ class RoundCosts:
         return tuple(sorted(self._curves, key=lambda shape: (shape.num_nodes, shape.max_depth)))
 
     def seconds(self, rows: int, shape: TreeShape) -> float:
-        """Of a round of so many rows, padded to a power of two as programs are.
+        """Seconds of a round of so many rows, padded to a power of two as programs are.
 
         Between measured points on a straight line; never less for more rows. Past the last point
         the last line goes on.
@@ -75,7 +75,7 @@ def _rising(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray
     return sizes, np.maximum.accumulate(times)
 
 
-class ShapePolicy:
+class TreePolicy:
     """Chooses the shape of each call, and learns from what calls accepted.
 
     >>> plan = scheduler.plan(now, policy.most_rounds)
@@ -151,7 +151,7 @@ class ShapePolicy:
             raise ValueError("choose needs at least one row")
         hazards = self.estimate.hazards(rows)
         outlook = _Outlook(self.shapes, hazards, self.estimate, costs, size)
-        self.shape = best = outlook.settle(self.shape, self.hysteresis)
+        self.shape = best = outlook.pick(self.shape, self.hysteresis)
         candidates = outlook.candidates()
         first = self._first_look(outlook, rows, rounds)
         explored = first or self._explore(outlook, candidates, rounds)
@@ -253,10 +253,10 @@ class _Outlook:
             shape: costs.seconds(self.num_rows if size is None else size, shape) for shape in shapes
         }
         # Rows that are expected to accept a token at each depth.
-        self.expected = {shape: estimate.of_shape(hazards, shape).sum(axis=0) for shape in shapes}
+        self.expected = {shape: estimate.survival(hazards, shape).sum(axis=0) for shape in shapes}
         self.best = max(shapes, key=self.rate)
 
-    def settle(self, current: TreeShape | None, hysteresis: float) -> TreeShape:
+    def pick(self, current: TreeShape | None, hysteresis: float) -> TreeShape:
         """The best shape from now on: the current one, unless another is clearly better."""
         if current is not None and self.rate(self.best) <= self.rate(current) * (1 + hysteresis):
             self.best = current

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from jaxspec import SpeculationConfig
 from jaxspec.checkpoints.load import resolve_dtype
-from jaxspec.checkpoints.load_drafter import load_drafter
+from jaxspec.checkpoints.load_drafter import DraftedModel, load_drafter
 from jaxspec.models.from_config.model import load_model_config
 from tests.helpers.block_checkpoints import published_head
 from tests.helpers.checkpoints import save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
@@ -48,15 +48,8 @@ def warnings_of(head: Path, target: Path, out: Path, new: dict[str, Any], **conf
     chain = SpeculationConfig.chain(2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        load_drafter(
-            str(directory),
-            target,
-            load_model_config(target),
-            chain,
-            resolve_dtype("float32"),
-            None,
-            False,
-        )
+        model, dtype = load_model_config(target), resolve_dtype("float32")
+        load_drafter(str(directory), DraftedModel(target, model, chain, dtype, None, False))
     return "\n".join(str(one.message) for one in said)
 
 

@@ -15,6 +15,7 @@ from jaxspec.commands import generate
 from jaxspec.commands.generate import chat
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.shared import program_cache
+from jaxspec.commands.shared.engine_config import speculation_config
 from jaxspec.llm.tokenizer import TextTokenizer
 from tests.helpers.checkpoints import tiny_byte_llama
 
@@ -60,13 +61,13 @@ def loaded_once(compiled: dict[str, LLM], monkeypatch) -> None:
 )
 def test_the_tree_is_one_option(text: str, tree: SpeculationConfig):
     arguments = generate.make_parser().parse_args(["--tree", text])
-    assert generation.speculation_config(arguments) == tree
+    assert speculation_config(arguments) == tree
 
 
 def test_top_k_is_of_sampling():
     arguments = generate.make_parser().parse_args(["--top-k", "7"])
     assert generation.sampling_params(arguments).top_k == 7
-    assert generation.speculation_config(arguments).top_k == 1
+    assert speculation_config(arguments).top_k == 1
 
 
 @pytest.mark.parametrize("option", ["--nodes", "--depth", "--sample-top-k"])

@@ -71,7 +71,7 @@ def serve(engine: Engine, load: list[Any], seed: int) -> list[list[int]]:
             added.append(engine.add(*left.pop(0)))
             cheap = shapes[rng.integers(len(shapes))]
             costs = {(1, shape): 1.0 if shape == cheap else 9.0 for shape in shapes}
-            engine.shapes.set_costs(RoundCosts(costs))
+            engine.shapes.costs = RoundCosts(costs)
         engine.step()
     return [one.token_ids for one in added]
 
@@ -198,7 +198,7 @@ def test_a_shape_may_be_fixed_for_a_while():
 def test_a_second_warm_up_only_measures(compilations: Compilations):
     engine, prompt, sampling = warm_engine(), [5, 6, 7], SamplingParams(max_tokens=12)
     text = alone(engine, prompt, sampling)
-    engine.shapes.set_costs(RoundCosts({(1, shape): 1e6 for shape in (PLAIN, CHAIN)}))
+    engine.shapes.costs = RoundCosts({(1, shape): 1e6 for shape in (PLAIN, CHAIN)})
     compilations.clear()
     engine.warm_up([SAMPLED], tokens=16, rows=[2])
     assert compilations == []

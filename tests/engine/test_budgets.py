@@ -14,6 +14,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.parallel import make_mesh
 from tests.helpers.layouts import on_mesh
+from tests.helpers.pool_bytes import pool_bytes
 from tests.helpers.programs import traces
 from tests.helpers.random_models import make_params
 
@@ -30,7 +31,7 @@ def bytes_of(tree: object) -> int:
 def test_the_estimate_is_what_a_pool_takes(drafter: str):
     params = make_params(drafter, CHAIN)
     made = bytes_of(init_pool(params, 9, 8, 4))
-    assert memory.pool_bytes(params, 9, 8, 4, together=False) == made > 0
+    assert pool_bytes(params, 9, 8, 4, together=False) == made > 0
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3", "draft_model"])
@@ -53,8 +54,8 @@ def test_the_estimate_knows_what_each_device_holds():
         for shard in leaf.addressable_shards
         if shard.device == device
     )
-    assert memory.pool_bytes(params, 10, 8, 4, together=False) == held
-    assert memory.pool_bytes(params, 10, 8, 4, together=True) == 4 * held
+    assert pool_bytes(params, 10, 8, 4, together=False) == held
+    assert pool_bytes(params, 10, 8, 4, together=True) == 4 * held
 
 
 def refused(params: EngineParams, cache: CacheConfig) -> str:
@@ -68,7 +69,7 @@ def test_a_pool_beyond_the_memory_is_refused_and_what_fits_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ):
     params = make_params("eagle3", CHAIN)
-    free = memory.pool_bytes(params, 21, 8, 4, together=True) / memory.USABLE
+    free = pool_bytes(params, 21, 8, 4, together=True) / memory.USABLE
     monkeypatch.setattr(memory, "free_bytes", lambda device: free + 1)
     assert memory.num_pages(params, CacheConfig(8, 64, 20), 4) == 21
     assert "num_pages=20 fits, which is 160 tokens" in refused(params, CacheConfig(8, 64, 21))
@@ -84,7 +85,7 @@ def test_without_a_number_there_are_pages_for_all_rows_or_as_many_as_fit(
     params = make_params("eagle3", CHAIN)
     cache = CacheConfig(8, 64)
     assert memory.num_pages(params, cache, 4) == 1 + 4 * 9  # 64 tokens and a tree of 3 slots
-    free = memory.pool_bytes(params, 21, 8, 4, together=True) / memory.USABLE
+    free = pool_bytes(params, 21, 8, 4, together=True) / memory.USABLE
     monkeypatch.setattr(memory, "free_bytes", lambda device: free + 1)
     assert memory.num_pages(params, cache, 4) == 21
     assert "num_pages=20 fits" in refused(params, CacheConfig(8, 256))

@@ -11,8 +11,11 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.state import Emitted, Status
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.plans.runner import Launched
 from jaxspec.engine.programs.call import Call, joined
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, choose_reading
+from jaxspec.scheduling.plan import Plan
+from jaxspec.scheduling.sequence import Request, Sequence
 from tests.helpers.block_heads import block_params
 from tests.helpers.engines import new_engine, plain_engine
 from tests.helpers.random_models import random_target
@@ -75,7 +78,7 @@ def test_a_short_text_is_the_same():
 
 
 def test_a_row_that_ended_in_an_earlier_call_has_pending_tokens():
-    """Calls of different sizes are not joined. Only settling completes the drafter's pages."""
+    """Calls of different sizes are not joined. The drafter's pages stay incomplete."""
     params = block_params("dflash", SpeculationConfig.chain(3))
     runner = Engine(params, CacheConfig(page_size=8, max_length=64))._runner
     first, second = rounds([0, 1], 4, 0), rounds([0], 1, 0)
@@ -84,9 +87,12 @@ def test_a_row_that_ended_in_an_earlier_call_has_pending_tokens():
             counts=np.zeros((1, 1), np.int32), status=np.array([Status.DONE])
         )
     )
-    [alone, other] = runner.results([first], params.speculation.shape)
+    requests = [Request(str(row), (1,), 8, 0.0) for row in range(2)]
+    plan = Plan(0, sequences={row: Sequence(requests[row], row, 9, [1]) for row in range(2)})
+    launched = Launched(plan, [first], params.speculation.shape)
+    [alone, other] = runner.results(launched)
     assert alone.pending == other.pending == 1
-    [both, other] = runner.results([first, second], params.speculation.shape)
+    [both, other] = runner.results(launched._replace(calls=[first, second]))
     assert (both.tokens, both.pending) == (alone.tokens, 1)
     assert both.ended is not None and other.ended is None
 

@@ -147,7 +147,7 @@ def adapting(engine: Engine) -> Any:
     def change() -> None:
         cheap = SHAPES[rng.integers(len(SHAPES))]
         costs = {(1, shape): 1.0 if shape == cheap else 9.0 for shape in SHAPES}
-        engine.shapes.set_costs(RoundCosts(costs))
+        engine.shapes.costs = RoundCosts(costs)
 
     change()
     engine.shapes.restart()

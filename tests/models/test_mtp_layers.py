@@ -178,7 +178,7 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
     sizes: dict[str, Any] = {"num_rows": 1, "num_pages": 9, "page_size": 8, "max_length": 64}
     sizes |= {"scratch_slots": 4, "tokens_per_round": 2, "share_pages": False, "snapshots": 1}
     with pytest.raises(ValueError, match="reads the last 3 tokens of a cached prefix again"):
-        Limits(**sizes, reread=3)
+        Limits(**sizes, prefix_tokens_read_again=3)
 
 
 def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.tree_policy import RoundCosts, ShapePolicy
+from jaxspec.scheduling.tree_policy import RoundCosts, TreePolicy
 
 CHAINS = tuple(TreeShape.parse(f"chain:{tokens}") for tokens in (1, 3, 5, 7))
 TREE = TreeShape(60, 7, 10)
@@ -51,7 +51,7 @@ class Phase:
 
 
 class Policy(Protocol):
-    """What the simulation asks of a policy: ShapePolicy, or Fixed."""
+    """What the simulation asks of a policy: TreePolicy, or Fixed."""
 
     @property
     def most_rounds(self) -> int | None: ...
@@ -179,7 +179,7 @@ def main() -> None:
             phases = [steady(rows, level, seconds=120 if rows <= 8 else 40)]
             fixed = {shape: simulate(Fixed(shape), phases)[0] for shape in SHAPES}
             best = max(SHAPES, key=lambda shape: fixed[shape])
-            (rate,) = simulate(ShapePolicy(SHAPES), phases)
+            (rate,) = simulate(TreePolicy(SHAPES), phases)
             print(
                 f"{rows:4}  {level:5}  {fixed[PLAIN]:11,.0f}  {NAMES[best]:8} {fixed[best]:10,.0f} "
                 f"{rate:10,.0f} {rate / fixed[best]:8.3f} {rate / fixed[PLAIN]:8.3f}"
@@ -189,7 +189,7 @@ def main() -> None:
         print(f"  {phase.rows} rows, level {phase.levels}, {phase.tokens:,} tokens")
     for name, policy in [
         *((NAMES[s], Fixed(s)) for s in SHAPES),
-        ("adaptive", ShapePolicy(SHAPES)),
+        ("adaptive", TreePolicy(SHAPES)),
     ]:
         rates = simulate(policy, MIXED)
         print(f"{name:9}", *(f"{r:8,.0f}" for r in rates), f"{overall(rates, MIXED):9,.0f}")

@@ -8,10 +8,11 @@ import dataclasses
 import random
 import zlib
 
-from jaxspec.scheduling.pages import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.plan import Limits, Plan, RowResult
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request, Sequence
+from tests.scheduling.allocator_state import free_pages, is_writable
 
 STOP = 0
 ENDLESS = "endless"  # as a request's payload: it never generates STOP
@@ -127,7 +128,7 @@ class FakeDevice:
             saved = [_copied(self._page(out.row, page)) for page in out.pages]
             self.host[out.sequence.request_id] = (state, saved)
         self._check_host_memory()
-        for row in plan.settle:
+        for row in plan.catch_up:
             assert self.rows[row].drafted < self.rows[row].context
             self._draft(row)
         for row in plan.release:
@@ -153,7 +154,7 @@ class FakeDevice:
             assert new.row not in self.rows
             assert new.sequence.is_new or not self.limits.swaps_only
             tokens = list(new.sequence.tokens)
-            context = max(0, new.cached - self.limits.reread)
+            context = max(0, new.cached - self.limits.prefix_tokens_read_again)
             self.rows[new.row] = Row(
                 sequence=new.sequence,
                 tokens=tokens,
@@ -178,7 +179,7 @@ class FakeDevice:
     def _check_ownership(self, plan: Plan) -> None:
         """Free pages may hold anything; pages that are written belong to one row."""
         for pages, shard in zip(self.pages, self.scheduler.shards, strict=True):
-            for page in shard.pages.free_pages():
+            for page in free_pages(shard.pages):
                 for slot in pages[page]:
                     slot.target = slot.draft = POISON
         for row, state in self.rows.items():
@@ -204,7 +205,7 @@ class FakeDevice:
         allocator = self.scheduler.shards[self._shard(row)].pages
         for index in {slot // size for slot in slots}:
             page = state.table[index]
-            assert allocator.writable(page)
+            assert is_writable(allocator, page)
             for other, its in self.rows.items():
                 same_shard = self._shard(other) == self._shard(row)
                 assert other == row or not same_shard or page not in its.table
@@ -281,6 +282,12 @@ class FakeDevice:
         return self._page(row, self.rows[row].table[page])[offset]
 
 
+def is_empty(plan: Plan) -> bool:
+    """Whether the device has nothing to do. ``ended`` and ``dropped`` may be set."""
+    steps = (plan.swap_out, plan.catch_up, plan.release, plan.swap_in, plan.copies)
+    return not (any(steps) or plan.admissions or plan.tables or plan.runs_model)
+
+
 class Run:
     """A scheduler and a device, and what every request got.
 
@@ -305,6 +312,7 @@ class Run:
         name = f"r{len(self.requests)}"
         options.setdefault("arrival", self.now)
         request = Request(name, tuple(prompt), max_tokens, **options)
+        self.scheduler.limits.check(name, len(request.prompt), request.max_tokens)
         self.scheduler.add(request)
         self.requests[name] = request
         self.texts[name] = []
@@ -314,16 +322,16 @@ class Run:
         """Make a plan and launch it; then take in what came out of all but the last ``lag``."""
         self.now += 1
         plan = self.scheduler.plan(self.now)
-        could_go_on = self._launched or not plan.is_empty or plan.ended
+        could_go_on = self._launched or not is_empty(plan) or plan.ended
         assert could_go_on or not self.scheduler.num_waiting, "nothing happens any more"
         results = self.device.run(plan)
         for ended in plan.ended:
             self._end(ended.request_id, ended.reason)
-        if not plan.is_empty:
+        if not is_empty(plan):
             self.plans.append(plan)
-        if plan.calls:
+        if plan.runs_model:
             self._launched.append((plan, results))
-        while len(self._launched) > (lag if plan.calls else 0):
+        while len(self._launched) > (lag if plan.runs_model else 0):
             for delivery in self.scheduler.update(*self._launched.pop(0)):
                 assert delivery.request_id not in self.endings
                 self.texts[delivery.request_id] += delivery.tokens
@@ -353,7 +361,7 @@ class Run:
             assert shard.pages.num_held == 0 and not shard.running
             assert len(shard.cache) == shard.pages.num_idle
             if shard.snapshots is not None:
-                assert len(shard.snapshots) == shard.snapshots.num_known
+                assert len(shard.snapshots) == len(shard.snapshots._slots)
         assert not self.device.rows and not self.device.host
         assert self.scheduler.host.parts == 0
 

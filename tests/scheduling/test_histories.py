@@ -11,8 +11,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxspec.config.cache import pages_for
 from jaxspec.config.engine import Preemption
-from jaxspec.scheduling.pages import pages_for
 from jaxspec.scheduling.plan import Limits
 from tests.helpers.marks import slow
 from tests.scheduling.fake_device import Run
@@ -41,7 +41,7 @@ def limits(draw: st.DrawFn) -> Limits:
         watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
         prefix_caching=draw(st.booleans()),
         share_pages=snapshots is None,
-        reread=draw(st.integers(1, 3)) if snapshots is None else 1,
+        prefix_tokens_read_again=draw(st.integers(1, 3)) if snapshots is None else 1,
         snapshots=snapshots,
         preemption=preemption,
         part_pages=draw(st.integers(1, 3)),

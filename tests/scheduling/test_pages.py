@@ -7,8 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage, pages_for
+from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage
 from tests.helpers.marks import slow
+from tests.scheduling.allocator_state import free_pages, holders, is_writable
 
 
 def test_the_null_page_is_never_given_out():
@@ -27,9 +29,9 @@ def test_a_shared_page_is_free_after_its_last_holder_only():
     allocator = PageAllocator(1)
     pages = allocator.allocate(1)
     allocator.share(pages)
-    assert not allocator.writable(pages[0])
+    assert not is_writable(allocator, pages[0])
     allocator.release(pages)
-    assert (allocator.writable(pages[0]), allocator.available) == (True, 0)
+    assert (is_writable(allocator, pages[0]), allocator.available) == (True, 0)
     allocator.release(pages)
     assert allocator.available == 1
 
@@ -50,7 +52,7 @@ def test_a_fork_shares_full_pages_and_copies_the_partly_filled_one():
     allocator = PageAllocator(8)
     pages = allocator.allocate(4)
     assert allocator.fork(pages, filled=20, page_size=8) == (pages[:2], pages[2])
-    assert [allocator.holders(page) for page in pages] == [2, 2, 1, 1]
+    assert [holders(allocator, page) for page in pages] == [2, 2, 1, 1]
     assert allocator.fork(pages, filled=16, page_size=8) == (pages[:2], 0)
 
 
@@ -60,14 +62,14 @@ def test_kept_pages_stay_until_they_are_needed_and_the_end_of_a_chain_goes_first
     chain, other = allocator.allocate(2), allocator.allocate(1)
     for page in [*chain, *other]:
         allocator.keep(page)
-        assert not allocator.writable(page)
+        assert not is_writable(allocator, page)
     allocator.release(chain)
     allocator.release(other)
     assert (allocator.num_idle, allocator.available) == (3, 4)
     allocator.allocate(1)
     assert evicted == []
     assert allocator.allocate(2) == [chain[1], chain[0]] == evicted
-    assert all(map(allocator.writable, chain))
+    assert all(is_writable(allocator, page) for page in chain)
 
 
 def test_an_idle_page_that_is_shared_again_is_evicted_late():
@@ -112,15 +114,15 @@ def check(allocator: PageAllocator, tables: list[list[int]], kept: set[int]) -> 
     """Every page is held as often as it stands in a table, and is nowhere twice."""
     held = [page for table in tables for page in table]
     assert all(
-        allocator.holders(page) == held.count(page) for page in range(1, allocator.num_pages + 1)
+        holders(allocator, page) == held.count(page) for page in range(1, allocator.num_pages + 1)
     )
-    free, idle = set(allocator.free_pages()), kept - set(held)
-    assert len(free) == len(allocator.free_pages())
+    free, idle = set(free_pages(allocator)), kept - set(held)
+    assert len(free) == len(free_pages(allocator))
     assert free.isdisjoint(held) and free.isdisjoint(kept)
     assert allocator.num_idle == len(idle)
     assert len(set(held)) + len(free) + len(idle) == allocator.num_pages
     for page in set(held):
-        assert allocator.writable(page) == (held.count(page) == 1 and page not in kept)
+        assert is_writable(allocator, page) == (held.count(page) == 1 and page not in kept)
 
 
 class Allocations(RuleBasedStateMachine):
@@ -193,7 +195,7 @@ def test_random_operations_leak_nothing(operations: int):
             count = choose.randrange(1, 12)
             if count <= allocator.available:
                 tables.append(allocator.allocate(count))
-                assert all(map(allocator.writable, tables[-1]))
+                assert all(is_writable(allocator, page) for page in tables[-1])
         elif action < 0.6:
             table = choose.choice(tables)
             tables.append(allocator.fork(table, choose.randrange(16 * len(table) + 1), 16)[0])

@@ -11,7 +11,7 @@ from jaxspec.scheduling.plan import Limits, QueueFull, RowResult
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.scheduler import fair_shares
 from jaxspec.scheduling.sequence import State
-from tests.scheduling.fake_device import ENDLESS, Run
+from tests.scheduling.fake_device import ENDLESS, Run, is_empty
 
 LIMITS = Limits(
     num_rows=4,
@@ -251,7 +251,7 @@ def test_no_call_is_planned_for_a_row_that_is_surely_done():
     run = Run(LIMITS)
     run.add(prompt(5), max_tokens=1)
     assert run.step(lag=1).decode_rows == ()
-    assert not run.step(lag=1).calls
+    assert not run.step(lag=1).runs_model
     run.finish()
 
 
@@ -281,7 +281,7 @@ def test_cancelling_what_has_ended_or_never_was_does_nothing():
     run.finish()
     run.scheduler.cancel(name)
     run.scheduler.cancel("nobody")
-    assert run.scheduler.plan(0).is_empty and run.scheduler.is_idle
+    assert is_empty(run.scheduler.plan(0)) and run.scheduler.is_idle
 
 
 def test_a_reason_can_be_given():
@@ -333,7 +333,7 @@ def test_a_failed_row_ends_and_the_prefix_cache_learns_nothing_more_of_it():
     result = RowResult(0, (), pending=0, ended="not finite", failed=True)
     (delivery,) = run.scheduler.update(last, [result])
     assert (delivery.request_id, delivery.ended) == (name, "not finite")
-    assert run.scheduler.plan(0).settle == ()
+    assert run.scheduler.plan(0).catch_up == ()
     assert run.scheduler.is_idle
     assert run.scheduler.usage().idle == 5
 
@@ -341,10 +341,10 @@ def test_a_failed_row_ends_and_the_prefix_cache_learns_nothing_more_of_it():
 # The prefix cache.
 
 
-@pytest.mark.parametrize(("reread", "count"), [(1, 3), (3, 5), (30, 22)])
-def test_a_second_request_finds_the_whole_pages_of_the_first(reread: int, count: int):
+@pytest.mark.parametrize(("read_again", "count"), [(1, 3), (3, 5), (30, 22)])
+def test_a_second_request_finds_the_whole_pages_of_the_first(read_again: int, count: int):
     """The last cached tokens are read once more."""
-    run = Run(dataclasses.replace(LIMITS, reread=reread))
+    run = Run(dataclasses.replace(LIMITS, prefix_tokens_read_again=read_again))
     run.add(prompt(22), max_tokens=1)
     run.finish()
     run.add(prompt(22), max_tokens=1)
@@ -386,9 +386,9 @@ def test_without_the_prefix_cache_nothing_is_found():
     assert run.scheduler.usage().free == LIMITS.num_pages
 
 
-def test_salts_and_adapters_share_nothing():
+def test_salts_share_nothing():
     run = Run(LIMITS)
-    for options in ({}, {"cache_salt": "mine"}, {"kv_key": "adapter"}):
+    for options in ({}, {"cache_salt": "mine"}, {"cache_salt": "other"}):
         run.add(prompt(22), max_tokens=1, **options)
         run.finish()
     assert run.scheduler.cache_statistics() == (66, 0)

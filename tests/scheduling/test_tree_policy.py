@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.tree_policy import RoundCosts, ShapePolicy
+from jaxspec.scheduling.tree_policy import RoundCosts, TreePolicy
 from tests.helpers.marks import slow
 from tests.scheduling.adaptive_simulation import (
     CHAINS,
@@ -74,7 +74,7 @@ def test_bad_costs_are_refused(measured: dict[tuple[int, TreeShape], float], mes
 
 def settled(level: float, rows: int) -> TreeShape:
     """What a policy has come to after some seconds."""
-    policy = ShapePolicy(SHAPES)
+    policy = TreePolicy(SHAPES)
     simulate(policy, [steady(rows, level, seconds=3.0)])
     assert policy.shape is not None
     return policy.shape
@@ -92,14 +92,14 @@ def test_a_little_better_is_not_enough_to_change():
     costs = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.0})
     ones = np.ones((200, 1), int)
     for hysteresis, chosen in ((0.2, PLAIN), (0.0, CHAIN)):
-        policy = ShapePolicy([PLAIN, CHAIN], hysteresis=hysteresis, exploration=0)
+        policy = TreePolicy([PLAIN, CHAIN], hysteresis=hysteresis, exploration=0)
         policy.shape = PLAIN
         policy.observe(["a"], CHAIN, 0 * ones, ones)  # so its survival is near 0
         assert policy.choose(["a"], costs) == chosen
 
 
 def test_without_exploration_only_the_best_is_chosen():
-    policy = ShapePolicy(SHAPES, exploration=0)
+    policy = TreePolicy(SHAPES, exploration=0)
     ones = np.ones((200, 64), int)
     rows = list(range(64))
     policy.observe(rows, CHAINS[-1], 0 * ones, ones)
@@ -108,7 +108,7 @@ def test_without_exploration_only_the_best_is_chosen():
 
 @pytest.mark.parametrize("rows", [1, 16, 128])
 def test_exploration_keeps_to_its_budget_even_if_nothing_is_ever_accepted(rows: int):
-    policy, costs, keys = ShapePolicy(SHAPES), h100_costs(), list(range(rows))
+    policy, costs, keys = TreePolicy(SHAPES), h100_costs(), list(range(rows))
     spent = total = 0.0
     explored = 0
     for _ in range(1000):
@@ -124,7 +124,7 @@ def test_exploration_keeps_to_its_budget_even_if_nothing_is_ever_accepted(rows: 
 
 
 def test_a_row_that_decodes_plainly_learns_that_drafting_pays_again():
-    policy = ShapePolicy(SHAPES)
+    policy = TreePolicy(SHAPES)
     simulate(policy, [Phase(64, (0.05,), 40_000)])
     assert policy.shape == PLAIN
     random, keys, seconds, costs = np.random.default_rng(0), list(range(64)), 0.0, h100_costs()
@@ -138,9 +138,9 @@ def test_a_row_that_decodes_plainly_learns_that_drafting_pays_again():
     assert policy.shape in SHAPES[1:]
 
 
-def after_a_crowd_of_hard_texts() -> ShapePolicy:
+def after_a_crowd_of_hard_texts() -> TreePolicy:
     """It decodes plainly, and has done so for a while."""
-    policy, costs, keys = ShapePolicy(SHAPES), h100_costs(), list(range(128))
+    policy, costs, keys = TreePolicy(SHAPES), h100_costs(), list(range(128))
     for _ in range(60):
         shape = policy.choose(keys, costs, rounds=8)
         policy.observe(keys, shape, np.zeros((8, 128)), np.ones((8, 128), int))
@@ -175,7 +175,7 @@ def test_new_crowds_again_and_again_cost_little_if_they_accept_nothing():
 
 
 def test_calls_are_short_until_something_is_known():
-    policy = ShapePolicy([PLAIN, CHAIN])
+    policy = TreePolicy([PLAIN, CHAIN])
     costs = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.1})
     assert policy.choose(["a"], costs) == CHAIN
     assert policy.most_rounds is not None
@@ -188,7 +188,7 @@ def test_calls_are_short_until_something_is_known():
 def test_what_is_clearly_worse_is_not_tried_for_long():
     """The tree of 60 is new, but what chains accept, and its first rounds, speak against it."""
     policy, costs, random = (
-        ShapePolicy([PLAIN, CHAIN, TREE]),
+        TreePolicy([PLAIN, CHAIN, TREE]),
         h100_costs(),
         np.random.default_rng(0),
     )
@@ -203,7 +203,7 @@ def test_what_is_clearly_worse_is_not_tried_for_long():
 
 def test_what_may_be_the_best_is_tried_at_once():
     policy, costs, random = (
-        ShapePolicy([PLAIN, CHAIN, TREE]),
+        TreePolicy([PLAIN, CHAIN, TREE]),
         h100_costs(),
         np.random.default_rng(0),
     )
@@ -220,7 +220,7 @@ def test_what_may_be_the_best_is_tried_at_once():
 )
 def test_the_drafter_is_believed_while_nothing_else_is_known(said: float | None, chosen: str):
     """After one round of one row, which accepted one token of three."""
-    policy, one = ShapePolicy([PLAIN, *CHAINS], exploration=0), np.ones((1, 1), int)
+    policy, one = TreePolicy([PLAIN, *CHAINS], exploration=0), np.ones((1, 1), int)
     confidence = None if said is None else np.full((1, 1, 3), said)
     policy.observe(["a"], CHAINS[1], one, one + 1, confidence)
     costs = {(1, shape): 1 + 0.06 * shape.max_depth for shape in policy.shapes}
@@ -228,14 +228,14 @@ def test_the_drafter_is_believed_while_nothing_else_is_known(said: float | None,
 
 
 def test_calls_that_try_are_as_short_as_the_engine_says():
-    policy = ShapePolicy([PLAIN, CHAIN], short_call=8)
+    policy = TreePolicy([PLAIN, CHAIN], short_call=8)
     policy.choose(["a"], h100_costs())
     assert policy.most_rounds == 8
 
 
 def test_the_size_of_the_program_may_be_given():
     # Two rows run in a program of 128: there drafting is dear.
-    policy = ShapePolicy(SHAPES, exploration=0)
+    policy = TreePolicy(SHAPES, exploration=0)
     accepted = np.tile([[0], [0], [0], [1]], (50, 2))
     policy.observe(["a", "b"], CHAIN, accepted, accepted + 1)
     assert policy.choose(["a", "b"], h100_costs()) != PLAIN
@@ -245,15 +245,15 @@ def test_the_size_of_the_program_may_be_given():
 
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="plain"):
-        ShapePolicy(CHAINS)
+        TreePolicy(CHAINS)
     with pytest.raises(ValueError, match="hysteresis"):
-        ShapePolicy(SHAPES, hysteresis=-1)
+        TreePolicy(SHAPES, hysteresis=-1)
     with pytest.raises(ValueError, match="exploration"):
-        ShapePolicy(SHAPES, exploration=0.9)
+        TreePolicy(SHAPES, exploration=0.9)
     with pytest.raises(ValueError, match="short_call"):
-        ShapePolicy(SHAPES, short_call=0)
+        TreePolicy(SHAPES, short_call=0)
     with pytest.raises(ValueError, match="at least one row"):
-        ShapePolicy(SHAPES).choose([], h100_costs())
+        TreePolicy(SHAPES).choose([], h100_costs())
 
 
 # Throughput.
@@ -272,7 +272,7 @@ LEVELS = (0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97)
 def test_close_to_the_best_fixed_shape_and_to_plain(rows: int, level: float):
     phases = [steady(rows, level, seconds=120 if rows <= 8 else 40)]
     fixed = {shape: simulate(Fixed(shape), phases)[0] for shape in SHAPES}
-    (rate,) = simulate(ShapePolicy(SHAPES), phases)
+    (rate,) = simulate(TreePolicy(SHAPES), phases)
     assert rate >= 0.97 * max(fixed.values())
     assert rate >= 0.98 * fixed[PLAIN]
 
@@ -289,9 +289,9 @@ def test_a_new_policy_soon_finds_the_best_shape(rows: int, level: float):
         return sum(simulate(make(), phases, seed=seed, **options)[1] for seed in range(16)) / 16
 
     best = max(rate(lambda shape=shape: Fixed(shape)) for shape in SHAPES)
-    assert rate(lambda: ShapePolicy(SHAPES, short_call=8)) >= 0.95 * best
+    assert rate(lambda: TreePolicy(SHAPES, short_call=8)) >= 0.95 * best
 
 
 def test_better_than_any_fixed_shape_on_a_changing_load():
     fixed = max(overall(simulate(Fixed(shape), MIXED), MIXED) for shape in SHAPES)
-    assert overall(simulate(ShapePolicy(SHAPES), MIXED), MIXED) >= 1.1 * fixed
+    assert overall(simulate(TreePolicy(SHAPES), MIXED), MIXED) >= 1.1 * fixed

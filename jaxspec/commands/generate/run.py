@@ -22,8 +22,8 @@ from jaxspec.commands.generate import BATCH_ROWS, PAIRS
 from jaxspec.commands.generate.chat import chat, check_chat_template, typed_lines
 from jaxspec.commands.generate.streaming import stream
 from jaxspec.commands.generate.tree_page import check_page_path, tree_page
-from jaxspec.commands.shared.engine_config import engine_config, speculation_config
-from jaxspec.commands.shared.meshes import drafter_mesh, engine_meshes
+from jaxspec.commands.shared.engine_config import engine_config, llm_options
+from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.shared.several_processes import processes_of
 from jaxspec.commands.shared.shell import progress_console
@@ -58,26 +58,15 @@ def make_llm(
     rows = 1 if arguments.out is None else arguments.max_rows or BATCH_ROWS
     config = engine_config(arguments, rows, plain=drafter == "none")
     compared = drafter == "none" != arguments.drafter  # the plain side of a comparison
-    return LLM(
-        arguments.model,
-        drafter,
-        speculation=speculation_config(arguments),
-        dtype=arguments.dtype,
-        mesh=mesh,
-        shard_drafter=arguments.shard_drafter,
+    options = dataclasses.replace(
+        llm_options(arguments, mesh),
+        drafter=drafter,
         drafter_bits=None if compared else arguments.drafter_bits,
-        kv_dtype=arguments.kv_dtype,
-        kv_scales=arguments.kv_scales,
-        kernels=arguments.kernels,
-        page_size=arguments.page_size,
-        max_length=arguments.max_length,
-        num_pages=arguments.num_pages,
         engine=dataclasses.replace(config, trees=arguments.show_trees is not None),
         tokenizer=tokenizer,
         processes=processes,
-        stage_layers=arguments.stage_layers,
-        drafter_mesh=drafter_mesh(arguments),
     )
+    return LLM.from_options(options)
 
 
 def own_program_folder(arguments: argparse.Namespace) -> Path | None:

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.commands.generate.run import own_program_folder
-from jaxspec.commands.shared.engine_config import engine_config, speculation_config, with_memory
-from jaxspec.commands.shared.meshes import drafter_mesh, engine_meshes
+from jaxspec.commands.shared.engine_config import engine_config, llm_options, with_memory
+from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs
 from jaxspec.commands.shared.several_processes import processes_of
 from jaxspec.commands.shared.shell import progress_console, read_text
@@ -49,35 +49,22 @@ def make_llm(
     processes: Processes | None = None,
 ) -> LLM:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
-    engine = engine_config(arguments, arguments.max_rows, plain=False)
-    llm = LLM(
-        arguments.model,
-        arguments.drafter,
-        speculation=speculation_config(arguments),
-        dtype=arguments.dtype,
-        mesh=mesh,
-        shard_drafter=arguments.shard_drafter,
-        drafter_bits=arguments.drafter_bits,
-        kv_dtype=arguments.kv_dtype,
-        kv_scales=arguments.kv_scales,
-        kernels=arguments.kernels,
-        page_size=arguments.page_size,
-        max_length=arguments.max_length,
-        num_pages=arguments.num_pages,
+    engine = dataclasses.replace(
+        with_memory(engine_config(arguments, arguments.max_rows, plain=False), arguments),
+        max_queue=arguments.max_queue,
+        rounds_per_call=arguments.rounds_per_call,
+        prefill_budget=arguments.prefill_budget,
+        max_programs=arguments.max_programs,
+        trees=not arguments.no_trees,
+    )
+    options = dataclasses.replace(
+        llm_options(arguments, mesh),
         kv_memory=arguments.kv_memory,
         tokenizer=tokenizer,
-        engine=dataclasses.replace(
-            with_memory(engine, arguments),
-            max_queue=arguments.max_queue,
-            rounds_per_call=arguments.rounds_per_call,
-            prefill_budget=arguments.prefill_budget,
-            max_programs=arguments.max_programs,
-            trees=not arguments.no_trees,
-        ),
+        engine=engine,
         processes=processes,
-        stage_layers=arguments.stage_layers,
-        drafter_mesh=drafter_mesh(arguments),
     )
+    llm = LLM.from_options(options)
     _ = llm.tokenizer, llm.grammars if llm.params.target.config.stop_token_ids else None
     return llm
 

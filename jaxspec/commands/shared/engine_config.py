@@ -3,9 +3,13 @@
 import argparse
 import dataclasses
 
+from jax.sharding import Mesh
+
 from jaxspec.checkpoints.built_in import is_built_in
+from jaxspec.commands.shared.meshes import drafter_mesh
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig, default_speculation
+from jaxspec.llm.options import LLMOptions
 from pallas_kernels.selection import default_device
 
 
@@ -49,4 +53,25 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
         acceptance=arguments.acceptance,
         proposal=arguments.proposal,
         verify_width=arguments.verify_width,
+    )
+
+
+def llm_options(arguments: argparse.Namespace, mesh: Mesh | None) -> LLMOptions:
+    """What `jaxspec generate` and `jaxspec serve` load alike. Raises ValueError for bad values."""
+    return LLMOptions(
+        arguments.model,
+        arguments.drafter,
+        speculation=speculation_config(arguments),
+        dtype=arguments.dtype,
+        mesh=mesh,
+        shard_drafter=arguments.shard_drafter,
+        drafter_bits=arguments.drafter_bits,
+        kv_dtype=arguments.kv_dtype,
+        kv_scales=arguments.kv_scales,
+        kernels=arguments.kernels,
+        stage_layers=arguments.stage_layers,
+        drafter_mesh=drafter_mesh(arguments),
+        page_size=arguments.page_size,
+        max_length=arguments.max_length,
+        num_pages=arguments.num_pages,
     )

@@ -88,10 +88,10 @@ def measure_swapping(programs: Programs, costs: PreemptionCosts, row: int) -> No
 
 def part_bytes(params: EngineParams, sizes: Sizes) -> int:
     """Bytes of a part in host memory. Nothing is allocated."""
-    own = params.last_stage
-    state = jax.eval_shape(lambda: empty_state(own, sizes))
+    last = params.last_stage
+    state = jax.eval_shape(lambda: empty_state(last, sizes))
     row, pages = np.zeros(1, np.int32), np.zeros(sizes.part_pages, np.int32)
-    saved = [jax.eval_shape(functional.save_row, own, state, row, pages)[1]]
+    saved = [jax.eval_shape(functional.save_row, last, state, row, pages)[1]]
     for stage in params.stages:
         size = sizes.num_pages, sizes.page_size, sizes.num_rows
         states = jax.eval_shape(functools.partial(init_stage, stage, *size))

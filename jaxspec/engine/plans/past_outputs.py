@@ -33,11 +33,11 @@ class PastOutputs:
             self._programs.remember(np.full(min(PART, self._size), GAP, np.int32), 0)
 
     def write(self, text: Sequence[int]) -> None:
-        """A text and a gap; the end of a text that has no room."""
+        """A text and a gap; of a text that is longer than the ring, its end."""
         part = min(PART, self._size)
         kept = np.array([*text, GAP], np.int32)[-self._size :]
         for start in range(0, len(kept), part):
             tokens = np.full(part, GAP, np.int32)
-            own = kept[start : start + part]
-            tokens[: len(own)] = own
-            self._programs.remember(tokens, len(own))
+            new = kept[start : start + part]
+            tokens[: len(new)] = new
+            self._programs.remember(tokens, len(new))

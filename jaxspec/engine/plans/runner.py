@@ -1,37 +1,45 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
-import dataclasses
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.decoding.state import ERRORS, Emitted, Ending, Status
+from jaxspec.decoding.state import ERRORS, Ending, Status
+from jaxspec.engine.emitted import RowOutput, row_outputs
 from jaxspec.engine.generation import Generation
 from jaxspec.engine.plans.host_copies import RowSnapshots, SwappedRows
 from jaxspec.engine.plans.past_outputs import PastOutputs
-from jaxspec.engine.plans.structured_rounds import MaskedRounds, generation_of, kind_of, sampling_of
+from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
+from jaxspec.engine.plans.structured_rounds import StructuredRounds
 from jaxspec.engine.plans.timer import PlanTimer
 from jaxspec.engine.programs.arguments import NewRow
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import Call, joined
 from jaxspec.engine.programs.programs import Programs
-from jaxspec.engine.programs.sizes import Load, Reads
+from jaxspec.engine.programs.sizes import Load
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.scheduling.preemption import PreemptionCosts
 
 
 class Launched(NamedTuple):
-    """A plan whose calls run on the device."""
+    """A plan whose calls run on the device, with trees of one shape."""
 
     plan: Plan
     calls: list[Call]
     shape: TreeShape
 
 
-def reads_of(plan: Plan) -> Reads:
-    """What a plan reads, as Programs takes it."""
-    return [(read.row, read.count, plan.sequences[read.row].limit) for read in plan.reads]
+def wait_for_device(calls: Sequence[Call]) -> tuple[list[Call], bool]:
+    """Calls with what they emitted, read from the device, and whether the host had to wait.
+
+    Of an engine whose requests are neither structured nor swapped, only this waits for the device.
+    """
+    statuses: list[Any] = [call.emitted.status for call in calls]
+    is_running = not all(status.is_ready() for status in statuses)
+    return jax.device_get(list(calls)), is_running
 
 
 class PlanRunner:
@@ -46,13 +54,13 @@ class PlanRunner:
         self.snapshots = RowSnapshots(programs)
         self.past = PastOutputs(programs)
         self._timer = PlanTimer(programs, costs)
-        self._masked = MaskedRounds(programs)
+        self._structured = StructuredRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
     def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
         """Start everything that a plan says, in its order. Nothing is waited for."""
         programs = self.programs
-        if plan.calls:
+        if plan.runs_model:
             self._timer.start(plan)
         self.swapped.finish_saving()
         self.snapshots.finish()
@@ -60,7 +68,7 @@ class PlanRunner:
             self.swapped.drop(request_id)
         for out in plan.swap_out:
             self.swapped.save(out)
-        programs.settle(plan.settle)
+        programs.settle(plan.catch_up)
         programs.release([row for row in plan.release if row not in self._idle_rows])
         self._idle_rows |= set(plan.release)
         for back in plan.swap_in:
@@ -84,20 +92,20 @@ class PlanRunner:
         for step in plan.snapshots:
             self.snapshots.take(step)
         if plan.masked_rows:
-            self._masked.draft(plan, reads, load, shape)
+            self._structured.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]
 
     def verify(self) -> list[Call]:
         """Run the second half of a plan's masked rounds, once all plans before it are read."""
-        return self._masked.verify()
+        return self._structured.verify()
 
     def take_failed(self) -> list[Generation]:
-        """Those that cannot go on since the last call; they have their error."""
-        return self._masked.take_failed()
+        """Requests that could not go on since this was last called; they have their error."""
+        return self._structured.take_failed()
 
     def _new_row(self, step: Admission | SwapIn) -> NewRow:
         sequence = step.sequence
-        sampling = sampling_of(sequence)
+        sampling = generation_of(sequence).sampling
         return NewRow(
             row=step.row,
             prompt=tuple(sequence.tokens),
@@ -113,7 +121,7 @@ class PlanRunner:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
-        masks = self._masked.first_masks(plan)
+        masks = self._structured.first_masks(plan)
         kind = kind_of(sequences, reads=True)
         return self.programs.read(reads_of(plan), load, masks, kind=kind)
 
@@ -132,28 +140,26 @@ class PlanRunner:
 
     def wait(self, calls: list[Call]) -> list[Call]:
         """The calls of the earliest plan that has not been waited for, read from the device."""
-        return self._timer.wait(calls)
+        found, waited = wait_for_device(calls)
+        self._timer.stop(found, waited)
+        return joined(found)
 
-    def results(self, calls: list[Call], shape: TreeShape) -> list[RowResult]:
+    def results(self, launched: Launched) -> list[RowResult]:
         """What each row did in the calls of a plan, which were read from the device."""
         results: dict[int, RowResult] = {}
-        for call in calls:
-            for place, row in enumerate(call.rows.tolist()):
-                if row < self.programs.sizes.num_rows:
-                    result = self._row_result(row, place, call.emitted, shape)
-                    earlier = results.get(row)
-                    results[row] = result if earlier is None else _after(earlier, result)
+        for output in row_outputs(launched.calls, launched.plan.sequences):
+            result, earlier = self._result(output, launched.shape), results.get(output.row)
+            results[output.row] = result if earlier is None else _after(earlier, result)
         self._idle_rows |= {row for row, result in results.items() if result.ended is not None}
         return list(results.values())
 
-    def _row_result(self, row: int, place: int, emitted: Emitted, shape: TreeShape) -> RowResult:
-        counts = np.asarray(emitted.counts)[:, place]
-        kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
-        ending, done = Ending(int(emitted.ending[place])), emitted.status[place] == Status.DONE
+    def _result(self, output: RowOutput, shape: TreeShape) -> RowResult:
+        emitted, column = output.emitted, output.column
+        ending, done = Ending(int(emitted.ending[column])), emitted.status[column] == Status.DONE
         return RowResult(
-            row=row,
-            tokens=tuple(np.asarray(emitted.tokens)[:, place][kept].tolist()),
-            pending=self._pending(counts, shape) if emitted.num_rounds else 0,
+            row=output.row,
+            tokens=tuple(output.tokens),
+            pending=self._pending(output.counts, shape) if emitted.num_rounds else 0,
             ended=ending.name if done else None,
             failed=bool(done) and ending in ERRORS,
         )
@@ -175,4 +181,4 @@ class PlanRunner:
 def _after(earlier: RowResult, later: RowResult) -> RowResult:
     """What a row did in two calls. A call that ran no round of it leaves its pending tokens."""
     pending = later.pending if later.tokens else earlier.pending
-    return dataclasses.replace(later, tokens=earlier.tokens + later.tokens, pending=pending)
+    return later._replace(tokens=earlier.tokens + later.tokens, pending=pending)

@@ -1,24 +1,24 @@
 """Rounds of rows whose tokens a grammar restricts: the host is in the middle of each."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
+from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.generation import ErrorKind, Generation
+from jaxspec.engine.plans.sequences import generation_of, kind_of
 from jaxspec.engine.programs.call import Call
 from jaxspec.engine.programs.programs import Programs
-from jaxspec.engine.programs.sizes import Kind, Load
+from jaxspec.engine.programs.sizes import Load
 from jaxspec.engine.programs.structured import Drafted, run_draft, run_verify
 from jaxspec.engine.structured import GrammarError, GrammarLimit, Matcher, tree_masks
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.sequence import Sequence
 
 
-class MaskedRounds:
+class StructuredRounds:
     """Drafts when a plan is launched, and verifies when all plans before it have been read.
 
     In the meantime the device runs the other rows' rounds, and the host computes the masks.
@@ -30,7 +30,7 @@ class MaskedRounds:
         self._failed: list[Generation] = []
 
     def take_failed(self) -> list[Generation]:
-        """Those that cannot go on since the last call; they have their error."""
+        """Requests that could not go on since this was last called; they have their error."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -75,28 +75,30 @@ class MaskedRounds:
         (plan, reads, drafted), self._pending = self._pending, None
         tree = drafted.tree
         tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
-        fresh = _first_tokens(jax.device_get(reads))
-        matchers: list[Matcher | None] = [None] * len(drafted.rows)
-        sequences: dict[int, Sequence] = {}
-        for place, row in enumerate(drafted.rows.tolist()):
-            if row in plan.masked_rows:
-                sequence = plan.sequences[row]
-                sequences[place] = sequence
-                matchers[place] = self._matcher(sequence, fresh.get(row, []))
+        # The token that each row has sampled at the end of its prompt, by row.
+        outputs = row_outputs(jax.device_get(reads), plan.sequences)
+        first_tokens = {output.row: output.tokens for output in outputs if output.counts.any()}
+        sequences = [plan.sequences.get(row) for row in drafted.rows.tolist()]  # None: padding
+        matchers = [
+            None if sequence is None else self._matcher(sequence, first_tokens.get(row, []))
+            for row, sequence in zip(drafted.rows.tolist(), sequences, strict=True)
+        ]
         words = self.programs.all_tokens().size
         found = tree_masks(matchers, tokens, parents, sizes, words)
         for place, error in found.errors.items():
-            self._fail(sequences[place], error)
+            sequence = sequences[place]
+            assert sequence is not None
+            self._fail(sequence, error)
         return [run_verify(self.programs, drafted, found.masks)]
 
-    def _matcher(self, sequence: Sequence, fresh: list[int]) -> Matcher | None:
-        """The matcher after all tokens of a request, the ``fresh`` ones too; None if it has ended,
-        or its tokens do not match."""
+    def _matcher(self, sequence: Sequence, new_tokens: list[int]) -> Matcher | None:
+        """The matcher after all tokens of a request, the new ones too; None if it has ended, or its
+        tokens do not match."""
         generation = generation_of(sequence)
         if generation.done or generation.grammar is None:
             return None
         try:
-            tokens = [*sequence.tokens[sequence.prompt_length :], *fresh]
+            tokens = [*sequence.tokens[sequence.prompt_length :], *new_tokens]
             return generation.grammar.follow(tokens)
         except GrammarError as error:
             self._fail(sequence, error)
@@ -109,29 +111,3 @@ class _Pending(NamedTuple):
     plan: Plan
     reads: list[Call]
     drafted: Drafted
-
-
-def _first_tokens(reads: list[Call]) -> dict[int, list[int]]:
-    """The token that each row has sampled at the end of its prompt, by row."""
-    return {
-        row: call.emitted.tokens[0, place].tolist()
-        for call in reads
-        for place, row in enumerate(call.rows.tolist())
-        if call.emitted.counts[0, place]
-    }
-
-
-def kind_of(sequences: Iterable[Sequence], *, reads: bool = False) -> Kind:
-    """The kind of programs that serves all of them."""
-    return max(Kind.of(sampling_of(sequence), reads=reads) for sequence in sequences)
-
-
-def sampling_of(sequence: Sequence) -> SamplingParams:
-    return generation_of(sequence).sampling
-
-
-def generation_of(sequence: Sequence) -> Generation:
-    """The engine's own of a request."""
-    generation = sequence.request.payload
-    assert isinstance(generation, Generation)
-    return generation

@@ -3,11 +3,9 @@
 import collections
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-
-from jaxspec.engine.programs.call import Call, joined
+from jaxspec.engine.programs.call import Call
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
@@ -17,8 +15,10 @@ class _Started(NamedTuple):
     """A plan whose calls run.
 
     Attributes:
-      compiled: programs that were compiled before its launch.
+      tokens: prompt tokens that it reads.
       plain: it does nothing but read and run rounds that the host does not restrict.
+      compiled: programs that were compiled before its launch.
+      at: seconds, by time.perf_counter.
     """
 
     tokens: int
@@ -37,22 +37,18 @@ class PlanTimer:
 
     def start(self, plan: Plan) -> None:
         """A plan with calls is about to be launched."""
-        plain = not (plan.swap_out or plan.swap_in or plan.settle or plan.masked_rows)
+        plain = not (plan.swap_out or plan.swap_in or plan.catch_up or plan.masked_rows)
         tokens = sum(read.count for read in plan.reads)
         started = _Started(tokens, plain, self.programs.compiled, time.perf_counter())
         self._started.append(started)
 
-    def wait(self, calls: Sequence[Call]) -> list[Call]:
-        """The calls of the next plan, read from the device.
+    def stop(self, calls: Sequence[Call], waited: bool) -> None:
+        """The calls of the earliest plan that was started were read.
 
         Its time is known if the host had to wait for it, and compiled nothing meanwhile.
         """
-        statuses: list[Any] = [call.emitted.status for call in calls]
-        is_running = not all(status.is_ready() for status in statuses)
-        found: list[Call] = jax.device_get(list(calls))
         now, started = time.perf_counter(), self._started.popleft()
-        if is_running and started.plain and started.compiled == self.programs.compiled:
-            rounds = sum(int(call.emitted.num_rounds) for call in found)
+        if waited and started.plain and started.compiled == self.programs.compiled:
+            rounds = sum(int(call.emitted.num_rounds) for call in calls)
             self.costs.add_call(started.tokens, rounds, now - max(started.at, self._free))
         self._free = now
-        return joined(found)

@@ -151,7 +151,7 @@ class GrammarCompiler:
         matcher = self._new(compiled)
         for _ in range(MOST_TRIED):
             legal = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
-            legal = [int(one) for one in legal[:MOST_TRIED] if one not in self.stop_token_ids]
+            legal = [int(token) for token in legal[:MOST_TRIED] if token not in self.stop_token_ids]
             if not legal:
                 return
             matcher.advance(legal[:1])

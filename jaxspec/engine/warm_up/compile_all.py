@@ -1,6 +1,6 @@
 """Compiles an engine's programs before the load comes: side by side, and then they run on nothing.
 
-What they cost is measured by measuring.py.
+What they cost is measured by measure_costs.py.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def coverage(
     tokens: int | None,
     rows: Iterable[int] | None,
 ) -> Coverage:
-    """For requests sampled like these; the others are arguments of Engine.warm_up.
+    """What is compiled for requests sampled like these; see Engine.warm_up for the rest.
 
     Raises ValueError for bad sizes, and without sampling.
     """
@@ -75,11 +75,11 @@ def coverage(
         raise ValueError("sampling must name at least one way to sample")
     if tokens is not None:
         check_count("tokens", tokens)
-    masked = [one.structured is not None for one in sampling]
+    masked = [params.structured is not None for params in sampling]
     of = programs.sizes.kind_for
-    rounds = {(of(Kind.of(one)), mask) for one, mask in zip(sampling, masked, strict=True)}
+    rounds = {(of(Kind.of(params)), mask) for params, mask in zip(sampling, masked, strict=True)}
     # Prompts of greedy requests are read by programs that could sample: one token of a row each.
-    kinds = [max(Kind.of(one, reads=True), Kind.SAMPLED) for one in sampling]
+    kinds = [max(Kind.of(params, reads=True), Kind.SAMPLED) for params in sampling]
     reads = set(zip(kinds, masked, strict=True))
     # Prompts of masked rows may be read beside those of any others.
     least = min((kind for kind, mask in reads if mask), default=None)
@@ -124,8 +124,8 @@ def reading_keys(programs: Programs, cover: Coverage) -> list[ReadKey]:
     columns = programs.sizes.columns_for(cover.tokens)
     sizes = programs.sizes
     if sizes.fixed:
-        one = cover.sizes[-1], columns, sizes.max_chunk
-        return [ReadKey(*one, kind, masked) for kind, masked in cover.reads]
+        rows, width = cover.sizes[-1], sizes.max_chunk
+        return [ReadKey(rows, columns, width, kind, masked) for kind, masked in cover.reads]
     widths, shorter = steps(SMALLEST_CHUNK, sizes.width_for(cover.tokens)), 0
     keys = []
     for width in widths:
@@ -142,8 +142,8 @@ def reading_keys(programs: Programs, cover: Coverage) -> list[ReadKey]:
 def batch_keys(
     programs: Programs, prompt_lens: Sequence[int], sampling: SamplingParams
 ) -> list[ReadKey | RoundsKey]:
-    """Of the programs that run such requests if they begin together, in an engine that has room for
-    them and reads their prompts at once, with its largest tree."""
+    """Keys of the programs that run such requests if they begin together, in an engine that holds
+    them all and reads their prompts at once, with its largest tree."""
     load, kind, fixed = Load(), Kind.of(sampling), programs.sizes.fixed_rounds
     for length in prompt_lens:
         load.add(len(prompt_lens), length + sampling.max_tokens, kind)

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.engine.plans.runner import reads_of
-from jaxspec.engine.plans.structured_rounds import kind_of
+from jaxspec.engine.plans.sequences import kind_of, reads_of
 from jaxspec.engine.programs.arguments import NewRow, admission
 from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, Programs
 from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey
@@ -33,7 +32,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
     reading program for Python's lock and the cores, and the first token would come later.
     """
     sequences = [plan.sequences[read.row] for read in plan.reads]
-    masked = any(one.request.masked for one in sequences)
+    masked = any(sequence.request.masked for sequence in sequences)
     if not sequences or masked or not programs.compiles_ahead:
         return
     kind = kind_of(sequences, reads=True)
@@ -60,15 +59,17 @@ def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
 
 
 def _lowered(programs: Programs, key: ReadKey | RoundsKey) -> jax.stages.Lowered:
-    own, rows = (programs.params, programs.state), programs.sizes.listed([], key.rows)
+    params, state = programs.params, programs.state
+    rows = programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
         counts, options = np.zeros(len(rows), np.int32), programs.reading_options(key)
-        return programs.prefill.lower(*own, rows, counts, **options)
-    return programs.decode.lower(*own, np.int32(0), rows, **programs.rounds_options(key))
+        return programs.prefill.lower(params, state, rows, counts, **options)
+    options = programs.rounds_options(key)
+    return programs.decode.lower(params, state, np.int32(0), rows, **options)
 
 
 def _lowered_admission(programs: Programs) -> jax.stages.Lowered:
     new = NewRow(0, (0,), 1, SamplingParams(seed=0), (), 1, ())
     arguments, options = admission([new], ADMISSIONS, programs.sizes, programs.columns)
-    own = programs.params, programs.state
-    return programs.admit_rows.lower(*own, *arguments, **ADMITTING, **options)
+    params, state = programs.params, programs.state
+    return programs.admit_rows.lower(params, state, *arguments, **ADMITTING, **options)

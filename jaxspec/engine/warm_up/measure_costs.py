@@ -23,7 +23,7 @@ from jaxspec.engine.warm_up.compile_all import Coverage
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.tree_policy import RoundCosts
 
-CONTEXT = 512  # tokens of a row when its rounds are measured, if it has room for them
+CONTEXT = 512  # tokens of a row when its rounds are measured, if so many fit
 MEASURED_ROUNDS = 8  # of a call that is measured
 MEASURED_CALLS = 3  # the fastest counts
 
@@ -71,8 +71,10 @@ class _Bench:
 
     def __init__(self, programs: Programs, cover: Coverage):
         self.programs, self.budget = programs, cover.budget
-        self.kind, self.masked = min(cover.rounds, key=lambda own: (own[1], _distance(own[0])))
-        self.reads = min(cover.reads, key=lambda own: (own[1], own[0]))
+        self.kind, self.masked = min(
+            cover.rounds, key=lambda program: (program[1], _distance(program[0]))
+        )
+        self.reads = min(cover.reads, key=lambda program: (program[1], program[0]))
         sizes, params = programs.sizes, programs.params
         self.share = sizes.num_rows // programs.shards
         scratch = params.speculation.scratch_slots
@@ -129,14 +131,14 @@ class _Bench:
         return self.prompts.shape[1], min(timed)
 
     def seconds(self, size: int, shape: TreeShape) -> tuple[float, float]:
-        """Of a round, and of a call besides its rounds."""
+        """The seconds of a round, and of a call besides its rounds."""
         rows, context = self._rows(min(size, self.share)), self.prompts.shape[1]
         most = (self.length - context - 1) // (shape.max_depth + 1)
         rounds = max(2, min(most, MEASURED_ROUNDS, self.programs.sizes.max_rounds))
-        (_, one), (ran, many) = (self._call(rows, shape, count) for count in (1, rounds))
-        further = (many - one) / (ran - 1) if ran > 1 else many
+        (_, single), (ran, many) = (self._call(rows, shape, count) for count in (1, rounds))
+        further = (many - single) / (ran - 1) if ran > 1 else many
         seconds = max(further, 0.5 * many / ran)  # noise must not make a round cost nothing
-        return seconds, max(0.0, one - seconds)
+        return seconds, max(0.0, single - seconds)
 
     def _call(self, rows: Sequence[int], shape: TreeShape, rounds: int) -> tuple[int, float]:
         """Rounds that a call ran, and its seconds: the fastest of a few, all from the prompts."""

@@ -68,14 +68,14 @@ class Answers:
             "completion_tokens": generated,
             "total_tokens": len(prompt) + generated,
         }
-        choices = [self._choice(one) for one in completions]
+        choices = [self._choice(completion) for completion in completions]
         result: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
         result["usage"] = usage
         if self.token_ids:
             result["prompt_token_ids"] = prompt
         if completions[0].prompt_logprobs is not None:
             result["prompt_logprobs"] = list(map(_logprob, completions[0].prompt_logprobs))
-        errors = [one.error for one in completions if one.error is not None]
+        errors = [completion.error for completion in completions if completion.error is not None]
         return result | ({"error": errors[0]} if errors else {})
 
     def _choice(self, completion: Completion) -> dict[str, Any]:

@@ -20,17 +20,17 @@ class Shard:
         return range(self.index * total // self.count, (self.index + 1) * total // self.count)
 
     def path(self, path: Path) -> Path:
-        """Of its results, such as out-00003-of-00008.jsonl; of the only shard, the path itself."""
+        """Where its results go, such as out-00003-of-00008.jsonl; the only shard's to the path."""
         if self.count == 1:
             return path
         return path.with_name(f"{path.stem}-{self.index:05}-of-{self.count:05}{path.suffix}")
 
 
 def read_shard(text: str | None, environment: Mapping[str, str]) -> Shard:
-    """Of ``I/N``, or of ``slurm``: the task of a SLURM array. Raises ValueError for others.
+    """The shard that ``I/N`` or ``slurm`` (the task of a SLURM array) names. None: the only one.
 
     A SLURM array counts as N shards only if it has all tasks from 0 to N - 1: where some tasks of
-    an array are submitted again, SLURM counts those alone.
+    an array are submitted again, SLURM counts those alone. Raises ValueError for other texts.
     """
     if text is None:
         return Shard()

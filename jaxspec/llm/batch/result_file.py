@@ -143,11 +143,11 @@ class ResultFile:
                 "choose another --out"
             )
         for name in (*self._record, *found):
-            own, other = (json.dumps(one.get(name)) for one in (self._record, found))
-            if own != other:
+            wanted, begun = (json.dumps(record.get(name)) for record in (self._record, found))
+            if wanted != begun:
                 raise ValueError(
-                    f"{self.path} was begun with {name} {other}, not {own}: go on as it was begun, "
-                    "or choose another --out"
+                    f"{self.path} was begun with {name} {begun}, not {wanted}: go on as it was "
+                    "begun, or choose another --out"
                 )
 
     def _write_record(self) -> None:
@@ -160,7 +160,7 @@ class ResultFile:
 
 
 def _index(line: bytes) -> int:
-    """Of a result; MISSING for what is none."""
+    """The index in a line of the file of results; MISSING if the line is none."""
     with contextlib.suppress(ValueError, RecursionError):
         result = json.loads(line) if line.endswith(b"\n") else None
         index = result.get("index") if isinstance(result, dict) else None

@@ -140,7 +140,7 @@ def common_length(first: str, second: str) -> int:
     if second.startswith(first):
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), len(second))
+    return next((index for index, (mine, its) in pairs if mine != its), len(second))
 
 
 class StopStrings:

@@ -13,7 +13,8 @@ from typing import Any
 import jinja2
 
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.llm.tokenizer.prompts import Conversation, check_unicode
+from jaxspec.config.checks import check_unicode
+from jaxspec.llm.tokenizer.prompts import Conversation
 
 
 @contextlib.contextmanager

@@ -6,13 +6,3 @@ from typing import Any
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Raises ValueError for text that cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
-        ) from None

@@ -9,7 +9,8 @@ import tokenizers
 
 from jaxspec._lazy import LazyModule
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.llm.tokenizer.prompts import Prompt, check_unicode
+from jaxspec.config.checks import check_unicode
+from jaxspec.llm.tokenizer.prompts import Prompt
 from jaxspec.llm.tokenizer.token_bytes import TokenBytes
 from jaxspec.models.json.values import read_json
 

@@ -21,7 +21,6 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.limits import engine_sizes
-from jaxspec.engine.memory import pool_bytes
 from jaxspec.engine.plans.host_copies import part_bytes
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.models.quantized.kv_cache import (
@@ -37,6 +36,7 @@ from tests.helpers.checkpoints import tiny_byte_llama
 from tests.helpers.engines import CHAIN
 from tests.helpers.float8_caches import with_float8
 from tests.helpers.layouts import on_mesh
+from tests.helpers.pool_bytes import pool_bytes
 from tests.helpers.random_models import make_params, noisy, random_target
 
 LENGTH = 64
