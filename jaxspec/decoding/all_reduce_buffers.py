@@ -30,8 +30,8 @@ def with_exchanges(params: EngineParams, make: Make = make_exchange) -> EnginePa
     if params.mesh is None or "reduce_add_rms_norm" not in params.kernels:
         return params
     stages = tuple(_replaced(stage, functools.partial(make, stage.mesh)) for stage in params.stages)
-    own = _replaced(params.last_stage, functools.partial(make, params.mesh))
-    return own.replace(stages=stages)
+    last_stage = _replaced(params.last_stage, functools.partial(make, params.mesh))
+    return last_stage.replace(stages=stages)
 
 
 def without_exchanges[T](tree: T) -> T:

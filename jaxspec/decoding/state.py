@@ -108,7 +108,8 @@ class Rows(Pytree):
     Of a row that is DONE ``ending`` says why: ``Ending(int(rows.ending[r])).name``.
 
     The pages of the first ``cached_lens`` tokens held them before the row was admitted; the row
-    never writes to them. A row whose context is longer than ``room`` waits until it has more pages
+    never writes to them. A row whose context is longer than ``context_capacity`` waits until it has
+    more pages
     (see functional.assign_pages): a round may write ``scratch_slots`` past the context.
     """
 
@@ -120,7 +121,9 @@ class Rows(Pytree):
     context_lens: Array = array("batch")  # int32 [R], tokens whose KV is in the pool
     cached_lens: Array = array("batch")  # int32 [R], first tokens whose KV other rows may share
     max_lens: Array = array("batch")  # int32 [R], most tokens, prompt included
-    room: Array = array("batch")  # int32 [R], longest context that the row's pages have room for
+    context_capacity: Array = array(
+        "batch"
+    )  # int32 [R], longest context that the row's pages have room for
     stop_tokens: Array = array("batch", "stops")  # int32 [R, E], padded with -1
     page_table: Array = array("batch", "table")  # int32 [R, M]
     sampling: Sampling
@@ -135,7 +138,7 @@ class Rows(Pytree):
     @property
     def active(self) -> Array:
         """Rows that are decoding, and have pages for another round: bool [R]."""
-        return (self.status == Status.DECODING) & (self.context_lens <= self.room)
+        return (self.status == Status.DECODING) & (self.context_lens <= self.context_capacity)
 
     @property
     def roots(self) -> Array:

@@ -10,7 +10,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.plans.structured_rounds import sampling_of
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.warm_up.compile_all import Coverage, Progress, compile_all, coverage
 from jaxspec.engine.warm_up.measure_costs import measure_rounds
@@ -25,7 +25,7 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """
-    largest = params.call().speculation.shape
+    largest = params.round_options().speculation.shape
     if largest.is_plain:
         raise ValueError("adaptive needs a drafter, and a tree that drafts tokens: there is none")
     if config.shapes is not None:
@@ -36,7 +36,7 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
 
 def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
     try:
-        return params.call(shape).speculation.shape
+        return params.round_options(shape).speculation.shape
     except ValueError as error:
         raise ValueError(f"shapes: {shape.name} does not fit the engine: {error}") from None
 
@@ -119,7 +119,7 @@ class CallShapes:
             self.policy = ShapePolicy(self.choices, short_call=short)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
-        return self.programs.params.call(shape).speculation.shape
+        return self.programs.params.round_options(shape).speculation.shape
 
     def most_rounds(self, asked: int | None) -> int | None:
         """Most rounds of the next call; fewer than ``asked`` while too little is known."""
@@ -143,7 +143,7 @@ class CallShapes:
         return self.policy.choose(keys, self._costs, rounds=max(1, plan.rounds), size=size)
 
     def observe(
-        self, plan: Plan, shape: TreeShape, calls: Sequence[Call], running: Container[str]
+        self, plan: Plan, shape: TreeShape, calls: Sequence[LaunchedCall], running: Container[str]
     ) -> None:
         """Learn from what the calls of a plan emitted, of requests that are still running."""
         for call in calls:
@@ -159,7 +159,11 @@ class CallShapes:
                 self._learn(self.policy, shape, call, places)
 
     def _learn(
-        self, policy: ShapePolicy, shape: TreeShape, call: Call, places: list[tuple[int, str]]
+        self,
+        policy: ShapePolicy,
+        shape: TreeShape,
+        call: LaunchedCall,
+        places: list[tuple[int, str]],
     ) -> None:
         columns = [place for place, _ in places]
         accepted = np.asarray(call.emitted.accepted)[:, columns]

@@ -9,7 +9,7 @@ import numpy as np
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.state import Emitted
 from jaxspec.engine.generation import Generation, RoundTree, Running, TokenLogprob
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.scheduling.plan import Plan
 
 
@@ -19,7 +19,7 @@ def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
         raise ValueError("trees needs an engine that emits them: make it with trees=True")
 
 
-def take_calls(calls: Iterable[Call], plan: Plan, running: Mapping[str, Running]) -> None:
+def take_calls(calls: Iterable[LaunchedCall], plan: Plan, running: Mapping[str, Running]) -> None:
     """Add what the calls of a plan emitted to the requests that still run."""
     for call in calls:
         for place, row in enumerate(call.rows.tolist()):

@@ -26,7 +26,7 @@ from jaxspec.engine.emitted import check_trees, take_calls
 from jaxspec.engine.generation import FinishReason, Generation, Grammar, Running, new_generation
 from jaxspec.engine.limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import own_programs
 from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
@@ -92,7 +92,7 @@ class Engine:
         self.programs = make_programs(params, sizes, self.config.max_programs)
         self.shapes = CallShapes(self.programs, self.limits, self.config)
         self.watch = DraftWatch(params.drafter)
-        self.on_launch: Callable[[list[Call]], None] | None = None
+        self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
         self._start()

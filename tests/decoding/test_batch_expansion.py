@@ -40,7 +40,7 @@ def both_scores(
     state = read_prompts(params, state)
     both = jax.jit(
         lambda params, state, tree: (
-            verify(params.target, state, tree, params.call()).logits,
+            verify(params.target, state, tree, params.round_options()).logits,
             score_by_batch_expansion(params.target, state, tree),
         ),
         compiler_options=FAST_COMPILE,

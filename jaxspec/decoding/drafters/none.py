@@ -1,7 +1,7 @@
 """Plain decoding: a drafter that proposes nothing."""
 
 from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter, unchanged
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree, root_only
 from jaxspec.models.decoder import Decoder
@@ -13,6 +13,6 @@ class NoDrafter(StatelessDrafter):
     """Every round verifies only the root and commits one token."""
 
     def propose(
-        self, target: Decoder, state: EngineState, call: Call
+        self, target: Decoder, state: EngineState, options: RoundOptions
     ) -> tuple[DraftTree, DraftState]:
         return root_only(state.rows.roots), unchanged(state)

@@ -137,14 +137,14 @@ def _restore_row(
     if isinstance(draft, ModelState):
         draft = draft.put(saved.draft, pages, row)
     held = jnp.sum(jnp.cumprod(page_table > 0, axis=1), axis=1, dtype=jnp.int32)
-    own = saved.row.replace(
+    restored = saved.row.replace(
         index=row,
         page_table=page_table,
-        room=held * pool.page_size - params.speculation.scratch_slots,
+        context_capacity=held * pool.page_size - params.speculation.scratch_slots,
     )
     return state.replace(
         pool=pool.replace(target=pool.target.put(saved.target, pages, row), draft=draft),
-        rows=put_rows(state.rows, row, own),
+        rows=put_rows(state.rows, row, restored),
     )
 
 

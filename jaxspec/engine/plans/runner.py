@@ -14,7 +14,7 @@ from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.plans.structured_rounds import MaskedRounds, generation_of, kind_of, sampling_of
 from jaxspec.engine.plans.timer import PlanTimer
 from jaxspec.engine.programs.arguments import NewRow
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load, Reads
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
@@ -25,7 +25,7 @@ class Launched(NamedTuple):
     """A plan whose calls run on the device."""
 
     plan: Plan
-    calls: list[Call]
+    calls: list[LaunchedCall]
     shape: TreeShape
 
 
@@ -49,7 +49,7 @@ class PlanRunner:
         self._masked = MaskedRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
-    def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
+    def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         """Start everything that a plan says, in its order. Nothing is waited for."""
         programs = self.programs
         if plan.calls:
@@ -60,7 +60,7 @@ class PlanRunner:
             self.swapped.drop(request_id)
         for out in plan.swap_out:
             self.swapped.save(out)
-        programs.settle(plan.settle)
+        programs.catch_up(plan.settle)
         programs.release([row for row in plan.release if row not in self._idle_rows])
         self._idle_rows |= set(plan.release)
         for back in plan.swap_in:
@@ -87,7 +87,7 @@ class PlanRunner:
             self._masked.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]
 
-    def verify(self) -> list[Call]:
+    def verify(self) -> list[LaunchedCall]:
         """Run the second half of a plan's masked rounds, once all plans before it are read."""
         return self._masked.verify()
 
@@ -104,12 +104,12 @@ class PlanRunner:
             max_len=sequence.limit,
             sampling=sampling,
             stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
-            own_prompt=sequence.prompt_length,
+            request_prompt_len=sequence.prompt_length,
             table=step.table,
             cached=step.cached if isinstance(step, Admission) else 0,
         )
 
-    def _reads(self, plan: Plan, load: Load) -> list[Call]:
+    def _reads(self, plan: Plan, load: Load) -> list[LaunchedCall]:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
@@ -117,7 +117,7 @@ class PlanRunner:
         kind = kind_of(sequences, reads=True)
         return self.programs.read(reads_of(plan), load, masks, kind=kind)
 
-    def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
+    def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         if not plan.decode_rows:
             return []
         sequences = [plan.sequences[row] for row in plan.decode_rows]
@@ -130,11 +130,11 @@ class PlanRunner:
             kind=kind_of(sequences),
         )
 
-    def wait(self, calls: list[Call]) -> list[Call]:
+    def wait(self, calls: list[LaunchedCall]) -> list[LaunchedCall]:
         """The calls of the earliest plan that has not been waited for, read from the device."""
         return self._timer.wait(calls)
 
-    def results(self, calls: list[Call], shape: TreeShape) -> list[RowResult]:
+    def results(self, calls: list[LaunchedCall], shape: TreeShape) -> list[RowResult]:
         """What each row did in the calls of a plan, which were read from the device."""
         results: dict[int, RowResult] = {}
         for call in calls:

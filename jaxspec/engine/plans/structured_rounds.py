@@ -9,7 +9,7 @@ import numpy as np
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
 from jaxspec.engine.generation import ErrorKind, Generation
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Kind, Load
 from jaxspec.engine.programs.structured import Drafted, run_draft, run_verify
@@ -55,7 +55,7 @@ class MaskedRounds:
                     self._fail(sequence, error)
         return masks
 
-    def draft(self, plan: Plan, reads: list[Call], load: Load, shape: TreeShape) -> None:
+    def draft(self, plan: Plan, reads: list[LaunchedCall], load: Load, shape: TreeShape) -> None:
         """Launch the first half of the round of a plan's masked rows; ``reads`` are its calls."""
         sequences = [plan.sequences[row] for row in plan.masked_rows]
         drafted = run_draft(
@@ -68,7 +68,7 @@ class MaskedRounds:
         )
         self._pending = _Pending(plan, reads, drafted)
 
-    def verify(self) -> list[Call]:
+    def verify(self) -> list[LaunchedCall]:
         """Launch the second half, if there is one."""
         if self._pending is None:
             return []
@@ -107,11 +107,11 @@ class _Pending(NamedTuple):
     """A plan whose masked rows have trees, and its calls that read prompts."""
 
     plan: Plan
-    reads: list[Call]
+    reads: list[LaunchedCall]
     drafted: Drafted
 
 
-def _first_tokens(reads: list[Call]) -> dict[int, list[int]]:
+def _first_tokens(reads: list[LaunchedCall]) -> dict[int, list[int]]:
     """The token that each row has sampled at the end of its prompt, by row."""
     return {
         row: call.emitted.tokens[0, place].tolist()

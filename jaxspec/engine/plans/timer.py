@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxspec.engine.programs.call import Call, joined
+from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
@@ -42,14 +42,14 @@ class PlanTimer:
         started = _Started(tokens, plain, self.programs.compiled, time.perf_counter())
         self._started.append(started)
 
-    def wait(self, calls: Sequence[Call]) -> list[Call]:
+    def wait(self, calls: Sequence[LaunchedCall]) -> list[LaunchedCall]:
         """The calls of the next plan, read from the device.
 
         Its time is known if the host had to wait for it, and compiled nothing meanwhile.
         """
         statuses: list[Any] = [call.emitted.status for call in calls]
         is_running = not all(status.is_ready() for status in statuses)
-        found: list[Call] = jax.device_get(list(calls))
+        found: list[LaunchedCall] = jax.device_get(list(calls))
         now, started = time.perf_counter(), self._started.popleft()
         if is_running and started.plain and started.compiled == self.programs.compiled:
             rounds = sum(int(call.emitted.num_rounds) for call in found)

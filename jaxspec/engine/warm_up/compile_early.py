@@ -62,9 +62,9 @@ def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
 def _lowered(programs: Programs, key: ReadKey | RoundsKey) -> jax.stages.Lowered:
     own, rows = (programs.params, programs.state), programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
-        counts, options = np.zeros(len(rows), np.int32), programs.reading_options(key)
-        return programs.prefill.lower(*own, rows, counts, **options)
-    return programs.decode.lower(*own, np.int32(0), rows, **programs.rounds_options(key))
+        counts = np.zeros(len(rows), np.int32)
+        return programs.prefill.lower(*own, programs.options(key), rows, counts, None)
+    return programs.decode.lower(*own, programs.options(key), np.int32(0), rows)
 
 
 def _lowered_admission(programs: Programs) -> jax.stages.Lowered:
