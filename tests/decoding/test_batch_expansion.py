@@ -8,8 +8,8 @@ import pytest
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.batch_expansion import score_by_batch_expansion
 from jaxspec.decoding.round import verify
+from tests.helpers.batch_expansion import score_by_batch_expansion
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import (
