@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxspec.cache import CommittedPath, LayerStates, page_slots
 from jaxspec.decoding.acceptance import Accepted, Verified, acceptance_rule, checked_outcome
-from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.drafters.base import Drafter, with_draft
 from jaxspec.decoding.drafters.checks import checked_proposal, checked_state
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import (
@@ -130,9 +130,7 @@ def draft_tree(
                 f"{type(drafter).__name__} proposed a tree of {size} nodes and depth {depth}, but "
                 f"the call has room for {shape.num_nodes} nodes and depth {shape.max_depth}"
             )
-        state = state.replace(
-            pool=state.pool.replace(draft=draft.pool), rows=state.rows.replace(draft=draft.rows)
-        )
+        state = with_draft(state, draft)
     batch, size = tree.tokens.shape
     least = max(size, -(-fewest_rows(options.kernels) // batch))
     return pad_tree(tree, shape.verify_width or least), state

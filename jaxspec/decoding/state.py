@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -168,7 +168,7 @@ class EngineState(Pytree):
 
 @pytree
 class PromptLogprobs(Pytree):
-    """Of the prompt's tokens, under the model's raw logits.
+    """Log-probabilities of the prompt's tokens, under the model's raw logits.
 
     Entry ``t`` of a row belongs to the token after the ``t``-th that the call read; there is none
     for the first token of a prompt. Entries are valid where ``valid`` is true.
@@ -222,17 +222,19 @@ class Emitted(Pytree):
     confidence: Array | None = array("rounds", "batch", "depth", default=None)  # float32 [C,B,A-1]
 
 
-def joined[T: Pytree](parts: Sequence[T], axis: str) -> T:
+def concatenated[T: Pytree](
+    parts: Sequence[T], axis: str, concatenate: Callable[..., Any] = jnp.concatenate
+) -> T:
     """Parts of one result, put together along a logical axis of its arrays. An array without that
-    axis is the last part's."""
+    axis is the last part's. ``concatenate``: numpy's for arrays on the host."""
     *_, last = parts
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(type(last)):  # pyright: ignore[reportArgumentType]
         values, axes = [getattr(part, field.name) for part in parts], field.metadata.get("axes", ())
         if isinstance(values[0], Pytree):
-            changes[field.name] = joined(values, axis)
+            changes[field.name] = concatenated(values, axis, concatenate)
         elif axis in axes and values[0] is not None:
-            changes[field.name] = jnp.concatenate(values, axis=axes.index(axis))
+            changes[field.name] = concatenate(values, axis=axes.index(axis))
     return last.replace(**changes)
 
 

@@ -39,6 +39,12 @@ def unchanged(state: EngineState) -> DraftState:
     return DraftState(pool=state.pool.draft, rows=state.rows.draft)
 
 
+def with_draft(state: EngineState, draft: DraftState) -> EngineState:
+    """The engine's state with another state of the drafter."""
+    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
+    return state.replace(pool=pool, rows=rows)
+
+
 class Drafter(Protocol):
     """A frozen pytree of weights and static options, with pure methods.
 

@@ -18,6 +18,7 @@ from jaxspec.decoding.drafters.base import (
     PrefillChunk,
     StatelessDrafter,
     unchanged,
+    with_draft,
 )
 from jaxspec.decoding.drafters.checks import check_drafter, checked_proposal, checked_state
 from jaxspec.decoding.drafters.eagle import EagleDrafter
@@ -110,13 +111,13 @@ class MixedDrafter(Pytree):
 
         def draft(before: Proposal) -> Proposal:
             _, draft_state = before
-            state_before = _with(state, draft_state)
+            state_before = with_draft(state, draft_state)
             tree, after = self._propose_for(~found, target, state_before, options)
             return _choose(found, looked_up, _alike(tree, target, options)), after
 
         def read(before: Proposal) -> Proposal:
             tree, draft_state = before
-            after = self.model.catch_up(target, _with(state, draft_state), options)
+            after = self.model.catch_up(target, with_draft(state, draft_state), options)
             return tree, checked_state(self.model, "catch_up", state, after)
 
         start = looked_up, unchanged(state)
@@ -145,11 +146,6 @@ class MixedDrafter(Pytree):
         options: RoundOptions,
     ) -> DraftState:
         return self.model.commit(state, features, path, counts, options)
-
-
-def _with(state: EngineState, draft: DraftState) -> EngineState:
-    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
-    return state.replace(pool=pool, rows=rows)
 
 
 def _run_if[T](condition: Array, function: Callable[[T], T], value: T) -> T:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import TreeShape
+from jaxspec.decoding.drafters.base import with_draft
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.functional.checks import check_order, check_rounds, check_sizes, check_state
 from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
@@ -198,8 +199,7 @@ def read_pending(params: EngineParams, options: RoundOptions, state: EngineState
     with jax.named_scope("draft"):
         draft = params.drafter.catch_up(params.target, state, options)
         draft = checked_state(params.drafter, "catch_up", state, draft)
-    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
-    return state.replace(pool=pool, rows=rows)
+    return with_draft(state, draft)
 
 
 class _Record(NamedTuple):

@@ -167,11 +167,7 @@ def commit_stage(
     stage: Stage, states: ModelState, path: CommittedPath, *, kernels: Kernels
 ) -> ModelState:
     """Keep the accepted nodes of a round in the states of a stage."""
-
-    def run(stage: Stage, states: ModelState, path: CommittedPath) -> ModelState:
-        return states.commit(path, kernels)
-
-    return _on_stage(run, stage, states, (path,))
+    return _on_stage(lambda _, states, path: states.commit(path, kernels), stage, states, (path,))
 
 
 def reset_stage(stage: Stage, states: ModelState, rows: Array) -> ModelState:
@@ -196,7 +192,7 @@ def save_from_stage(
 ) -> tuple[ModelState, ModelState]:
     """The states as they are, and what they hold of a row [1] and its pages [n]."""
 
-    def run(stage: Stage, states: ModelState, row: Array, pages: Array) -> Any:
+    def run(_: Stage, states: ModelState, row: Array, pages: Array) -> Any:
         return states, states.take(pages, row)
 
     return _on_stage(run, stage, states, (row, pages), states)
@@ -207,7 +203,7 @@ def restore_to_stage(
 ) -> ModelState:
     """Put what save_from_stage returned into a row [1] and pages [n]."""
 
-    def run(stage: Stage, states: ModelState, saved: ModelState, row: Array, pages: Array) -> Any:
+    def run(_: Stage, states: ModelState, saved: ModelState, row: Array, pages: Array) -> Any:
         return states.put(saved, pages, row)
 
     return _on_stage(run, stage, states, (saved, row, pages))

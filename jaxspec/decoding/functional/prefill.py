@@ -247,36 +247,18 @@ def _next_token(
 ) -> tuple[Array, Array]:
     """The tokens [B] that follow ``lens`` [B] tokens, from raw logits [B, 1, V / shards], and
     whether what they are drawn from is finite [B]."""
-    layout = params.target.layout
-    legal = logits if masks is None else restrict(logits, masks[:, None], layout)
-    controlled = _controlled(legal, state, lens, options, params)
-    roots = _sample(controlled, state, lens, options, params)
-    return roots, collectives.all_finite(controlled, layout)[:, 0]
-
-
-def _controlled(
-    logits: Array, state: EngineState, lens: Array, options: RoundOptions, params: EngineParams
-) -> Array:
-    """Raw logits [B, 1, V / shards] after ``lens`` [B] tokens, with the rows' controls applied."""
-    if not options.controls or state.controls is None:
-        return logits
-    rows = state.rows
-    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
-    history = History(rows.tokens, lens, nothing)
-    return control_logits(logits, state.controls, history, rows.stop_tokens, params.target.layout)
-
-
-def _sample(
-    logits: Array, state: EngineState, positions: Array, options: RoundOptions, params: EngineParams
-) -> Array:
-    """Sample [B] tokens at ``positions`` [B] from logits [B, 1, V / shards]."""
-    sampling, layout = state.rows.sampling, params.target.layout
-    processed = process_logits(
-        logits, sampling, layout, greedy=options.greedy, kernels=options.kernels
-    )
+    rows, layout = state.rows, params.target.layout
+    if masks is not None:
+        logits = restrict(logits, masks[:, None], layout)
+    if options.controls and state.controls is not None:
+        no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+        history = History(rows.tokens, lens, no_path)
+        logits = control_logits(logits, state.controls, history, rows.stop_tokens, layout)
+    greedy, kernels = options.greedy, options.kernels
+    processed = process_logits(logits, rows.sampling, layout, greedy=greedy, kernels=kernels)
     ids = vocab_ids(logits.shape[-1], layout)
-    noisy = perturb(processed, sampling, positions[:, None], ids, greedy=options.greedy)
-    return collectives.argmax(noisy, layout)[:, 0]
+    noisy = perturb(processed, rows.sampling, lens[:, None], ids, greedy=greedy)
+    return collectives.argmax(noisy, layout)[:, 0], collectives.all_finite(logits, layout)[:, 0]
 
 
 def _prompt_logprobs(

@@ -83,11 +83,11 @@ def admission(
         "page_table": table,
         "cached_lens": np.array([new.cached for new in padded], np.int32),
     }
-    return (_index(rows, size, sizes.num_rows), prompts, lens), options
+    return (sizes.padded([new.row for new in rows], size), prompts, lens), options
 
 
 def new_controls(
-    rows: Sequence[NewRow], size: int, num_rows: int, params: EngineParams
+    rows: Sequence[NewRow], size: int, sizes: Sizes, params: EngineParams
 ) -> tuple[np.ndarray, Controls]:
     """Arguments of functional.set_controls for ``size`` rows; the rest is padding."""
     padded, vocab = [*rows, *[rows[-1]] * (size - len(rows))], params.target.config.vocab_size
@@ -100,7 +100,7 @@ def new_controls(
         min_tokens=_values(padded, "min_tokens", np.int32),
         **{name: _values(padded, name, np.float32) for name in names},
     )
-    return _index(rows, size, num_rows), controls
+    return sizes.padded([new.row for new in rows], size), controls
 
 
 def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey) -> RoundOptions:
@@ -132,11 +132,6 @@ def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey
             confidence=sizes.confidence and not key.masked,
         )
     return params.checked(options)
-
-
-def _index(rows: Sequence[NewRow], size: int, num_rows: int) -> np.ndarray:
-    """Row indices; those of padding are past the last row."""
-    return np.array([*(new.row for new in rows), *[num_rows] * (size - len(rows))], np.int32)
 
 
 def _values(rows: Sequence[NewRow], name: str, dtype: type) -> Any:

@@ -1,14 +1,13 @@
 """Calls of programs, and what they emitted."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxspec.decoding.state import Emitted
+from jaxspec.decoding.state import Emitted, concatenated
 
 
 class LaunchedCall(NamedTuple):
@@ -40,12 +39,7 @@ def joined(calls: Sequence[LaunchedCall]) -> list[LaunchedCall]:
             groups[-1].append(call)
         else:
             groups.append([call])
-    return [
-        group[0]
-        if len(group) == 1
-        else group[0]._replace(emitted=_joined([call.emitted for call in group]))
-        for group in groups
-    ]
+    return [_joined_rounds(group) if len(group) > 1 else group[0] for group in groups]
 
 
 def _continues(call: LaunchedCall, after: LaunchedCall) -> bool:
@@ -53,20 +47,11 @@ def _continues(call: LaunchedCall, after: LaunchedCall) -> bool:
     return bool(are_rounds) and np.array_equal(call.rows, after.rows)
 
 
-def _joined(parts: Sequence[Emitted]) -> Emitted:
-    """The rounds of all parts in order; what has no axis of rounds is the last part's."""
-    *_, last = parts
-    rounds: dict[str, Any] = {"num_rounds": sum(int(part.num_rounds) for part in parts)}
-    for field in dataclasses.fields(Emitted):  # pyright: ignore[reportArgumentType]
-        if (
-            field.metadata.get("axes", ())[:1] == ("rounds",)
-            and getattr(last, field.name) is not None
-        ):
-            rounds[field.name] = np.concatenate([getattr(part, field.name) for part in parts])
-    if last.trees is not None:
-        trees = [part.trees for part in parts]
-        rounds["trees"] = jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
-    return last.replace(**rounds)
+def _joined_rounds(calls: Sequence[LaunchedCall]) -> LaunchedCall:
+    parts = [call.emitted for call in calls]
+    num_rounds = sum(int(part.num_rounds) for part in parts)
+    emitted = concatenated(parts, "rounds", np.concatenate).replace(num_rounds=num_rounds)
+    return calls[0]._replace(emitted=emitted)
 
 
 def to_host[T](arrays: T) -> T:

@@ -156,7 +156,7 @@ class Programs:
         changed = [new for new in rows if new.has_controls or new.row in self._rows_with_controls]
         for start in range(0, len(changed), ADMISSIONS):
             part = changed[start : start + ADMISSIONS]
-            arguments = new_controls(part, ADMISSIONS, self.sizes.num_rows, self.params)
+            arguments = new_controls(part, ADMISSIONS, self.sizes, self.params)
             with self.controlled(Kind.FULL):
                 self._small("set_controls", *arguments)
         self._rows_with_controls -= {new.row for new in changed}
