@@ -40,7 +40,7 @@ def lengths_in_past(past: Array, tokens: Array, end: Array, most: int) -> Array:
 
 
 def _lengths(text: Array, alive: Array, tokens: Array, end: Array, most: int) -> Array:
-    """Lengths int32 [B, S] of matches that end in ``text`` [B, S] or [S] where ``alive`` is true."""
+    """Lengths int32 [B, S] of matches ending in ``text`` [B, S] or [S] where ``alive`` is true."""
     index = jnp.arange(text.shape[-1])
     length = jnp.zeros((len(tokens), len(index)), jnp.int32)
     for back in range(most):
