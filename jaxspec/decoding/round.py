@@ -40,7 +40,7 @@ class RoundOutput(NamedTuple):
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
     trees: RoundTrees | None  # of this round: without the axis of rounds
     confidence: Array | None  # float32 [R, A - 1], see DraftTree
-    committed: CommittedPath
+    committed: CommittedPath | None = None  # of a single round
 
 
 class Scores(NamedTuple):

@@ -34,6 +34,9 @@ class DraftState(Pytree):
     rows: Any = None
 
 
+Proposed = tuple[DraftTree, DraftState]  # what a drafter drafts, and its state afterwards
+
+
 def unchanged(state: EngineState) -> DraftState:
     """The drafter's state as it is in the engine's: what a method returns that changes nothing."""
     return DraftState(pool=state.pool.draft, rows=state.rows.draft)
@@ -96,9 +99,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         """A tree that continues each row, no larger than ``options.speculation``, and the drafter's
         state."""
         ...
@@ -184,9 +185,7 @@ class StatelessDrafter(DrafterDefaults):
     ) -> DraftState:
         return unchanged(state)
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         raise NotImplementedError(f"{type(self).__name__} must write propose")
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:

@@ -13,7 +13,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
@@ -124,9 +124,7 @@ class BlockDrafter(DrafterDefaults):
         layers = self.head.write_context(context, pool.layers, options.kernels)
         return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         head, roots, (pool, rows) = self.head, state.rows.roots, _draft_state(state)
         block = head.block(roots, options.speculation.max_depth)
         context = self._pending(state, options.speculation.max_depth + 1, options)

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import Drafter, DraftState, StatelessDrafter, unchanged
+from jaxspec.decoding.drafters.base import (
+    Drafter,
+    DraftState,
+    Proposed,
+    StatelessDrafter,
+    unchanged,
+)
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree
@@ -125,7 +131,7 @@ def reset_pool(drafter: Drafter, state: EngineState, rows: Array) -> Any:
 
 def checked_proposal(
     drafter: Drafter, options: RoundOptions, state: EngineState, returned: Any
-) -> tuple[DraftTree, DraftState]:
+) -> Proposed:
     """What ``propose`` returned, called with ``state``; a confidence only if the call asks for it.
 
     Raises ValueError as checked_state, for what is no tree of the state's rows, and for a

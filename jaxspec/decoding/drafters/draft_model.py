@@ -7,7 +7,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import (
     beam_positions,
     causal_attend,
@@ -19,7 +19,6 @@ from jaxspec.decoding.drafters.paged import (
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
-from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.pytree import Pytree, array, pytree
@@ -103,9 +102,7 @@ class DraftModelDrafter(DrafterDefaults):
         pending = jnp.where(state.rows.active, 1, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         pool, rows = _draft_state(state)
         width = options.speculation.max_depth + 1
         root_hidden, layers = self._read_pending(state, width, options)

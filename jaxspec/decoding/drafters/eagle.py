@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import (
     TokenRun,
     beam_positions,
@@ -29,7 +29,6 @@ from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
 from jaxspec.decoding.trees.likely_chain import grow_while_likely
-from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import DraftHead, HeadOutput
@@ -201,14 +200,12 @@ class EagleDrafter(DrafterDefaults):
         )
         return DraftState(pool=pool.replace(layers=outputs[-1].states), rows=rows)
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         return self.propose_for(state.rows.active, target, state, options)
 
     def propose_for(
         self, wanted: Array, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    ) -> Proposed:
         """``propose``, where only drafts of the ``wanted`` [B] rows will be used: others do not
         keep a chain growing."""
         pool, rows = _draft_state(state)

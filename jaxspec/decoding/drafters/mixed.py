@@ -16,6 +16,7 @@ from jaxspec.decoding.drafters.base import (
     Drafter,
     DraftState,
     PrefillChunk,
+    Proposed,
     StatelessDrafter,
     unchanged,
     with_draft,
@@ -30,7 +31,6 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import collectives
 from jaxspec.parallel.pytree import Pytree, pytree, static
 
-Proposal = tuple[DraftTree, DraftState]
 _STATELESS = "the lookup of MixedDrafter must keep no state"
 
 
@@ -102,20 +102,18 @@ class MixedDrafter(Pytree):
     ) -> DraftState:
         return self.model.prefill(target, state, chunk, features, options)
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         looked_up, _ = self.lookup.propose(target, state, options)
         found = looked_up.num_nodes > 1
         looked_up = _alike(looked_up, target, options)
 
-        def draft(before: Proposal) -> Proposal:
+        def draft(before: Proposed) -> Proposed:
             _, draft_state = before
             state_before = with_draft(state, draft_state)
             tree, after = self._propose_for(~found, target, state_before, options)
             return _choose(found, looked_up, _alike(tree, target, options)), after
 
-        def read(before: Proposal) -> Proposal:
+        def read(before: Proposed) -> Proposed:
             tree, draft_state = before
             after = self.model.catch_up(target, with_draft(state, draft_state), options)
             return tree, checked_state(self.model, "catch_up", state, after)
@@ -130,7 +128,7 @@ class MixedDrafter(Pytree):
 
     def _propose_for(
         self, wanted: Array, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    ) -> Proposed:
         """The model's drafts, of which those of ``wanted`` [B] rows will be used."""
         if isinstance(self.model, EagleDrafter):  # it may end early for them
             return self.model.propose_for(wanted, target, state, options)

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from jaxspec.config.checks import check_count, is_number
 from jaxspec.config.speculation import TreeShape
-from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter
+from jaxspec.decoding.drafters.base import DraftState, Proposed, StatelessDrafter
 from jaxspec.decoding.drafters.matching import (
     check_limits,
     latest_places,
@@ -95,9 +95,7 @@ class SuffixDrafter(StatelessDrafter):
     def past_tokens(self) -> int:
         return self.past
 
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         """A tree of at most ``options.speculation``'s nodes and depth, from ``state.rows.tokens``
         (int32 [B, S]). Its tokens are not drawn: ``probs`` is None."""
         rows, shape = state.rows, options.speculation

@@ -16,6 +16,7 @@ from jaxspec.cache import CommittedPath
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
 from jaxspec.decoding.functional.decode import (
+    emitted_rounds,
     emitted_specs,
     max_pending_when_behind,
     read_pending,
@@ -36,7 +37,7 @@ from jaxspec.decoding.functional.subset import (
     take_rows,
     widened,
 )
-from jaxspec.decoding.round import RoundOutput, draft_tree, verify_tree
+from jaxspec.decoding.round import draft_tree, verify_tree
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.token_masks import check_masks
@@ -218,30 +219,11 @@ def verify_shard(
     tree: DraftTree,
     masks: Array | None,
     before: Passage | None = None,
-) -> tuple[EngineState, tuple[Emitted, CommittedPath]]:
+) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
     """Verify trees on one device's shard; ``before``: see decoder.run."""
     chosen, index = choose_rows(params, state, rows, options.columns)
     after, output = verify_tree(params.target, params.drafter, options, chosen, tree, masks, before)
-    after, emitted = put_chosen(params, state, rows, index, after, _one_round(after, output))
+    rounds = jax.tree.map(lambda x: x[None], output._replace(committed=None))
+    emitted = emitted_rounds(jnp.int32(1), after, rounds)
+    after, emitted = put_chosen(params, state, rows, index, after, emitted)
     return after, (emitted, output.committed)
-
-
-def _one_round(after: EngineState, output: RoundOutput) -> Emitted:
-    """What a call of one round emits; ``after``: the rows of the call after it."""
-    rounds = jax.tree.map(lambda x: x[None], output)
-    logprobs, top_tokens, top_logprobs = rounds.logprobs or (None, None, None)
-    return Emitted(
-        num_rounds=jnp.int32(1),
-        tokens=rounds.tokens,
-        counts=rounds.counts,
-        accepted=rounds.accepted,
-        drafted=rounds.drafted,
-        status=after.rows.status,
-        ending=after.rows.ending,
-        logprobs=logprobs,
-        hidden=rounds.hidden,
-        top_tokens=top_tokens,
-        top_logprobs=top_logprobs,
-        trees=rounds.trees,
-        confidence=rounds.confidence,
-    )

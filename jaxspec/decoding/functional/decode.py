@@ -217,6 +217,12 @@ class _Record(NamedTuple):
         new = _Record(integers, output.logprobs, output.hidden, output.trees, output.confidence)
         return jax.tree.map(lambda old, x: old.at[index].set(x), self, new)
 
+    @property
+    def rounds(self) -> RoundOutput:
+        *_, counts, accepted, drafted = jnp.moveaxis(self.integers, -1, 0)
+        tokens = self.integers[..., :-3]
+        return RoundOutput(tokens, counts, accepted, drafted, *self[1:])
+
 
 class _Carry(NamedTuple):
     index: Array  # int32 [], rounds run so far
@@ -250,23 +256,27 @@ def _run_rounds(
     else:
         loop = _loop_catching_up(params, options, max_pending)
     start = _Carry(jnp.int32(0), state, _empty_record(params, options, state))
-    index, state, record = loop(start, limit)
-    *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
-    logprobs, top_tokens, top_logprobs = record.logprobs or (None, None, None)
-    return state, Emitted(
-        num_rounds=index,
-        tokens=record.integers[..., :-3],
-        counts=counts,
-        accepted=accepted,
-        drafted=drafted,
+    num_rounds, state, record = loop(start, limit)
+    return state, emitted_rounds(num_rounds, state, record.rounds)
+
+
+def emitted_rounds(num_rounds: Array, state: EngineState, rounds: RoundOutput) -> Emitted:
+    """What a call emits. ``rounds``: arrays [C, R, ...] of its rounds; ``state``: after them."""
+    logprobs, top_tokens, top_logprobs = rounds.logprobs or (None, None, None)
+    return Emitted(
+        num_rounds=num_rounds,
+        tokens=rounds.tokens,
+        counts=rounds.counts,
+        accepted=rounds.accepted,
+        drafted=rounds.drafted,
         status=state.rows.status,
         ending=state.rows.ending,
         logprobs=logprobs,
-        hidden=record.hidden,
+        hidden=rounds.hidden,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
-        trees=record.trees,
-        confidence=record.confidence,
+        trees=rounds.trees,
+        confidence=rounds.confidence,
     )
 
 

@@ -56,7 +56,7 @@ def close_round(
     rows: Array,
     opened: Opened,
     masks: Array | None = None,
-) -> tuple[EngineState, tuple[Emitted, CommittedPath]]:
+) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
     """Verify the trees of open_round, with their passage after the last stage, and commit.
 
     ``masks`` are those of functional.verify_drafts; None: no restriction.
@@ -73,7 +73,7 @@ def _close_round(
     rows: Array,
     opened: Opened,
     masks: Array | None,
-) -> tuple[EngineState, tuple[Emitted, CommittedPath]]:
+) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
     tree, passage = opened
     return verify_shard(options, params, state, rows, tree, masks, passage)
 
