@@ -27,7 +27,7 @@ from jaxspec.engine.generation import FinishReason, Generation, Grammar, Running
 from jaxspec.engine.limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import LaunchedCall
-from jaxspec.engine.programs.pipeline.programs import own_programs
+from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
 from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
@@ -79,7 +79,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
-        make_programs: MakePrograms = own_programs,
+        make_programs: MakePrograms = single_process_programs,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)

@@ -141,7 +141,7 @@ def verify_drafts(
         hidden=hidden,
         trees=trees,
     )
-    options, listed = params.checked(options), listed_rows(params, state, rows)
+    options, listed = params.checked_options(options), listed_rows(params, state, rows)
     check_order(state, listed, decodes=True)
     return verify_rows(params, state, options, listed, tree, jnp.asarray(masks))
 

@@ -115,7 +115,7 @@ def decode(
         trees=trees,
         confidence=confidence,
     )
-    options = params.checked(options)
+    options = params.checked_options(options)
     check_order(state, rows, decodes=max_rounds > 0)
     return decode_rows(params, state, options, jnp.asarray(num_rounds, jnp.int32), rows)
 

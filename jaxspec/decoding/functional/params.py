@@ -82,7 +82,7 @@ class EngineParams(Pytree):
         """
         return RoundOptions(self.speculation_of(shape), self.kernels)
 
-    def checked(self, options: RoundOptions) -> RoundOptions:
+    def checked_options(self, options: RoundOptions) -> RoundOptions:
         """The options of one call, with a confidence only if its trees are chains.
 
         Raises ValueError for layers that the target does not have, more alternatives than there are

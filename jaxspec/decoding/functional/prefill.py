@@ -97,7 +97,7 @@ def prefill(
         prompt_logprobs=prompt_logprobs,
         order_invariant=order_invariant,
     )
-    options, listed = params.checked(options), listed_rows(params, state, rows)
+    options, listed = params.checked_options(options), listed_rows(params, state, rows)
     batch = state.rows.status.shape if listed is None else listed.shape
     if counts is not None:
         check_counts(counts, batch[0], width)

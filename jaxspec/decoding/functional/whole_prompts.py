@@ -57,7 +57,7 @@ def prefill_all(
         width=width,
         order_invariant=order_invariant,
     )
-    options, listed = params.checked(options), listed_rows(params, state, rows)
+    options, listed = params.checked_options(options), listed_rows(params, state, rows)
     check_order(state, listed)
 
     # Rows that are listed in another device's part stay unread, so the loop must not wait for them.

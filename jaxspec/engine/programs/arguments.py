@@ -131,7 +131,7 @@ def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey
             trees=sizes.trees,
             confidence=sizes.confidence and not key.masked,
         )
-    return params.checked(options)
+    return params.checked_options(options)
 
 
 def _values(rows: Sequence[NewRow], name: str, dtype: type) -> Any:

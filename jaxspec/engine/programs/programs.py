@@ -64,12 +64,12 @@ class Programs:
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
-      compiles_ahead: whether other threads may compile them before they run, see
+      compiles_early: whether other threads may compile them before they run, see
         warm_up/compile_early.py.
       pipeline: how busy the stages of a pipeline were.
     """
 
-    compiles_ahead = True
+    compiles_early = True
     pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
@@ -110,9 +110,9 @@ class Programs:
         return self.params.data_parallel
 
     def _new_state(self) -> EngineState:
-        return self._made(lambda: empty_state(self.params, self.sizes))
+        return self._placed(lambda: empty_state(self.params, self.sizes))
 
-    def _made[T](self, make: Callable[[], T]) -> T:
+    def _placed[T](self, make: Callable[[], T]) -> T:
         """What ``make`` returns, placed as the results of programs are: else each program would
         compile twice."""
         mesh, place = self.params.mesh, self.params.target.embed.sharding
@@ -371,7 +371,7 @@ class Programs:
             return
         if self._controls is None:
             make = functools.partial(functional.no_controls, self.params, self.sizes.num_rows)
-            self._controls = self._made(make)
+            self._controls = self._placed(make)
         self.state = self.state.replace(controls=self._controls)
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)

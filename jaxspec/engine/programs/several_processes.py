@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.engine.programs.pipeline.programs import own_programs
+from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Kind, Sizes
 from jaxspec.parallel import HIDDEN_AXIS, MODEL_AXIS
@@ -51,12 +51,12 @@ def make_programs(processes: Processes | None) -> MakePrograms:
     all.
     """
     if processes is None:
-        return own_programs
+        return single_process_programs
     kind = LeadingPrograms if processes.leads else FollowingPrograms
 
-    def make(params: EngineParams, sizes: Sizes, most: int) -> Programs:
+    def make(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
         check_mesh(params, processes)
-        return kind(processes, params, sizes, most)
+        return kind(processes, params, sizes, max_programs)
 
     return make
 
@@ -74,14 +74,16 @@ class SharedPrograms(Programs):
 class LeadingPrograms(SharedPrograms):
     """Tells the others what it launches."""
 
-    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
+    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, max_programs: int):
         processes.claim()
         self._processes = processes
         processes.tell(sizes)  # others may have less free memory
-        super().__init__(params, sizes, most)
+        super().__init__(params, sizes, max_programs)
         for name in LARGE:
-            setattr(self, name, Told(name, getattr(self, name), processes))
-        self.small = {name: Told(name, program, processes) for name, program in self.small.items()}
+            setattr(self, name, AnnouncedProgram(name, getattr(self, name), processes))
+        self.small = {
+            name: AnnouncedProgram(name, program, processes) for name, program in self.small.items()
+        }
 
     def place_tables(self, tables: np.ndarray, capacity: np.ndarray) -> Any:
         self._processes.tell(Tables(tables, capacity))
@@ -98,10 +100,10 @@ class LeadingPrograms(SharedPrograms):
 class FollowingPrograms(SharedPrograms):
     """Launches what process 0 launches."""
 
-    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
+    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, max_programs: int):
         processes.claim()
         self._processes = processes
-        super().__init__(params, processes.next() or sizes, most)
+        super().__init__(params, processes.next() or sizes, max_programs)
 
     def follow(self) -> None:
         """Launch what process 0 launches, until it ends."""
@@ -125,7 +127,7 @@ class FollowingPrograms(SharedPrograms):
             self.state = result[0] if isinstance(result, tuple) else result
 
 
-class Told:
+class AnnouncedProgram:
     """A program of process 0. The others are told before it is launched or compiled."""
 
     def __init__(self, name: str, program: Any, processes: Processes):

@@ -34,7 +34,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
     """
     sequences = [plan.sequences[read.row] for read in plan.reads]
     masked = any(one.request.masked for one in sequences)
-    if not sequences or masked or not programs.compiles_ahead:
+    if not sequences or masked or not programs.compiles_early:
         return
     kind = kind_of(sequences, reads=True)
     if kind.controls:  # the state that such programs take is made when the first of them runs
@@ -52,7 +52,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
 
 def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
     """Fill jax's cache with a program; those with controls or masks compile when they run."""
-    if programs.compiles_ahead and not (key.kind.controls or key.masked):
+    if programs.compiles_early and not (key.kind.controls or key.masked):
         _lowered(programs, key).compile()
 
 

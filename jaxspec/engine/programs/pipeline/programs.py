@@ -82,7 +82,7 @@ class PipelinePrograms(Programs):
       stages: those before the last.
     """
 
-    compiles_ahead = False
+    compiles_early = False
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         super().__init__(params, sizes, max_programs)
@@ -176,7 +176,7 @@ class PipelinePrograms(Programs):
         state, (tree, passage) = self.open_round(params, state, options, rows)
         for stage in self.stages:
             passage = stage(stage.run_round, passage)
-        return state, OpenRound(tree, self._back(passage))
+        return state, OpenRound(tree, self._on_last_stage(passage))
 
     def _run_verify(
         self,
@@ -212,7 +212,7 @@ class PipelinePrograms(Programs):
                 after = stage(stage.run_round, passage)
             passage = jax.block_until_ready(after)
             seconds.append((time.perf_counter() - started) / rounds)
-        opened = jax.block_until_ready(OpenRound(tree, self._back(passage)))
+        opened = jax.block_until_ready(OpenRound(tree, self._on_last_stage(passage)))
         started = time.perf_counter()
         for _ in range(rounds):
             state, _ = self._run_verify(params, state, options, group, opened)
@@ -221,7 +221,7 @@ class PipelinePrograms(Programs):
         self.state = jax.block_until_ready(state)
         return [*seconds, (time.perf_counter() - started) / rounds]
 
-    def _back(self, passage: Passage) -> Passage:
+    def _on_last_stage(self, passage: Passage) -> Passage:
         """The passage on the last stage's devices. How it attends is known there."""
         mesh, embed = self.params.mesh, self.params.target.embed
         place = embed.sharding if mesh is None else NamedSharding(mesh, P())
@@ -289,7 +289,7 @@ class PipelinePrograms(Programs):
                 passage = self.open_read(params, state, opening, group, part, np.int32(start))
                 for stage in self.stages:
                     passage = stage(stage.run_read, passage)
-                pieces.append((part, width, self._back(passage)))
+                pieces.append((part, width, self._on_last_stage(passage)))
             opened.append(pieces)
         return opened
 
@@ -343,7 +343,7 @@ class PipelinePrograms(Programs):
         return restore(params, state, saved.last, row, pages, table)
 
 
-def own_programs(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
+def single_process_programs(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
     """The programs of an engine of one process."""
     kind = PipelinePrograms if params.stages else Programs
     return kind(params, sizes, max_programs)
