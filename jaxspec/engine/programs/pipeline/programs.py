@@ -107,12 +107,12 @@ class PipelinePrograms(Programs):
         parts = self.open_round, self.close_round, self._join, self._join_reads
         self.decode = Composed(self._run_rounds, *parts)
         self.draft, self.verify = Composed(self._run_draft), Composed(self._run_verify)
-        for name, run in (
+        for name, on_all_stages in (
             ("copy_pages", self._copy_all),
             ("save_row", self._save_all),
             ("restore_row", self._restore_all),
         ):
-            self.small[name] = Composed(functools.partial(run, last[name]), last[name])
+            self.small[name] = Composed(functools.partial(on_all_stages, last[name]), last[name])
 
     def use(self, params: EngineParams) -> None:
         if params.target is not self.params.target:
@@ -188,8 +188,9 @@ class PipelinePrograms(Programs):
         masks: np.ndarray | None = None,
     ) -> tuple[EngineState, Emitted]:
         """Do what verify_rows does; ``masks`` None: no restriction."""
-        opened_parts = opened.tree, opened.passage
-        state, (emitted, path) = self.close_round(params, state, options, rows, opened_parts, masks)
+        state, (emitted, path) = self.close_round(
+            params, state, options, rows, tuple(opened), masks
+        )
         for stage in self.stages:
             stage.commit_path(path)
         return state, emitted
