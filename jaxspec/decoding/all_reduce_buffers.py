@@ -40,7 +40,7 @@ def without_exchanges[T](tree: T) -> T:
 
 
 def replacement[T](current: T, new: T) -> T:
-    """``new`` where ``current`` lies (see weights.in_place), both without exchanges. If the cache
+    """``new`` where ``current`` lies (see parallel.placement), both without exchanges. If the cache
     has 8-bit pages, weights without scales take those in use."""
     new = with_scales_of(current, without_exchanges(new))
     return in_place_of(without_exchanges(current), new)

@@ -150,7 +150,7 @@ def pass_stage(
     kernels: Kernels,
     isolate_blocks: bool = False,
 ) -> tuple[ModelState, Passage]:
-    """A stage's part of a round or a read; see models.stages.run_stage."""
+    """A stage's part of a round or a read; see models.pipeline_stage.run_stage."""
 
     def run(stage: Stage, states: ModelState, passage: Passage) -> tuple[ModelState, Passage]:
         layers, after = run_stage(

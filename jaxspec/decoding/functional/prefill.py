@@ -74,7 +74,7 @@ def prefill(
       order_invariant: make attention sums independent of slot order. In bfloat16 the result is then
         the same however a prompt is cut into chunks, if ``width`` and the number of rows are.
       masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
-        (see speculation.token_masks); None: all.
+        (see decoding.token_masks); None: all.
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
