@@ -31,8 +31,8 @@ class EngineParams(Pytree):
       speculation: the largest draft tree, the acceptance rule, and how draft tokens are chosen.
       kernels: operations that run as kernels where their arguments fit; none by default.
       mesh: the devices; None: one device.
-      stages: of a pipeline, those before the target's own layers (see models.pipeline_stage). An Engine
-        runs them; the functions of this package need parameters without any.
+      stages: of a pipeline, those before the target's own layers (see models.pipeline_stage). An
+        Engine runs them; the functions of this package need parameters without any.
       most_drafting_rows: rows up to which ``decode`` drafts where no shape is asked for, as load
         sets it for its default tree; None: any number. An Engine names the shape of each call.
     """
