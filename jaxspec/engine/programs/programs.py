@@ -64,8 +64,7 @@ class Programs:
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
-      compiles_early: whether other threads may compile them before they run, see
-        warm_up/compile_early.py.
+      compiles_early: whether other threads may compile them before they run.
       pipeline: how busy the stages of a pipeline were.
     """
 
@@ -295,11 +294,7 @@ class Programs:
         shape: TreeShape,
         kind: Kind,
     ) -> list[LaunchedCall]:
-        """Run up to ``rounds`` rounds of some rows.
-
-        Args:
-          tokens: most tokens of any of them, at the end of its life.
-        """
+        """Run up to ``rounds`` rounds of some rows, each of which ends with at most ``tokens``."""
         calls, fixed = [], self.sizes.fixed_rounds
         while rounds > 0:
             count = fixed and (fixed if rounds >= fixed else 1)
