@@ -142,7 +142,6 @@ def verify_drafts(
         trees=trees,
     )
     options, listed = params.checked_options(options), listed_rows(params, state, rows)
-    check_order(state, listed, decodes=True)
     return verify_rows(params, state, options, listed, tree, jnp.asarray(masks))
 
 
@@ -159,6 +158,7 @@ def verify_rows(
     batch = state.rows.status.shape if rows is None else rows.shape
     _check_tree(options, tree, batch[0])
     check_masks(masks, tree.tokens.shape, params.target.config.vocab_size)
+    check_order(state, rows, decodes=True)
     tree_specs = partition_specs(tree, params.layout)
     specs = (*_spec_of_rows(params, rows), tree_specs, row_spec(params))
     function, emitted = functools.partial(_verify, options), emitted_specs(params, options)
