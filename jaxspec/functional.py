@@ -6,6 +6,7 @@ from jaxspec.decoding.functional import (
     SavedRow,
     admit,
     assign_pages,
+    catch_up,
     copy_pages,
     decode,
     draft,
@@ -21,7 +22,6 @@ from jaxspec.decoding.functional import (
     restore_row,
     save_row,
     set_controls,
-    settle,
     take_states,
     verify_drafts,
 )
@@ -31,6 +31,7 @@ __all__ = [
     "SavedRow",
     "admit",
     "assign_pages",
+    "catch_up",
     "copy_pages",
     "decode",
     "draft",
@@ -46,7 +47,6 @@ __all__ = [
     "restore_row",
     "save_row",
     "set_controls",
-    "settle",
     "take_states",
     "verify_drafts",
 ]

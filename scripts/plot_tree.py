@@ -47,10 +47,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 @jax.jit
 def run_round(params: EngineParams, state: EngineState) -> tuple[DraftTree, Accepted]:
     """What the next round of row 0 drafts and accepts; the state stays as it is."""
-    call = params.call()
-    tree, _ = params.drafter.propose(params.target, state, call)
-    scores = verify(params.target, state, tree, call, params.drafter.capture)
-    return tree, accept(tree, scores.logits, call, state, params.target)
+    options = params.round_options()
+    tree, _ = params.drafter.propose(params.target, state, options)
+    scores = verify(params.target, state, tree, options, params.drafter.capture)
+    return tree, accept(tree, scores.logits, options, state, params.target)
 
 
 def start(

@@ -30,8 +30,8 @@ def with_exchanges(params: EngineParams, make: Make = make_exchange) -> EnginePa
     if params.mesh is None or "reduce_add_rms_norm" not in params.kernels:
         return params
     stages = tuple(_replaced(stage, functools.partial(make, stage.mesh)) for stage in params.stages)
-    own = _replaced(params.last_stage, functools.partial(make, params.mesh))
-    return own.replace(stages=stages)
+    last_stage = _replaced(params.last_stage, functools.partial(make, params.mesh))
+    return last_stage.replace(stages=stages)
 
 
 def without_exchanges[T](tree: T) -> T:
@@ -40,7 +40,7 @@ def without_exchanges[T](tree: T) -> T:
 
 
 def replacement[T](current: T, new: T) -> T:
-    """``new`` where ``current`` lies (see weights.in_place), both without exchanges. If the cache
+    """``new`` where ``current`` lies (see parallel.placement), both without exchanges. If the cache
     has 8-bit pages, weights without scales take those in use."""
     new = with_scales_of(current, without_exchanges(new))
     return in_place_of(without_exchanges(current), new)

@@ -8,9 +8,9 @@ from jax import Array
 
 from jaxspec.cache import CommittedPath, LayerStates, page_slots
 from jaxspec.decoding.acceptance import Accepted, Verified, acceptance_rule, checked_outcome
-from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.drafters.base import Drafter, with_draft
 from jaxspec.decoding.drafters.checks import checked_proposal, checked_state
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import (
     History,
     Logprobs,
@@ -40,7 +40,7 @@ class RoundOutput(NamedTuple):
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
     trees: RoundTrees | None  # of this round: without the axis of rounds
     confidence: Array | None  # float32 [R, A - 1], see DraftTree
-    committed: CommittedPath
+    committed: CommittedPath | None = None  # of a single round
 
 
 class Scores(NamedTuple):
@@ -53,20 +53,20 @@ class Scores(NamedTuple):
 
 
 def run_round(
-    target: Decoder, drafter: Drafter, call: Call, state: EngineState
+    target: Decoder, drafter: Drafter, options: RoundOptions, state: EngineState
 ) -> tuple[EngineState, RoundOutput]:
     """Commit between 1 and max_depth + 1 tokens of every row that is decoding.
 
     Raises ValueError if the drafter's tree is larger than the call's.
     """
-    tree, state = draft_tree(target, drafter, call, state)
-    return verify_tree(target, drafter, call, state, tree)
+    tree, state = draft_tree(target, drafter, options, state)
+    return verify_tree(target, drafter, options, state, tree)
 
 
 def verify_tree(
     target: Decoder,
     drafter: Drafter,
-    call: Call,
+    options: RoundOptions,
     state: EngineState,
     tree: DraftTree,
     masks: Array | None = None,
@@ -77,10 +77,10 @@ def verify_tree(
     ``masks`` uint32 [R, N, W] (see token_masks) say which tokens may be sampled after each node.
     ``before``: see decoder.run.
     """
-    scores = verify(target, state, tree, call, drafter.capture, before)
+    scores = verify(target, state, tree, options, drafter.capture, before)
     logits = scores.logits if masks is None else restrict(scores.logits, masks, target.layout)
-    logits = _controlled(tree, logits, call, state, target)
-    accepted = accept(tree, logits, call, state, target)
+    logits = _controlled(tree, logits, options, state, target)
+    accepted = accept(tree, logits, options, state, target)
     counts, ending = _limit(accepted, state, _finite(accepted, logits, target))
     rows, path = state.rows, accepted.path
     committed = CommittedPath(
@@ -91,11 +91,11 @@ def verify_tree(
         counts=counts,
         is_chain=tree.is_chain,
     )
-    cache = state.pool.target.replace(layers=scores.layers).commit(committed, call.kernels)
+    cache = state.pool.target.replace(layers=scores.layers).commit(committed, options.kernels)
     with jax.named_scope("draft"):
-        draft = drafter.commit(state, scores.features, path, counts, call)
+        draft = drafter.commit(state, scores.features, path, counts, options)
         draft = checked_state(drafter, "commit", state, draft)
-    output = _output(tree, scores, accepted, committed, rows.active, call, target)
+    output = _output(tree, scores, accepted, committed, rows.active, options, target)
     done = rows.active & (ending != Ending.NONE)
     rows = rows.replace(
         status=jnp.where(done, Status.DONE, rows.status),
@@ -111,30 +111,28 @@ def verify_tree(
 
 @jax.named_scope("draft")
 def draft_tree(
-    target: Decoder, drafter: Drafter, call: Call, state: EngineState
+    target: Decoder, drafter: Drafter, options: RoundOptions, state: EngineState
 ) -> tuple[DraftTree, EngineState]:
     """The first half of a round: the tree to verify, padded to its final width, and the state
     after drafting.
 
     Raises ValueError if the drafter's tree is larger than the call's.
     """
-    shape = call.speculation
+    shape = options.speculation
     if shape.is_plain:
         tree = root_only(state.rows.roots)
     else:
-        proposal = drafter.propose(target, state, call)
-        tree, draft = checked_proposal(drafter, call, state, proposal)
+        proposal = drafter.propose(target, state, options)
+        tree, draft = checked_proposal(drafter, options, state, proposal)
         size, depth = tree.tokens.shape[1], tree.max_depth
         if size > shape.num_nodes or depth > shape.max_depth:
             raise ValueError(
                 f"{type(drafter).__name__} proposed a tree of {size} nodes and depth {depth}, but "
                 f"the call has room for {shape.num_nodes} nodes and depth {shape.max_depth}"
             )
-        state = state.replace(
-            pool=state.pool.replace(draft=draft.pool), rows=state.rows.replace(draft=draft.rows)
-        )
+        state = with_draft(state, draft)
     batch, size = tree.tokens.shape
-    least = max(size, -(-fewest_rows(call.kernels) // batch))
+    least = max(size, -(-fewest_rows(options.kernels) // batch))
     return pad_tree(tree, shape.verify_width or least), state
 
 
@@ -143,29 +141,29 @@ def verify(
     target: Decoder,
     state: EngineState,
     tree: DraftTree,
-    call: Call,
+    options: RoundOptions,
     capture: tuple[int, ...] = (),
     before: Passage | None = None,
 ) -> Scores:
     """Score every node in one target pass. ``before``: see decoder.run."""
-    attend = tree_attend(state, tree, call)
+    attend = tree_attend(state, tree, options)
     hidden, layers, captured = decoder.run(
         target,
         tree.tokens,
         attend.positions,
         state.pool.target.layers,
         attend,
-        (*capture, *call.hidden),
-        call.kernels,
-        apart=call.apart,
+        (*capture, *options.hidden),
+        options.kernels,
+        apart=options.isolate_blocks,
         before=before,
     )
-    features, asked = split_captured(captured, len(capture), len(call.hidden))
-    logits = decoder.logits(target, hidden, call.kernels, apart=call.apart)
+    features, asked = split_captured(captured, len(capture), len(options.hidden))
+    logits = decoder.logits(target, hidden, options.kernels, apart=options.isolate_blocks)
     return Scores(logits, features, asked, layers)
 
 
-def tree_attend(state: EngineState, tree: DraftTree, call: Call) -> PagedAttend:
+def tree_attend(state: EngineState, tree: DraftTree, options: RoundOptions) -> PagedAttend:
     """Attention of a tree's nodes. Node i is written to slot ``context_lens + i``."""
     rows = state.rows
     index = jnp.arange(tree.tokens.shape[1])
@@ -179,27 +177,27 @@ def tree_attend(state: EngineState, tree: DraftTree, call: Call) -> PagedAttend:
         positions=context + tree.depth,
         kv_lens=rows.context_lens + tree.num_nodes,
         ancestors=tree.ancestors,
-        order_invariant=call.speculation.verify_width is not None,
+        order_invariant=options.speculation.verify_width is not None,
     )
 
 
 def split_captured(
-    captured: Array | None, own: int, asked: int
+    captured: Array | None, num_drafter: int, num_asked: int
 ) -> tuple[Array | None, Array | None]:
-    """Split captured states into the drafter's (``own``) and the caller's (``asked``)."""
-    if captured is None or not own or not asked:
-        return (captured, None) if own else (None, captured)
-    width = captured.shape[-1] // (own + asked)
-    return captured[..., : own * width], captured[..., own * width :]
+    """Captured states [..., n * H]: those of the drafter, and those that the caller asked for."""
+    if captured is None or not num_drafter or not num_asked:
+        return (captured, None) if num_drafter else (None, captured)
+    width = captured.shape[-1] // (num_drafter + num_asked)
+    return captured[..., : num_drafter * width], captured[..., num_drafter * width :]
 
 
 @jax.named_scope("accept")
 def _controlled(
-    tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
+    tree: DraftTree, logits: Array, options: RoundOptions, state: EngineState, target: Decoder
 ) -> Array:
     """Raw target logits [R, N, V / shards] with bias and penalties, of each node's own path."""
     rows, controls = state.rows, state.controls
-    if not call.controls or controls is None:
+    if not options.controls or controls is None:
         return logits
     history = History(rows.tokens, rows.context_lens + 1, path_tokens(tree))
     return control_logits(logits, controls, history, rows.stop_tokens, target.layout)
@@ -207,15 +205,15 @@ def _controlled(
 
 @jax.named_scope("accept")
 def accept(
-    tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
+    tree: DraftTree, logits: Array, options: RoundOptions, state: EngineState, target: Decoder
 ) -> Accepted:
     """Apply the acceptance rule to the target's logits [R, N, V / shards], not yet processed."""
     rows, layout = state.rows, target.layout
     processed = process_logits(
-        logits, rows.sampling, layout, greedy=call.greedy, kernels=call.kernels
+        logits, rows.sampling, layout, greedy=options.greedy, kernels=options.kernels
     )
-    verified = Verified(tree, processed, rows.sampling, rows.context_lens, layout, call.greedy)
-    rule = acceptance_rule(call.speculation.acceptance)
+    verified = Verified(tree, processed, rows.sampling, rows.context_lens, layout, options.greedy)
+    rule = acceptance_rule(options.speculation.acceptance)
     return checked_outcome(rule, tree, rule.accept(verified))
 
 
@@ -236,15 +234,15 @@ def _limit(accepted: Accepted, state: EngineState, finite: Array) -> tuple[Array
     logits that are not finite.
     """
     rows, width = state.rows, accepted.tokens.shape[1]
-    room = rows.max_lens - rows.context_lens - 1
+    tokens_left = rows.max_lens - rows.context_lens - 1
     offset = jnp.arange(width)
-    wanted = jnp.minimum(accepted.depth + 1, room)
+    wanted = jnp.minimum(accepted.depth + 1, tokens_left)
     is_stop = jnp.any(accepted.tokens[..., None] == rows.stop_tokens[:, None], axis=-1)
     ends = jnp.stack([~finite, is_stop], axis=1)  # [R, 2, A]
     first_broken, first_stop = jnp.min(jnp.where(ends, offset, width), axis=-1).T
     usable = jnp.minimum(wanted, first_broken)
     counts = jnp.minimum(usable, first_stop + 1)
-    ending = jnp.where(counts < room, Ending.NONE, Ending.LENGTH)
+    ending = jnp.where(counts < tokens_left, Ending.NONE, Ending.LENGTH)
     ending = jnp.where(first_broken < wanted, Ending.NOT_FINITE, ending)
     ending = jnp.where(first_stop < usable, Ending.STOP, ending)
     return jnp.where(rows.active, counts, 0), ending
@@ -263,45 +261,47 @@ def _output(
     accepted: Accepted,
     committed: CommittedPath,
     active: Array,
-    call: Call,
+    options: RoundOptions,
     target: Decoder,
 ) -> RoundOutput:
     once, path = active.astype(jnp.int32), accepted.path
-    room = call.speculation.max_depth + 1 - path.shape[1]
+    padding = options.speculation.max_depth + 1 - path.shape[1]
     logprobs = hidden = None
-    if call.logprobs:
+    if options.logprobs:
         at_path = jnp.take_along_axis(scores.logits, path[..., None], axis=1)
         logprobs = token_logprobs(
-            at_path, accepted.tokens, call.top_logprobs, target.layout, call.kernels
+            at_path, accepted.tokens, options.top_logprobs, target.layout, options.kernels
         )
         logprobs = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2))), logprobs
+            lambda x: jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))), logprobs
         )
     if scores.hidden is not None:
         hidden = jnp.take_along_axis(scores.hidden, path[..., None], axis=1)
-        hidden = jnp.pad(hidden, ((0, 0), (0, room), (0, 0)))
+        hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     return RoundOutput(
-        tokens=jnp.pad(accepted.tokens, ((0, 0), (0, room))),
+        tokens=jnp.pad(accepted.tokens, ((0, 0), (0, padding))),
         counts=committed.counts,
         accepted=once * accepted.depth,
         drafted=once * (tree.num_nodes - 1),
         logprobs=logprobs,
         hidden=hidden,
-        trees=_trees(tree, scores.logits, path, call, target) if call.trees else None,
+        trees=_trees(tree, scores.logits, path, options, target) if options.trees else None,
         confidence=tree.confidence,
         committed=committed,
     )
 
 
-def _trees(tree: DraftTree, logits: Array, path: Array, call: Call, target: Decoder) -> RoundTrees:
+def _trees(
+    tree: DraftTree, logits: Array, path: Array, options: RoundOptions, target: Decoder
+) -> RoundTrees:
     """The tree at the width of the call's shape; logits float32 [R, N, V / shards], raw."""
-    shape, size = call.speculation, tree.tokens.shape[1]
+    shape, size = options.speculation, tree.tokens.shape[1]
     at_parents = jnp.take_along_axis(logits, jnp.maximum(tree.parents, 0)[..., None], axis=1)
-    own = token_logprobs(at_parents, tree.tokens, 0, target.layout, call.kernels).own
+    scores = token_logprobs(at_parents, tree.tokens, 0, target.layout, options.kernels)
 
     def fitted(nodes: Array, fill: int = 0) -> Array:
-        room = max(0, shape.num_nodes - size)
-        padded = jnp.pad(nodes, ((0, 0), (0, room)), constant_values=fill)
+        padding = max(0, shape.num_nodes - size)
+        padded = jnp.pad(nodes, ((0, 0), (0, padding)), constant_values=fill)
         return padded[:, : shape.num_nodes]  # what is cut off is padding
 
     return RoundTrees(
@@ -309,5 +309,5 @@ def _trees(tree: DraftTree, logits: Array, path: Array, call: Call, target: Deco
         parents=fitted(tree.parents, -1),
         num_nodes=tree.num_nodes,
         path=jnp.pad(path, ((0, 0), (0, shape.max_depth + 1 - path.shape[1]))),
-        logprobs=fitted(own),
+        logprobs=fitted(scores.given),
     )

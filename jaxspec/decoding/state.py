@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ class Rows(Pytree):
     Of a row that is DONE ``ending`` says why: ``Ending(int(rows.ending[r])).name``.
 
     The pages of the first ``cached_lens`` tokens held them before the row was admitted; the row
-    never writes to them. A row whose context is longer than ``room`` waits until it has more pages
+    never writes to them. A row whose context is longer than ``context_capacity`` waits until it has
+    more pages
     (see functional.assign_pages): a round may write ``scratch_slots`` past the context.
     """
 
@@ -120,7 +121,9 @@ class Rows(Pytree):
     context_lens: Array = array("batch")  # int32 [R], tokens whose KV is in the pool
     cached_lens: Array = array("batch")  # int32 [R], first tokens whose KV other rows may share
     max_lens: Array = array("batch")  # int32 [R], most tokens, prompt included
-    room: Array = array("batch")  # int32 [R], longest context that the row's pages have room for
+    context_capacity: Array = array(
+        "batch"
+    )  # int32 [R], longest context that the row's pages have room for
     stop_tokens: Array = array("batch", "stops")  # int32 [R, E], padded with -1
     page_table: Array = array("batch", "table")  # int32 [R, M]
     sampling: Sampling
@@ -135,7 +138,7 @@ class Rows(Pytree):
     @property
     def active(self) -> Array:
         """Rows that are decoding, and have pages for another round: bool [R]."""
-        return (self.status == Status.DECODING) & (self.context_lens <= self.room)
+        return (self.status == Status.DECODING) & (self.context_lens <= self.context_capacity)
 
     @property
     def roots(self) -> Array:
@@ -165,7 +168,7 @@ class EngineState(Pytree):
 
 @pytree
 class PromptLogprobs(Pytree):
-    """Of the prompt's tokens, under the model's raw logits.
+    """Log-probabilities of the prompt's tokens, under the model's raw logits.
 
     Entry ``t`` of a row belongs to the token after the ``t``-th that the call read; there is none
     for the first token of a prompt. Entries are valid where ``valid`` is true.
@@ -219,17 +222,19 @@ class Emitted(Pytree):
     confidence: Array | None = array("rounds", "batch", "depth", default=None)  # float32 [C,B,A-1]
 
 
-def joined[T: Pytree](parts: Sequence[T], axis: str) -> T:
+def concatenated[T: Pytree](
+    parts: Sequence[T], axis: str, concatenate: Callable[..., Any] = jnp.concatenate
+) -> T:
     """Parts of one result, put together along a logical axis of its arrays. An array without that
-    axis is the last part's."""
+    axis is the last part's. ``concatenate``: numpy's for arrays on the host."""
     *_, last = parts
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(type(last)):  # pyright: ignore[reportArgumentType]
         values, axes = [getattr(part, field.name) for part in parts], field.metadata.get("axes", ())
         if isinstance(values[0], Pytree):
-            changes[field.name] = joined(values, axis)
+            changes[field.name] = concatenated(values, axis, concatenate)
         elif axis in axes and values[0] is not None:
-            changes[field.name] = jnp.concatenate(values, axis=axes.index(axis))
+            changes[field.name] = concatenate(values, axis=axes.index(axis))
     return last.replace(**changes)
 
 

@@ -27,7 +27,7 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """
-    largest = params.call().speculation.shape
+    largest = params.round_options().speculation.shape
     if largest.is_plain:
         raise ValueError("adaptive needs a drafter, and a tree that drafts tokens: there is none")
     if config.shapes is not None:
@@ -38,7 +38,7 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
 
 def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
     try:
-        return params.call(shape).speculation.shape
+        return params.round_options(shape).speculation.shape
     except ValueError as error:
         raise ValueError(f"shapes: {shape.name} does not fit the engine: {error}") from None
 
@@ -119,7 +119,7 @@ class AdaptiveTrees:
             self.policy = TreePolicy(self.choices, short_call=short)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
-        return self.programs.params.call(shape).speculation.shape
+        return self.programs.params.round_options(shape).speculation.shape
 
     def most_rounds(self, asked: int | None) -> int | None:
         """Most rounds of the next call; fewer than ``asked`` while too little is known."""

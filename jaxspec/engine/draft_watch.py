@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxspec.decoding.drafters import Drafter
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 
 FEWEST, MOST = 100, 200  # rounds that are counted before anything is said, and at most
 LEAST_ACCEPTED = 0.05  # of these rounds accept their first drafted token
@@ -34,7 +34,7 @@ class DraftWatch:
         self._name, self._rounds, self._accepted = type(drafter).__name__, 0, 0
         self._counts = bool(jax.tree.leaves(drafter)) and not self.told
 
-    def add(self, calls: Iterable[Call]) -> None:
+    def add(self, calls: Iterable[LaunchedCall]) -> None:
         """Count the rounds of calls that were read, and warn if there are enough of them."""
         if not self._counts:
             return

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxspec.decoding.state import Emitted
 from jaxspec.engine.generation import Generation, RoundTree, Running, TokenLogprob
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.scheduling.sequence import Sequence
 
 
@@ -35,7 +35,9 @@ class RowOutput(NamedTuple):
         return self.committed(self.emitted.tokens).tolist()
 
 
-def row_outputs(calls: Iterable[Call], sequences: Mapping[int, Sequence]) -> Iterator[RowOutput]:
+def row_outputs(
+    calls: Iterable[LaunchedCall], sequences: Mapping[int, Sequence]
+) -> Iterator[RowOutput]:
     """What calls emitted, row by row.
 
     ``sequences`` are those of the calls' plan, by row; padding has numbers past the last row.
@@ -47,7 +49,7 @@ def row_outputs(calls: Iterable[Call], sequences: Mapping[int, Sequence]) -> Ite
 
 
 def take_calls(
-    calls: Iterable[Call], sequences: Mapping[int, Sequence], running: Mapping[str, Running]
+    calls: Iterable[LaunchedCall], sequences: Mapping[int, Sequence], running: Mapping[str, Running]
 ) -> None:
     """Add what the calls of a plan emitted to the requests that still run."""
     for output in row_outputs(calls, sequences):

@@ -31,8 +31,8 @@ from jaxspec.engine.generation import (
 )
 from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
-from jaxspec.engine.programs.call import Call
-from jaxspec.engine.programs.pipeline.programs import own_programs
+from jaxspec.engine.programs.call import LaunchedCall
+from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
 from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
@@ -84,7 +84,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
-        make_programs: MakePrograms = own_programs,
+        make_programs: MakePrograms = single_process_programs,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)
@@ -97,7 +97,7 @@ class Engine:
         self.programs = make_programs(params, sizes, self.config.max_programs)
         self.shapes = AdaptiveTrees(self.programs, self.limits, self.config)
         self.watch = DraftWatch(params.drafter)
-        self.on_launch: Callable[[list[Call]], None] | None = None
+        self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
         self._start()

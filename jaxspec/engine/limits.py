@@ -132,7 +132,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         prefix_caching=config.prefix_caching and (share_pages or bool(snapshots)),
         share_generated=not config.deterministic,
         share_pages=share_pages,
-        prefix_tokens_read_again=params.drafter.reread,
+        prefix_tokens_read_again=params.drafter.num_reread_tokens,
         snapshots=snapshots,
         preemption=preemption,
         part_pages=sizes.part_pages,

@@ -17,7 +17,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.evaluation.benchmarks.workloads import Arrival
 from jaxspec.scheduling.balancer import Balancer, Share
 
@@ -62,10 +62,10 @@ class DeviceWatch:
 
     def __init__(self):
         self.calls: list[tuple[float, float]] = []  # launched, ready
-        self._launched: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[LaunchedCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="device watch", daemon=True)
 
-    def launched(self, calls: list[Call]) -> None:
+    def launched(self, calls: list[LaunchedCall]) -> None:
         for call in calls:
             self._launched.put(call)
 

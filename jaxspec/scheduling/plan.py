@@ -43,7 +43,7 @@ class Limits:
       share_pages: whether a request may begin with pages of another, cached or running. Not where
         rows keep what is in no page: then prefix caching needs snapshots, too.
       prefix_tokens_read_again: last tokens of a cached prefix that are read once more (see
-        Drafter.reread).
+        Drafter.num_reread_tokens).
       snapshots: most copies of what rows keep outside of pages; None: they keep nothing there.
         Prefix hits are rounded down to such copies.
       preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or

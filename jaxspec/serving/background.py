@@ -91,7 +91,7 @@ def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
 def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]) -> Coverage:
     """Of requests like this alone; those without a drafter have no tree."""
     shapes: tuple[TreeShape, ...] = engine.shapes.choices or (
-        engine.params.call(engine.shape).speculation.shape,
+        engine.params.round_options(engine.shape).speculation.shape,
     )
     own = (PLAIN,) if sampling.plain else shapes
     return coverage(engine.programs, engine.limits, own, (sampling,), tokens, few)

@@ -18,7 +18,7 @@ from prometheus_client import (
 
 from jaxspec.engine.async_engine import Chunk
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.scheduling.plan import Delivery, Plan
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5)
@@ -42,13 +42,13 @@ class DeviceTime:
     def __init__(self):
         self.busy = 0.0
         self.started = self._ready = time.perf_counter()
-        self._calls: list[Call] = []
+        self._calls: list[LaunchedCall] = []
         self._wake = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._wait, name="jaxspec device", daemon=True)
         self._thread.start()
 
-    def launched(self, calls: list[Call]) -> None:
+    def launched(self, calls: list[LaunchedCall]) -> None:
         with self._wake:
             self._calls += calls
             self._wake.notify()

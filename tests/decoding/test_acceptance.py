@@ -27,7 +27,7 @@ from jaxspec.decoding.acceptance import (
     Synthetic,
     Verified,
 )
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.decoding.sampling.noise import Stream
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow
@@ -83,7 +83,7 @@ def proposer_of(
     target_vocab: int = VOCAB,
 ) -> Proposer:
     return Proposer(
-        call=Call(spec),
+        options=RoundOptions(spec),
         sampling=sampling,
         context_lens=context_lens,
         layout=WHOLE,

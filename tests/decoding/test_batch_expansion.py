@@ -8,8 +8,8 @@ import pytest
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.batch_expansion import score_by_batch_expansion
 from jaxspec.decoding.round import verify
+from tests.helpers.batch_expansion import score_by_batch_expansion
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import (
@@ -40,7 +40,7 @@ def both_scores(
     state = read_prompts(params, state)
     both = jax.jit(
         lambda params, state, tree: (
-            verify(params.target, state, tree, params.call()).logits,
+            verify(params.target, state, tree, params.round_options()).logits,
             score_by_batch_expansion(params.target, state, tree),
         ),
         compiler_options=FAST_COMPILE,

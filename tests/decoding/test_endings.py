@@ -11,7 +11,7 @@ import pytest
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import DraftState, StatelessDrafter
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
 from jaxspec.decoding.trees.tree import DraftTree, make_chain
@@ -190,9 +190,9 @@ class TooLargeDrafter(StatelessDrafter):
     """Its chains have a token more than they may."""
 
     def propose(
-        self, target: Decoder, state: EngineState, call: Call
+        self, target: Decoder, state: EngineState, options: RoundOptions
     ) -> tuple[DraftTree, DraftState]:
-        size = call.speculation.num_nodes + 1
+        size = options.speculation.num_nodes + 1
         tokens = jnp.broadcast_to(state.rows.roots[:, None], (len(state.rows.roots), size))
         return make_chain(tokens, jnp.full(len(tokens), size)), DraftState()
 

@@ -78,7 +78,7 @@ def append(state: EngineState, start: int, ids: np.ndarray, draft: DraftState) -
         status=jnp.array([Status.DECODING]),
         tokens=state.rows.tokens.at[0, start:end].set(ids),
         context_lens=jnp.array([end - 1]),
-        room=jnp.array([end]),
+        context_capacity=jnp.array([end]),
         draft=draft.rows,
     )
     return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows)
@@ -87,19 +87,19 @@ def append(state: EngineState, start: int, ids: np.ndarray, draft: DraftState) -
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def prefill(params: EngineParams, state: EngineState, tokens: Array, features: Array) -> DraftState:
     chunk = PrefillChunk(tokens=tokens, counts=jnp.array([tokens.shape[1]]))
-    return params.drafter.prefill(params.target, state, chunk, features, params.call())
+    return params.drafter.prefill(params.target, state, chunk, features, params.round_options())
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftState]:
-    return params.drafter.propose(params.target, state, params.call())
+    return params.drafter.propose(params.target, state, params.round_options())
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def commit(
     params: EngineParams, state: EngineState, features: Array, path: Array, counts: Array
 ) -> DraftState:
-    return params.drafter.commit(state, features, path, counts, params.call())
+    return params.drafter.commit(state, features, path, counts, params.round_options())
 
 
 def padded(features: np.ndarray, width: int) -> Array:

@@ -16,7 +16,7 @@ from jaxspec.checkpoints.load import load
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter, EagleDrafter, MixedDrafter
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow
 from jaxspec.decoding.trees.likely_chain import grow_while_likely
@@ -41,7 +41,7 @@ PROMPTS = random_prompts((9, 14, 5), seed=8)
 
 def proposer_of(spec: SpeculationConfig, sampling: Sampling) -> Proposer:
     lens = jnp.full(ROOTS.shape, 20)
-    return Proposer(Call(spec), sampling, lens, WHOLE, None, VOCAB, WHOLE)
+    return Proposer(RoundOptions(spec), sampling, lens, WHOLE, None, VOCAB, WHOLE)
 
 
 def step(beams: Beams, count: Array) -> tuple[Array, Array]:

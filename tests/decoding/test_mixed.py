@@ -42,12 +42,12 @@ decode = new_jit(functional.decode, "max_rounds")
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftState]:
-    return params.drafter.propose(params.target, state, params.call())
+    return params.drafter.propose(params.target, state, params.round_options())
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def catch_up(params: EngineParams, state: EngineState) -> DraftState:
-    return params.drafter.catch_up(params.target, state, params.call())
+    return params.drafter.catch_up(params.target, state, params.round_options())
 
 
 @functools.cache

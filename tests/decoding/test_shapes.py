@@ -139,14 +139,14 @@ def test_plain_calls_go_with_every_proposal():
 
 def test_an_engine_without_a_drafter_decodes_plainly():
     params = params_of("none")
-    assert params.call().speculation.is_plain
-    assert params.call(PLAIN) == params.call()
+    assert params.round_options().speculation.is_plain
+    assert params.round_options(PLAIN) == params.round_options()
     with pytest.raises(ValueError, match="no drafter"):
-        params.call(TreeShape(3, 2))
+        params.round_options(TreeShape(3, 2))
 
 
 def test_the_rules_of_a_call_are_those_of_the_parameters():
     with pytest.raises(
         ValueError, match="not a SpeculationConfig: the rules come from the parameters"
     ):
-        params_of("ngram").call(SpeculationConfig.chain(2, "rejection"))
+        params_of("ngram").round_options(SpeculationConfig.chain(2, "rejection"))

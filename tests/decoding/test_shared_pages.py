@@ -25,7 +25,7 @@ NUM_PAGES = 1 + 3 * COLUMNS
 PROMPT = random_prompts((20,))[0]  # five pages
 LIMIT = 44
 
-admit, settle = new_jit(functional.admit, "may_wait"), new_jit(functional.settle)
+admit, catch_up = new_jit(functional.admit, "may_wait"), new_jit(functional.catch_up)
 prefill = new_jit(functional.prefill, "width", "columns")
 decode = new_jit(functional.decode, "max_rounds", "shape", "columns")
 assign_pages, copy_pages = new_jit(functional.assign_pages), new_jit(functional.copy_pages)
@@ -146,7 +146,7 @@ def test_pages_of_generated_tokens_are_cached_once_they_are_settled(
     own.read(0)
     own.decode(**shape)
     text = own.text(0)
-    own.state = settle(own.params, own.state, np.array([0, ROWS]))
+    own.state = catch_up(own.params, own.state, np.array([0, ROWS]))
     assert own.text(0) == text and own.state.rows.status[0] == Status.DONE
     cached = (len(text) - 1) // PAGE * PAGE
     shared, longer = pages[: cached // PAGE], [*text[:cached], 7]

@@ -25,7 +25,7 @@ from jaxspec.decoding.drafters import (
     NGramDrafter,
     SuffixDrafter,
 )
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.trees.tree import DraftTree, path_tokens
 from jaxspec.engine.engine import Engine
@@ -60,7 +60,7 @@ def propose(drafter: Drafter, speculation: SpeculationConfig, rows: int, size: i
 
     def trees(tokens: jax.Array, ends: jax.Array) -> DraftTree:
         state = empty.replace(rows=empty.rows.replace(tokens=tokens, context_lens=ends))
-        return drafter.propose(params.target, state, Call(speculation))[0]
+        return drafter.propose(params.target, state, RoundOptions(speculation))[0]
 
     return jax.jit(trees, compiler_options=FAST_COMPILE)
 

@@ -22,7 +22,7 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import Drafter, MixedDrafter, NGramDrafter, SuffixDrafter
 from jaxspec.decoding.drafters.matching import BLOCK, latest_places
 from jaxspec.decoding.past_text import GAP, PastText, empty_past
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.trees.tree import DraftTree, path_tokens
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plans.past_outputs import BEFORE, PART, PastOutputs
@@ -103,7 +103,7 @@ def propose(drafter: Drafter, shape: SpeculationConfig) -> Any:
     def tree(tokens: jax.Array, ends: jax.Array, past: PastText) -> DraftTree:
         rows = empty.rows.replace(tokens=tokens, context_lens=ends)
         state = empty.replace(rows=rows, pool=empty.pool.replace(past=past))
-        return drafter.propose(random_target(), state, Call(shape))[0]
+        return drafter.propose(random_target(), state, RoundOptions(shape))[0]
 
     return jax.jit(tree, compiler_options=FAST_COMPILE)
 

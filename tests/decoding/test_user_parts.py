@@ -20,7 +20,7 @@ from jaxspec.decoding.drafters.checks import check_drafter
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import make_chain
 from jaxspec.engine.engine import Engine
-from jaxspec.functional import settle
+from jaxspec.functional import catch_up
 from jaxspec.parallel.placement import in_place_of
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from tests.helpers.engines import plain_engine
@@ -42,43 +42,47 @@ class Repeats(StatelessDrafter):
     def init_rows(self, num_rows: int, target: Any, capacity: Any) -> Memory:
         return Memory(last=jnp.zeros(num_rows, jnp.int32))
 
-    def propose(self, target: Any, state: Any, call: Any) -> Any:
+    def propose(self, target: Any, state: Any, options: Any) -> Any:
         memory = state.rows.draft
-        chain = jnp.stack([state.rows.roots] + [memory.last] * call.speculation.max_depth, axis=1)
-        size = jnp.full(len(memory.last), call.speculation.num_nodes)
+        chain = jnp.stack(
+            [state.rows.roots] + [memory.last] * options.speculation.max_depth, axis=1
+        )
+        size = jnp.full(len(memory.last), options.speculation.num_nodes)
         return make_chain(chain, size), DraftState(rows=memory)
 
-    def commit(self, state: Any, features: Any, path: Any, counts: Any, call: Any) -> DraftState:
+    def commit(self, state: Any, features: Any, path: Any, counts: Any, options: Any) -> DraftState:
         return DraftState(rows=Memory(last=state.rows.roots))
 
 
 @pytree
 class ForgetsItsRows(Repeats):
-    def commit(self, state: Any, features: Any, path: Any, counts: Any, call: Any) -> DraftState:
+    def commit(self, state: Any, features: Any, path: Any, counts: Any, options: Any) -> DraftState:
         return DraftState()
 
 
 @pytree
 class ChangesTheDtype(Repeats):
-    def prefill(self, target: Any, state: Any, chunk: Any, features: Any, call: Any) -> DraftState:
+    def prefill(
+        self, target: Any, state: Any, chunk: Any, features: Any, options: Any
+    ) -> DraftState:
         return DraftState(rows=Memory(last=state.rows.draft.last.astype(jnp.float32)))
 
 
 @pytree
 class ReturnsOnlyATree(Repeats):
-    def propose(self, target: Any, state: Any, call: Any) -> Any:
-        return super().propose(target, state, call)[0]
+    def propose(self, target: Any, state: Any, options: Any) -> Any:
+        return super().propose(target, state, options)[0]
 
 
 @pytree
 class SwapsTreeAndState(Repeats):
-    def propose(self, target: Any, state: Any, call: Any) -> Any:
-        return super().propose(target, state, call)[::-1]
+    def propose(self, target: Any, state: Any, options: Any) -> Any:
+        return super().propose(target, state, options)[::-1]
 
 
 @pytree
 class ReturnsNothing(Repeats):
-    def catch_up(self, target: Any, state: Any, call: Any) -> Any:
+    def catch_up(self, target: Any, state: Any, options: Any) -> Any:
         return None
 
 
@@ -110,8 +114,8 @@ class TellsConfidence(Repeats):
 
 @pytree
 class AlwaysConfident(Repeats):
-    def propose(self, target: Any, state: Any, call: Any) -> Any:
-        tree, draft = super().propose(target, state, call)
+    def propose(self, target: Any, state: Any, options: Any) -> Any:
+        tree, draft = super().propose(target, state, options)
         return tree.replace(confidence=jnp.ones((2, 2))), draft
 
 
@@ -121,19 +125,19 @@ class NoPytree(StatelessDrafter):
 
 @pytree
 class HalfADrafter(Pytree):
-    def propose(self, target: Any, state: Any, call: Any) -> Any: ...
+    def propose(self, target: Any, state: Any, options: Any) -> Any: ...
 
-    def prefill(self, target: Any, state: Any, chunk: Any, features: Any, call: Any) -> Any: ...
+    def prefill(self, target: Any, state: Any, chunk: Any, features: Any, options: Any) -> Any: ...
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
-def round_and_settle(params: EngineParams) -> tuple[Array, EngineState]:
+def round_and_catch_up(params: EngineParams) -> tuple[Array, EngineState]:
     """The roots before a round of the first of two rows, and the state after it."""
     state = init_state(params, num_rows=2, max_length=24)
     state = admit(params, state, [0], jnp.array([[71, 10, 79]]), [3])
     state, _ = prefill(params, state, width=4)
     after, _ = decode(params, state, 1, [0])
-    return state.rows.roots, settle(params, after, [0])
+    return state.rows.roots, catch_up(params, after, [0])
 
 
 def with_drafter(drafter: Any) -> EngineParams:
@@ -143,7 +147,7 @@ def with_drafter(drafter: Any) -> EngineParams:
 
 
 def test_a_memory_is_kept_by_the_methods_that_do_not_change_it():
-    roots, state = round_and_settle(with_drafter(Repeats()))
+    roots, state = round_and_catch_up(with_drafter(Repeats()))
     assert state.rows.draft.last.tolist() == [roots[0], 0]
 
 
@@ -183,7 +187,7 @@ def test_a_memory_is_kept_by_engines(config: dict[str, Any]):
 )
 def test_a_method_that_returns_something_else_is_named(drafter: Any, expected: str):
     with pytest.raises(ValueError, match=expected) as error:
-        round_and_settle(with_drafter(drafter))
+        round_and_catch_up(with_drafter(drafter))
     assert "\n" not in str(error.value)
 
 
@@ -192,7 +196,7 @@ def test_a_method_that_returns_something_else_is_named(drafter: Any, expected: s
     [
         (NGramDrafter, "drafter is the class NGramDrafter: give an object, NGramDrafter()"),
         (StatelessDrafter(), "drafter StatelessDrafter has no propose: "),
-        (HalfADrafter(), "drafter HalfADrafter has no capture, reread, past_tokens, "),
+        (HalfADrafter(), "drafter HalfADrafter has no capture, num_reread_tokens, past_tokens, "),
         (NoPytree(), "drafter NoPytree is no pytree: "),
         (
             MixedDrafter(model=cast(Any, NGramDrafter)),
@@ -243,7 +247,7 @@ def test_a_drafter_of_another_kind_does_not_take_the_place_of_one(drafter: Any):
 )
 def test_the_parts_of_a_mixed_drafter_are_checked(mixed: Any, expected: str):
     with pytest.raises(ValueError, match=expected):
-        round_and_settle(with_drafter(mixed))
+        round_and_catch_up(with_drafter(mixed))
 
 
 def test_every_drafter_of_jaxspec_is_one():
@@ -294,7 +298,7 @@ def test_a_rule_that_accepts_nothing_readable_is_named():
     speculation = SpeculationConfig.chain(2, acceptance=Rule())
     params = with_drafter(Repeats()).replace(speculation=speculation)
     with pytest.raises(ValueError, match=r"Rule.accept must return an Accepted, got NoneType"):
-        round_and_settle(params)
+        round_and_catch_up(params)
 
 
 def test_a_chain_of_too_many_nodes_is_told_what_fits():

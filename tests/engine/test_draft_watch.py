@@ -24,13 +24,13 @@ from jaxspec.decoding.state import Emitted
 from jaxspec.engine.async_engine import AsyncEngine
 from jaxspec.engine.draft_watch import FEWEST, MOST, DraftWatch
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from tests.helpers.random_models import eagle3_head, make_params, random_target
 
 CHAIN = SpeculationConfig.chain(2)
 
 
-def rounds(accepted: list[int], drafted: int = 2, num_rounds: int | None = None) -> Call:
+def rounds(accepted: list[int], drafted: int = 2, num_rounds: int | None = None) -> LaunchedCall:
     """A call of one row that ran a round for each number of accepted tokens."""
     counts: Any = np.array(accepted)[:, None]  # [C, 1]
     nothing: Any = np.zeros(1)
@@ -45,7 +45,7 @@ def rounds(accepted: list[int], drafted: int = 2, num_rounds: int | None = None)
         ending=nothing,
         logprobs=None, hidden=None, top_tokens=None, top_logprobs=None,
     )  # fmt: skip
-    return Call.now(np.array([0]), emitted)
+    return LaunchedCall.now(np.array([0]), emitted)
 
 
 def watch_of(drafter: Any) -> tuple[DraftWatch, list[str]]:

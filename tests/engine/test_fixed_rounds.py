@@ -12,7 +12,7 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.state import Emitted, Status
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plans.runner import Launched
-from jaxspec.engine.programs.call import Call, joined
+from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, choose_reading
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.sequence import Request, Sequence
@@ -55,7 +55,7 @@ def test_texts_are_the_same(drafter: str, shape: TreeShape | None):
     assert lengths == {1, 4}
 
 
-def rounds(rows: list[int], count: int, first: int) -> Call:
+def rounds(rows: list[int], count: int, first: int) -> LaunchedCall:
     """A call that emitted ``first``, ``first`` + 1, ... one token of each row a round."""
     tokens = first + np.arange(count * len(rows)).reshape(count, len(rows), 1)
     each, last = np.ones(tokens.shape[:2], np.int32), np.full(len(rows), first)
@@ -65,7 +65,7 @@ def rounds(rows: list[int], count: int, first: int) -> Call:
     )
     fields |= {"num_rounds": np.int32(count), "tokens": tokens, "status": last, "ending": last}
     fields |= {"counts": each, "accepted": each, "drafted": each}
-    return Call.now(np.array(rows), Emitted(**fields))
+    return LaunchedCall.now(np.array(rows), Emitted(**fields))
 
 
 def test_a_short_text_is_the_same():

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -128,7 +129,7 @@ def test_a_stage_sums_its_products_and_sends_nothing_else(model: int):
 
     def arguments() -> Any:
         state = init_state(last, batch, 16, page_size=8)
-        _, (_, passage) = pipelined.open_round(last, state, np.arange(batch))
+        _, (_, passage) = pipelined.open_round(last, state, last.round_options(), jnp.arange(batch))
         return pipelined.init_stage(stage, num_pages=9, page_size=8, num_rows=batch), passage
 
     states, passage = jax.eval_shape(arguments)

@@ -1,5 +1,6 @@
 """Block heads compute the published equations, whatever pages and chunks the context came in."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from tests.helpers.random_models import (
 TARGET = block_target(tiny_config(num_layers=3))
 PROMPTS = random_prompts((5, 21, 30))
 DEPTH = 4  # less deep than the block
-jit_settle = jax.jit(functional.settle, compiler_options=FAST_COMPILE)
+jit_catch_up = jax.jit(functional.catch_up, compiler_options=FAST_COMPILE)
 
 
 def params_of(kind: str) -> EngineParams:
@@ -63,7 +64,7 @@ def head_of(params: EngineParams) -> BlockHead:
 def drafted(params: EngineParams, state: EngineState) -> np.ndarray:
     """Logits [R, DEPTH, V] of the next block of every row, without the Markov head's.
 
-    The pages hold the whole context: see functional.settle.
+    The pages hold the whole context: see functional.catch_up.
     """
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -111,7 +112,7 @@ def test_logits_are_those_of_the_published_equations(
     assert TARGET.lm_head is not None
     lm_head = np.asarray(TARGET.lm_head.weight, np.float64)
     outputs = published_outputs(params, state, tmp_path)
-    settled = jit_settle(params, state, jnp.arange(3))
+    settled = jit_catch_up(params, state, jnp.arange(3))
     for logits, theirs in zip(drafted(params, settled), outputs @ lm_head, strict=True):
         assert np.abs(theirs).max() > 1
         np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-4)
@@ -144,12 +145,14 @@ def test_a_block_and_its_context_are_read_as_if_one_after_the_other(
     plain = SpeculationConfig.chain(0).shape
     state, _ = jit_decode(params, state, 3, max_rounds=5, shape=plain, greedy=True)
     assert state.rows.draft.pending.tolist() == [3, 3, 3]
-    waiting = state.replace(rows=state.rows.replace(room=state.rows.room.at[1].set(0)))
+    waiting = state.replace(
+        rows=state.rows.replace(context_capacity=state.rows.context_capacity.at[1].set(0))
+    )
 
     def proposed() -> Any:
-        call = params.call(greedy=True)
+        options = dataclasses.replace(params.round_options(), greedy=True)
         run = jax.jit(
-            lambda params, state: params.drafter.propose(params.target, state, call),
+            lambda params, state: params.drafter.propose(params.target, state, options),
             compiler_options=FAST_COMPILE,
         )
         return run(params, waiting)
@@ -164,7 +167,7 @@ def test_a_block_and_its_context_are_read_as_if_one_after_the_other(
     entries = zip(context_entries(waiting), context_entries(drafted_state), strict=True)
     changed = [not np.array_equal(before, after) for before, after in entries]
     assert changed == [True, False, True] * (len(changed) // 3)
-    caught_up = jit_settle(params, waiting, jnp.arange(3))
+    caught_up = jit_catch_up(params, waiting, jnp.arange(3))
     assert caught_up.rows.draft.pending.tolist() == [0, 0, 0]
 
 
@@ -178,7 +181,7 @@ def test_after_calls_of_any_shape_the_pages_are_those_of_the_whole_text(kind: st
         state, _ = jit_decode(params, state, rounds, max_rounds=8, shape=shape, greedy=True)
     assert (state.rows.draft.pending > 0).all()
     assert (state.rows.stats.accepted[:, 1] > 0).any(), "no draft was accepted"
-    settled = jit_settle(params, state, jnp.arange(3))
+    settled = jit_catch_up(params, state, jnp.arange(3))
     contexts = [np.array(text[:-1]) for text in texts(state)]
     read = read_prompts(params, admit_prompts(params, empty_state(params, 3, 80, 7), contexts))
     for ours, theirs in zip(*(context_entries(x) for x in (settled, read)), strict=True):

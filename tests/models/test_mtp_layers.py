@@ -80,7 +80,7 @@ def draft_after(
     def propose(state: EngineState) -> Any:
         if rounds:
             state, _ = functional.decode(params, state, rounds, max_rounds=rounds)
-        return state, params.drafter.propose(params.target, state, params.call())[0]
+        return state, params.drafter.propose(params.target, state, params.round_options())[0]
 
     state = functional.init_state(params, batch, LENGTH, page_size=PAGE)
     state = jit_admit(params, state, np.arange(batch), prompts, lens, sampling=sampling)
@@ -139,7 +139,7 @@ def test_the_choice_of_layers_is_named(checkpoints: dict[str, Path]):
         ("mtp:after:2", 5, 2),
     ):
         drafter: Any = load(path, name, speculation=SpeculationConfig.chain(depth)).drafter
-        assert len(drafter.heads) == drafter.reread == count
+        assert len(drafter.heads) == drafter.num_reread_tokens == count
         assert drafter.capture == (FINAL_NORM,)
     one, two, three = load_mtp_heads(path, config, FLOAT32)
     stored = load_file(path / "model.safetensors")
@@ -164,7 +164,7 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
     save_tensors(tmp_path, stored, raw | {"num_nextn_predict_layers": 4})
     with pytest.raises(ValueError, match=r"no tensors model.layers.5\.\*, though its config.json"):
         load(tmp_path, "mtp")
-    assert load(tmp_path, "mtp:3").drafter.reread == 3
+    assert load(tmp_path, "mtp:3").drafter.num_reread_tokens == 3
     recurrent = parse_model_config({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
     with pytest.raises(ValueError, match="a model with recurrent layers only one can draft"):
         load_mtp_heads(path, recurrent, FLOAT32)

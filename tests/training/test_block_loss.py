@@ -107,7 +107,7 @@ def served(params: EngineParams, state: EngineState) -> jax.Array:
     @jax.jit
     def run(params: Any, state: EngineState) -> jax.Array:
         head = params.drafter.head
-        state = functional.settle(params, state, jnp.arange(len(state.rows.status)))
+        state = functional.catch_up(params, state, jnp.arange(len(state.rows.status)))
         block = head.block(state.rows.roots, 5)
         attend = block_attend(state, block.shape[1])
         states = state.pool.draft.layers

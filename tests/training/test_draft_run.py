@@ -307,7 +307,7 @@ def draft_tree(head: DraftHead) -> DraftTree:
     state = admit(params, state, np.arange(2), TRAIN.tokens[:2], np.array([9, 16]))
     state, _ = jax.jit(prefill, static_argnames="width")(params, state, width=16)
     propose = jax.jit(drafter.propose, static_argnums=2)
-    return propose(TARGET, state, params.call())[0]
+    return propose(TARGET, state, params.round_options())[0]
 
 
 @pytest.mark.slow

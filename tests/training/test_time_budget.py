@@ -14,9 +14,9 @@ from jaxspec.engine import memory
 from jaxspec.training import data, held_out, progress, schedule
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
-from jaxspec.training.lm.model import TrainConfig
 from jaxspec.training.lm import model as lm
 from jaxspec.training.lm import run as pretrain
+from jaxspec.training.lm.model import TrainConfig
 from jaxspec.training.lm.run import Pretraining, Record
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.schedule import EVALUATION_SHARE, SLACK, UNKNOWN_STEPS, Pace, Schedule

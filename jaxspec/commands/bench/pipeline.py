@@ -226,7 +226,7 @@ def measured_stages(
     while not all(one.token_ids for one in generations):
         engine.step(1)
     jax.block_until_ready(programs.state)
-    rows, shape = range(len(prompts)), programs.params.call().speculation.shape
+    rows, shape = range(len(prompts)), programs.params.round_options().speculation.shape
     tokens = len(prompts[0]) + int(sampling[0].max_tokens)
     key = programs.rounds_key(rows, tokens, Load(), shape, Kind.GREEDY, rounds=1)
     timed = [programs.stage_seconds(key, rows, ROUNDS) for _ in range(MEASURED)]

@@ -1,6 +1,12 @@
 """Drafters, which propose DraftTrees."""
 
-from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, StatelessDrafter
+from jaxspec.decoding.drafters.base import (
+    Drafter,
+    DraftState,
+    PrefillChunk,
+    Proposed,
+    StatelessDrafter,
+)
 from jaxspec.decoding.drafters.block import BlockDrafter
 from jaxspec.decoding.drafters.draft_model import DraftModelDrafter
 from jaxspec.decoding.drafters.eagle import EagleDrafter
@@ -19,6 +25,7 @@ __all__ = [
     "NGramDrafter",
     "NoDrafter",
     "PrefillChunk",
+    "Proposed",
     "StatelessDrafter",
     "SuffixDrafter",
 ]

@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
@@ -34,9 +34,18 @@ class DraftState(Pytree):
     rows: Any = None
 
 
+Proposed = tuple[DraftTree, DraftState]  # what a drafter drafts, and its state afterwards
+
+
 def unchanged(state: EngineState) -> DraftState:
     """The drafter's state as it is in the engine's: what a method returns that changes nothing."""
     return DraftState(pool=state.pool.draft, rows=state.rows.draft)
+
+
+def with_draft(state: EngineState, draft: DraftState) -> EngineState:
+    """The engine's state with another state of the drafter."""
+    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
+    return state.replace(pool=pool, rows=rows)
 
 
 class Drafter(Protocol):
@@ -52,7 +61,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def reread(self) -> int:
+    def num_reread_tokens(self) -> int:
         """How many of the cached tokens that a row begins with are read once more, for hidden
         states that the drafter needs: at least 1."""
         ...
@@ -81,7 +90,7 @@ class Drafter(Protocol):
         state: EngineState,
         chunk: PrefillChunk,
         features: Array | None,
-        call: Call,
+        options: RoundOptions,
     ) -> DraftState:
         """The drafter's state after the target has read ``chunk``.
 
@@ -90,10 +99,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        """A tree that continues each row, no larger than ``call.speculation``, and the drafter's
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        """A tree that continues each row, no larger than ``options.speculation``, and the drafter's
         state."""
         ...
 
@@ -105,7 +112,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
         """The drafter's state after it reads all pending tokens; then only the root is pending."""
         ...
 
@@ -114,7 +121,12 @@ class Drafter(Protocol):
         ...
 
     def commit(
-        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
     ) -> DraftState:
         """The drafter's state after a verification. Only rows that are decoding may change.
 
@@ -123,7 +135,7 @@ class Drafter(Protocol):
           path: [B, A] accepted nodes by depth.
           counts: [B] tokens committed this round, bonus included; path[:, :counts] are the nodes
             that they were sampled from.
-          call: if it is plain, nothing was proposed: the new token is added to the pending ones.
+          options: if they are plain, nothing was proposed: the new token becomes pending, too.
         """
         ...
 
@@ -133,7 +145,7 @@ class DrafterDefaults(Pytree):
     """What most drafters answer: they read one token again, and look up no past text."""
 
     @property
-    def reread(self) -> int:
+    def num_reread_tokens(self) -> int:
         return 1
 
     @property
@@ -169,25 +181,28 @@ class StatelessDrafter(DrafterDefaults):
         state: EngineState,
         chunk: PrefillChunk,
         features: Array | None,
-        call: Call,
+        options: RoundOptions,
     ) -> DraftState:
         return unchanged(state)
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         raise NotImplementedError(f"{type(self).__name__} must write propose")
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return None
 
-    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
         return unchanged(state)
 
     def reset(self, pool: Any, rows: Array) -> Any:
         return pool
 
     def commit(
-        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
     ) -> DraftState:
         return unchanged(state)

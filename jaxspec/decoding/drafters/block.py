@@ -13,9 +13,9 @@ from jax import Array
 
 from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow
 from jaxspec.decoding.trees.lattice import lattice_tree
@@ -78,28 +78,33 @@ class BlockDrafter(DrafterDefaults):
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return capacity.max_depth + 2  # the root included, which is written as context afterwards
 
-    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        pool, rows = _own(state)
-        context = self._pending(state, rows.features.shape[1], call)
-        layers = self.head.write_context(context, pool.layers, call.kernels)
+    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
+        pool, rows = _draft_state(state)
+        context = self._pending(state, rows.features.shape[1], options)
+        layers = self.head.write_context(context, pool.layers, options.kernels)
         pending = jnp.where(state.rows.active, 0, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
-    def _pending(self, state: EngineState, width: int, call: Call) -> Context:
+    def _pending(self, state: EngineState, width: int, options: RoundOptions) -> Context:
         """The pending tokens of each row, up to ``width``."""
-        _, rows = _own(state)
+        _, rows = _draft_state(state)
         offset = jnp.arange(width)
         positions = (state.rows.context_lens - rows.pending)[:, None] + offset
         valid = (offset < rows.pending[:, None]) & state.rows.active[:, None]
-        return self._context(state, rows.features[:, :width], positions, valid, call)
+        return self._context(state, rows.features[:, :width], positions, valid, options)
 
     def _context(
-        self, state: EngineState, features: Array, positions: Array, written: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array,
+        positions: Array,
+        written: Array,
+        options: RoundOptions,
     ) -> Context:
         """Tokens [B, T] at ``positions``, from the target's hidden states."""
         table, page_size = state.rows.page_table, state.pool.page_size
         return Context(
-            fused=self.head.fused(features, call.kernels),
+            fused=self.head.fused(features, options.kernels),
             positions=positions,
             slots=page_slots(table, positions, written, page_size),
         )
@@ -110,35 +115,33 @@ class BlockDrafter(DrafterDefaults):
         state: EngineState,
         chunk: PrefillChunk,
         features: Array | None,
-        call: Call,
+        options: RoundOptions,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _own(state)  # rows whose prompt is being read have nothing pending
+        pool, rows = _draft_state(state)  # rows whose prompt is being read have nothing pending
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
-        context = self._context(state, features, run.positions, run.written, call)
-        layers = self.head.write_context(context, pool.layers, call.kernels)
+        context = self._context(state, features, run.positions, run.written, options)
+        layers = self.head.write_context(context, pool.layers, options.kernels)
         return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        head, roots, (pool, rows) = self.head, state.rows.roots, _own(state)
-        block = head.block(roots, call.speculation.max_depth)
-        context = self._pending(state, call.speculation.max_depth + 1, call)
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        head, roots, (pool, rows) = self.head, state.rows.roots, _draft_state(state)
+        block = head.block(roots, options.speculation.max_depth)
+        context = self._pending(state, options.speculation.max_depth + 1, options)
         attend, layers = block_attend(state, block.shape[1]), pool.layers
         if self._reads_beside(block.size + context.slots.size):
             outputs, layers = head.outputs_beside(
-                target, block, context, layers, attend, call.kernels
+                target, block, context, layers, attend, options.kernels
             )
         else:
-            layers = head.write_context(context, layers, call.kernels)
+            layers = head.write_context(context, layers, options.kernels)
             outputs, layers = head.outputs(
-                target, block, attend.positions, layers, attend, call.kernels
+                target, block, attend.positions, layers, attend, options.kernels
             )
-        logits = head.logits(target, outputs, call.kernels)
-        proposer = make_proposer(target, state, call, target.layout)
+        logits = head.logits(target, outputs, options.kernels)
+        proposer = make_proposer(target, state, options, target.layout)
         tree = self._tree(target, proposer, roots, logits)
-        if call.confidence:
+        if options.confidence:
             tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
@@ -159,16 +162,20 @@ class BlockDrafter(DrafterDefaults):
         return grow(proposer, roots, logits[:, 0] + markov(target, roots), step, None)[0]
 
     def commit(
-        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _own(state)
-        own = rows.features, rows.pending
-        kept, pending = keep_features(state, *own, features, path, counts, call)
+        pool, rows = _draft_state(state)
+        kept, pending = keep_features(state, features, path, counts, options)
         return DraftState(pool=pool, rows=rows.replace(features=kept, pending=pending))
 
 
-def _own(state: EngineState) -> tuple[ModelState, BlockRows]:
+def _draft_state(state: EngineState) -> tuple[ModelState, BlockRows]:
     return state.pool.draft, state.rows.draft
 
 

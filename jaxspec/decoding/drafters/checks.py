@@ -12,8 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import Drafter, DraftState, StatelessDrafter, unchanged
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.drafters.base import (
+    Drafter,
+    DraftState,
+    Proposed,
+    StatelessDrafter,
+    unchanged,
+)
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
@@ -124,8 +130,8 @@ def reset_pool(drafter: Drafter, state: EngineState, rows: Array) -> Any:
 
 
 def checked_proposal(
-    drafter: Drafter, call: Call, state: EngineState, returned: Any
-) -> tuple[DraftTree, DraftState]:
+    drafter: Drafter, options: RoundOptions, state: EngineState, returned: Any
+) -> Proposed:
     """What ``propose`` returned, called with ``state``; a confidence only if the call asks for it.
 
     Raises ValueError as checked_state, for what is no tree of the state's rows, and for a
@@ -143,12 +149,12 @@ def checked_proposal(
             f"{array_text(tree.tokens)}"
         )
     shape = None if tree.confidence is None else jnp.shape(tree.confidence)
-    if call.confidence and shape != (num_rows, tree.max_depth):
+    if options.confidence and shape != (num_rows, tree.max_depth):
         raise ValueError(
             f"{name} must return a tree with a confidence of {[num_rows, tree.max_depth]}, as "
             f"tells_confidence says: it is {None if shape is None else list(shape)}"
         )
-    tree = tree if call.confidence else tree.replace(confidence=None)
+    tree = tree if options.confidence else tree.replace(confidence=None)
     return tree, checked_state(drafter, "propose", state, draft)
 
 

@@ -7,7 +7,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import (
     beam_positions,
     causal_attend,
@@ -16,10 +16,9 @@ from jaxspec.decoding.drafters.paged import (
     pending_tokens,
     prompt_tokens,
 )
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
-from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.pytree import Pytree, array, pytree
@@ -65,9 +64,9 @@ class DraftModelDrafter(DrafterDefaults):
         state: EngineState,
         chunk: PrefillChunk,
         features: Array | None,
-        call: Call,
+        options: RoundOptions,
     ) -> DraftState:
-        pool, rows = _own(state)
+        pool, rows = _draft_state(state)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         attend = causal_attend(state, run)
         _, layers, _ = decoder.run(
@@ -76,39 +75,37 @@ class DraftModelDrafter(DrafterDefaults):
             run.positions,
             pool.layers,
             attend,
-            kernels=call.kernels,
+            kernels=options.kernels,
             many=True,
         )
         pending = jnp.where(chunk.counts > 0, 1, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
     def _read_pending(
-        self, state: EngineState, width: int, call: Call
+        self, state: EngineState, width: int, options: RoundOptions
     ) -> tuple[Array, LayerStates]:
         """Read up to ``width`` pending tokens: the roots' hidden states [B, H], and the cache."""
-        pool, rows = _own(state)
+        pool, rows = _draft_state(state)
         run = pending_tokens(state, rows.pending, width)
         attend = causal_attend(state, run)
         hidden, layers, _ = decoder.run(
-            self.model, run.tokens, run.positions, pool.layers, attend, kernels=call.kernels
+            self.model, run.tokens, run.positions, pool.layers, attend, kernels=options.kernels
         )
         last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
         return jnp.take_along_axis(hidden, last, axis=1)[:, 0], layers
 
-    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        pool, rows = _own(state)
+    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
+        pool, rows = _draft_state(state)
         width = self.most_pending(state.capacity)
         assert width is not None
-        _, layers = self._read_pending(state, width, call)
+        _, layers = self._read_pending(state, width, options)
         pending = jnp.where(state.rows.active, 1, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        pool, rows = _own(state)
-        width = call.speculation.max_depth + 1
-        root_hidden, layers = self._read_pending(state, width, call)
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        pool, rows = _draft_state(state)
+        width = options.speculation.max_depth + 1
+        root_hidden, layers = self._read_pending(state, width, options)
 
         def step(beams: Beams, layers: Any) -> tuple[Array, Any]:
             hidden, layers, _ = decoder.run(
@@ -117,23 +114,28 @@ class DraftModelDrafter(DrafterDefaults):
                 beam_positions(state, beams),
                 layers,
                 level_attend(state, beams),
-                kernels=call.kernels,
+                kernels=options.kernels,
             )
-            return decoder.logits(self.model, hidden, call.kernels), layers
+            return decoder.logits(self.model, hidden, options.kernels), layers
 
-        proposer = make_proposer(target, state, call, self.model.layout)
-        root_logits = decoder.logits(self.model, root_hidden, call.kernels)
+        proposer = make_proposer(target, state, options, self.model.layout)
+        root_logits = decoder.logits(self.model, root_hidden, options.kernels)
         tree, layers = grow(proposer, state.rows.roots, root_logits, step, layers)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def commit(
-        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
     ) -> DraftState:
-        pool, rows = _own(state)
-        pending = rows.pending + counts if call.speculation.is_plain else counts
+        pool, rows = _draft_state(state)
+        pending = rows.pending + counts if options.speculation.is_plain else counts
         pending = jnp.where(state.rows.active, pending, rows.pending)
         return DraftState(pool=pool, rows=rows.replace(pending=pending))
 
 
-def _own(state: EngineState) -> tuple[ModelState, DraftModelRows]:
+def _draft_state(state: EngineState) -> tuple[ModelState, DraftModelRows]:
     return state.pool.draft, state.rows.draft

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk
+from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import (
     TokenRun,
     beam_positions,
@@ -25,11 +25,10 @@ from jaxspec.decoding.drafters.paged import (
     pending_tokens,
     prompt_tokens,
 )
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
 from jaxspec.decoding.trees.likely_chain import grow_while_likely
-from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import DraftHead, HeadOutput
@@ -77,12 +76,12 @@ class EagleDrafter(DrafterDefaults):
         return self.head.capture
 
     @property
-    def reread(self) -> int:
+    def num_reread_tokens(self) -> int:
         return len(self.heads)  # each head needs what the one before computes of one token more
 
     def init_pool(self, geometry: Geometry) -> ModelState:
         states = [head.init_state(geometry) for head in self.heads]
-        pool = states[0].replace(layers=tuple(one for state in states for one in state.layers))
+        pool = states[0].replace(layers=tuple(layer for state in states for layer in state.layers))
         pool.check_rereads("this head")
         return pool
 
@@ -109,15 +108,15 @@ class EagleDrafter(DrafterDefaults):
         state: EngineState,
         chunk: PrefillChunk,
         features: Array | None,
-        call: Call,
+        options: RoundOptions,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _own(state)
+        pool, rows = _draft_state(state)
         features = features.astype(rows.features.dtype)
         before = _at(rows.features, rows.pending - 1)
         shifted = jnp.concatenate([before[:, None], features[:, :-1]], axis=1)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
-        outputs = self._read(target, state, run, shifted, call, many=True)
+        outputs = self._read(target, state, run, shifted, options, many=True)
         changed = chunk.counts > 0
         last = _at(features, chunk.counts - 1)
         kept = jnp.where(changed[:, None], last, rows.features[:, 0])
@@ -134,24 +133,24 @@ class EagleDrafter(DrafterDefaults):
         state: EngineState,
         run: TokenRun,
         features: Array,
-        call: Call,
+        options: RoundOptions,
         *,
         many: bool = False,
     ) -> list[HeadOutput]:
         """Run all heads on committed tokens and the captured states [B, T, C] before them. The
         states of the last output are those of all layers."""
-        pool, rows = _own(state)
+        pool, rows = _draft_state(state)
         layers = pool.layers
         outputs: list[HeadOutput] = []
         for index in range(len(self.heads)):
             attend = causal_attend(state, run, FIRST_SLOT + index)
             if rows.before is None or index == 0:
-                hidden = self.head.hidden(features, call.kernels)
+                hidden = self.head.hidden(features, options.kernels)
             else:
                 before = rows.before[:, index - 1, None]
                 hidden = jnp.concatenate([before, outputs[-1].hidden[:, :-1]], axis=1)
             entry = run.tokens, hidden, run.positions - 1
-            outputs.append(self._run(index, target, *entry, layers, attend, call, many=many))
+            outputs.append(self._run(index, target, entry, layers, attend, options, many=many))
             layers = outputs[-1].states
         return outputs
 
@@ -159,21 +158,20 @@ class EagleDrafter(DrafterDefaults):
         self,
         index: int,
         target: Decoder,
-        tokens: Array,
-        hidden: Array,
-        positions: Array,
+        entry: tuple[Array, Array, Array],
         layers: LayerStates,
         attend: Attend,
-        call: Call,
+        options: RoundOptions,
         *,
         many: bool = False,
     ) -> HeadOutput:
-        """DraftHead.run of head ``index``; ``layers`` are the states of all heads' layers."""
+        """What DraftHead.run returns for head ``index``. ``entry``: tokens, hidden states and
+        positions; ``layers``: the states of all heads' layers."""
         head = self.heads[index]
-        start = sum(len(one.layers) for one in self.heads[:index])
+        start = sum(len(head.layers) for head in self.heads[:index])
         end = start + len(head.layers)
-        own = layers[start:end]
-        out = head.run(target, tokens, hidden, positions, own, attend, call.kernels, many=many)
+        states = layers[start:end]
+        out = head.run(target, *entry, states, attend, options.kernels, many=many)
         if 0 < index < len(self.later):
             # The next write to this head's pages depends on what the head before computes, not on
             # this read. Without an order XLA copies the pages, to write before it reads. The first
@@ -182,15 +180,15 @@ class EagleDrafter(DrafterDefaults):
         return out._replace(states=(*layers[:start], *out.states, *layers[end:]))
 
     def _read_pending(
-        self, target: Decoder, state: EngineState, width: int, call: Call
+        self, target: Decoder, state: EngineState, width: int, options: RoundOptions
     ) -> list[HeadOutput]:
-        _, rows = _own(state)
+        _, rows = _draft_state(state)
         run = pending_tokens(state, rows.pending, width)
-        return self._read(target, state, run, rows.features[:, :width], call)
+        return self._read(target, state, run, rows.features[:, :width], options)
 
-    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        pool, rows = _own(state)
-        outputs = self._read_pending(target, state, rows.features.shape[1], call)
+    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
+        pool, rows = _draft_state(state)
+        outputs = self._read_pending(target, state, rows.features.shape[1], options)
         active = state.rows.active
         moved = active & (rows.pending > 1)  # else the root alone was pending, as it is afterwards
         last = jnp.where(active[:, None], _at(rows.features, rows.pending - 1), rows.features[:, 0])
@@ -202,39 +200,38 @@ class EagleDrafter(DrafterDefaults):
         )
         return DraftState(pool=pool.replace(layers=outputs[-1].states), rows=rows)
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        return self.propose_for(state.rows.active, target, state, call)
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        return self.propose_for(state.rows.active, target, state, options)
 
     def propose_for(
-        self, wanted: Array, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
+        self, wanted: Array, target: Decoder, state: EngineState, options: RoundOptions
+    ) -> Proposed:
         """``propose``, where only drafts of the ``wanted`` [B] rows will be used: others do not
         keep a chain growing."""
-        pool, rows = _own(state)
-        width = call.speculation.max_depth + 1
-        outputs = self._read_pending(target, state, width, call)
+        pool, rows = _draft_state(state)
+        width = options.speculation.max_depth + 1
+        outputs = self._read_pending(target, state, width, options)
         rows = rows.replace(at_root=_outputs_at(outputs, rows.pending - 1))
-        used = self.heads[: call.speculation.max_depth]
+        used = self.heads[: options.speculation.max_depth]
         roots = tuple(_at(out.hidden, rows.pending - 1)[:, None] for out in outputs[: len(used)])
         root_normed = _at(outputs[0].normed, rows.pending - 1)
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
-            """``carry``: what heads computed of the level before, up to the last used, and the
-            states. The first head that goes on drafts."""
+            """Draft with the next head; ``carry``: what the heads from the one that drafted before
+            computed of the level before, and the states."""
             hidden, layers = carry
-            hidden = hidden[:-1] or hidden
+            if len(hidden) > 1:  # each head reads what the head before computed, the last its own
+                hidden = hidden[:-1]
             first = len(used) - len(hidden)
-            level = self._run_level(first, target, state, beams, hidden, layers, call)
-            logits = used[first].logits(target, level[0].normed, call.kernels)
+            level = self._run_level(first, target, state, beams, hidden, layers, options)
+            logits = used[first].logits(target, level[0].normed, options.kernels)
             return logits, (tuple(out.hidden for out in level), level[-1].states)
 
         layout = self.head.vocab_layout(target)
-        proposer = make_proposer(target, state, call, layout, self.head.token_ids)
-        root_logits = self.head.logits(target, root_normed, call.kernels)
+        proposer = make_proposer(target, state, options, layout, self.head.token_ids)
+        root_logits = self.head.logits(target, root_normed, options.kernels)
         start = state.rows.roots, root_logits, step, (roots, outputs[-1].states)
-        if self._ends_early(call.speculation):
+        if self._ends_early(options.speculation):
             limit = wanted & state.rows.active, self.least_probability
             tree, (_, layers) = grow_while_likely(proposer, *start, *limit)
         else:
@@ -249,7 +246,7 @@ class EagleDrafter(DrafterDefaults):
         beams: Beams,
         before: tuple[Array, ...],
         layers: LayerStates,
-        call: Call,
+        options: RoundOptions,
     ) -> list[HeadOutput]:
         """Run head ``first`` and those after it on the k beams of a tree's level.
 
@@ -266,7 +263,7 @@ class EagleDrafter(DrafterDefaults):
             read = jnp.take_along_axis(hidden, beams.parents[..., None], axis=1)
             entry = beams.tokens, read, beam_positions(state, beams) - 1
             attend = level_attend(state, beams, FIRST_SLOT + index)
-            outputs.append(self._run(index, target, *entry, layers, attend, call))
+            outputs.append(self._run(index, target, entry, layers, attend, options))
             layers = outputs[-1].states
         return outputs
 
@@ -275,19 +272,23 @@ class EagleDrafter(DrafterDefaults):
         return has_limit and spec.is_chain and spec.acceptance == "match"
 
     def commit(
-        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _own(state)
-        own = rows.features, rows.pending
-        kept, pending = keep_features(state, *own, features, path, counts, call)
+        pool, rows = _draft_state(state)
+        kept, pending = keep_features(state, features, path, counts, options)
         rows = rows.replace(features=kept, pending=pending)
-        if not call.speculation.is_plain:
+        if not options.speculation.is_plain:
             rows = rows.replace(before=_where(state.rows.active, rows.at_root, rows.before))
         return DraftState(pool=pool, rows=rows)
 
 
-def _own(state: EngineState) -> tuple[ModelState, HeadRows]:
+def _draft_state(state: EngineState) -> tuple[ModelState, HeadRows]:
     return state.pool.draft, state.rows.draft
 
 

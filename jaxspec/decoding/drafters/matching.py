@@ -30,7 +30,7 @@ def match_lengths(tokens: Array, end: Array, most: int) -> Array:
 
 
 def lengths_in_past(past: Array, tokens: Array, end: Array, most: int) -> Array:
-    """As match_lengths, of matches that end in another text: int32 [B, P].
+    """The lengths of match_lengths for matches that end in another text: int32 [B, P].
 
     Args:
       past: int32 [P], negative where no token is. A token of the same text follows a match.
@@ -40,7 +40,7 @@ def lengths_in_past(past: Array, tokens: Array, end: Array, most: int) -> Array:
 
 
 def _lengths(text: Array, alive: Array, tokens: Array, end: Array, most: int) -> Array:
-    """Of matches that end in ``text`` [B, S] or [S], where ``alive`` is true: int32 [B, S]."""
+    """Lengths int32 [B, S] of matches ending in ``text`` [B, S] or [S] where ``alive`` is true."""
     index = jnp.arange(text.shape[-1])
     length = jnp.zeros((len(tokens), len(index)), jnp.int32)
     for back in range(most):

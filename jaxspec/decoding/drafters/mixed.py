@@ -16,20 +16,21 @@ from jaxspec.decoding.drafters.base import (
     Drafter,
     DraftState,
     PrefillChunk,
+    Proposed,
     StatelessDrafter,
     unchanged,
+    with_draft,
 )
 from jaxspec.decoding.drafters.checks import check_drafter, checked_proposal, checked_state
 from jaxspec.decoding.drafters.eagle import EagleDrafter
 from jaxspec.decoding.drafters.ngram import NGramDrafter
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree, pad_tree
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import collectives
 from jaxspec.parallel.pytree import Pytree, pytree, static
 
-Proposal = tuple[DraftTree, DraftState]
 _STATELESS = "the lookup of MixedDrafter must keep no state"
 
 
@@ -59,8 +60,8 @@ class MixedDrafter(Pytree):
         return self.model.capture
 
     @property
-    def reread(self) -> int:
-        return self.model.reread
+    def num_reread_tokens(self) -> int:
+        return self.model.num_reread_tokens
 
     @property
     def past_tokens(self) -> int:
@@ -88,8 +89,8 @@ class MixedDrafter(Pytree):
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return self.model.most_pending(capacity)
 
-    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        return self.model.catch_up(target, state, call)
+    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
+        return self.model.catch_up(target, state, options)
 
     def prefill(
         self,
@@ -97,25 +98,24 @@ class MixedDrafter(Pytree):
         state: EngineState,
         chunk: PrefillChunk,
         features: Array | None,
-        call: Call,
+        options: RoundOptions,
     ) -> DraftState:
-        return self.model.prefill(target, state, chunk, features, call)
+        return self.model.prefill(target, state, chunk, features, options)
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        looked_up, _ = self.lookup.propose(target, state, call)
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        looked_up, _ = self.lookup.propose(target, state, options)
         found = looked_up.num_nodes > 1
-        looked_up = _alike(looked_up, target, call)
+        looked_up = _alike(looked_up, target, options)
 
-        def draft(before: Proposal) -> Proposal:
-            _, own = before
-            tree, after = self._propose_for(~found, target, _with(state, own), call)
-            return _choose(found, looked_up, _alike(tree, target, call)), after
+        def draft(before: Proposed) -> Proposed:
+            _, draft_state = before
+            state_before = with_draft(state, draft_state)
+            tree, after = self._propose_for(~found, target, state_before, options)
+            return _choose(found, looked_up, _alike(tree, target, options)), after
 
-        def read(before: Proposal) -> Proposal:
-            tree, own = before
-            after = self.model.catch_up(target, _with(state, own), call)
+        def read(before: Proposed) -> Proposed:
+            tree, draft_state = before
+            after = self.model.catch_up(target, with_draft(state, draft_state), options)
             return tree, checked_state(self.model, "catch_up", state, after)
 
         start = looked_up, unchanged(state)
@@ -127,23 +127,23 @@ class MixedDrafter(Pytree):
         return _run_if(~needed, read, _run_if(needed, draft, start))
 
     def _propose_for(
-        self, wanted: Array, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
+        self, wanted: Array, target: Decoder, state: EngineState, options: RoundOptions
+    ) -> Proposed:
         """The model's drafts, of which those of ``wanted`` [B] rows will be used."""
         if isinstance(self.model, EagleDrafter):  # it may end early for them
-            return self.model.propose_for(wanted, target, state, call)
-        proposal = self.model.propose(target, state, call)
-        return checked_proposal(self.model, call, state, proposal)
+            return self.model.propose_for(wanted, target, state, options)
+        proposal = self.model.propose(target, state, options)
+        return checked_proposal(self.model, options, state, proposal)
 
     def commit(
-        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
     ) -> DraftState:
-        return self.model.commit(state, features, path, counts, call)
-
-
-def _with(state: EngineState, own: DraftState) -> EngineState:
-    pool, rows = state.pool.replace(draft=own.pool), state.rows.replace(draft=own.rows)
-    return state.replace(pool=pool, rows=rows)
+        return self.model.commit(state, features, path, counts, options)
 
 
 def _run_if[T](condition: Array, function: Callable[[T], T], value: T) -> T:
@@ -159,16 +159,16 @@ def _run_if[T](condition: Array, function: Callable[[T], T], value: T) -> T:
     return lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
 
 
-def _alike(tree: DraftTree, target: Decoder, call: Call) -> DraftTree:
+def _alike(tree: DraftTree, target: Decoder, options: RoundOptions) -> DraftTree:
     """The tree with as many nodes, and the same static fields, as any other of this call.
 
     Where tokens are drawn, a tree that was not drawn gets its distributions: all of the probability
     is on the node's own token. Rejection sampling is exact with them.
     """
-    shape = call.speculation
+    shape = options.speculation
     if shape.resolved_proposal == "sampled" and tree.probs is None:
-        own = collectives.one_hot(tree.tokens, target.local_vocab, target.layout)
-        tree = tree.replace(probs=own.astype(jnp.float32))
+        probs = collectives.one_hot(tree.tokens, target.local_vocab, target.layout)
+        tree = tree.replace(probs=probs.astype(jnp.float32))
     tree = pad_tree(tree, max(shape.num_nodes, tree.tokens.shape[1]))
     return tree.replace(max_depth=max(shape.max_depth, tree.max_depth), is_chain=shape.is_chain)
 

@@ -43,7 +43,9 @@ def check_name(drafter: str | Path) -> None:
 
 
 def lookup_drafter(name: str | Path) -> StatelessDrafter | None:
-    """Of a lookup's name; None for another one. Raises ValueError for a bad number of tokens."""
+    """The drafter of a lookup's name; None for other names.
+
+    Raises ValueError for a bad number of tokens."""
     if name == "ngram":
         return NGramDrafter()
     kind, colon, past = str(name).partition(":")
@@ -58,7 +60,7 @@ def lookup_drafter(name: str | Path) -> StatelessDrafter | None:
 
 
 def mixed_lookup(name: str) -> StatelessDrafter:
-    """Of ``ngram+`` or the like. Raises ValueError as lookup_drafter does."""
+    """The lookup of ``ngram+`` or the like. Raises ValueError as lookup_drafter does."""
     found = lookup_drafter(name.removesuffix("+"))
     if isinstance(found, SuffixDrafter):
         return found.replace(min_match=MIXED_MATCH)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter
+from jaxspec.decoding.drafters.base import DraftState, Proposed, StatelessDrafter
 from jaxspec.decoding.drafters.matching import check_limits, match_lengths
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree, make_tree
 from jaxspec.models.decoder import Decoder
@@ -31,10 +31,8 @@ class NGramDrafter(StatelessDrafter):
     def __post_init__(self):
         check_limits(self.min_match, self.max_match)
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        rows, shape = state.rows, call.speculation
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        rows, shape = state.rows, options.speculation
         tokens, roots, end = rows.tokens, rows.roots, rows.context_lens
         batch = tokens.shape[0]
         scores = self._scores(tokens, end)

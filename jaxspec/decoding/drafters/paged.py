@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import page_slots
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, Proposer
 from jaxspec.models.attention import PagedAttend
@@ -34,12 +34,16 @@ class TokenRun:
 
 
 def make_proposer(
-    target: Decoder, state: EngineState, call: Call, layout: Layout, token_ids: Array | None = None
+    target: Decoder,
+    state: EngineState,
+    options: RoundOptions,
+    layout: Layout,
+    token_ids: Array | None = None,
 ) -> Proposer:
     """How children are chosen from draft logits that ``layout`` splits; ``token_ids`` [W]: the
     target's ids of a reduced draft vocabulary."""
     return Proposer(
-        call=call,
+        options=options,
         sampling=state.rows.sampling,
         context_lens=state.rows.context_lens,
         layout=layout,
@@ -66,28 +70,28 @@ def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
 
 def keep_features(
     state: EngineState,
-    kept: Array,
-    pending: Array,
     features: Array,
     path: Array,
     counts: Array,
-    call: Call,
+    options: RoundOptions,
 ) -> tuple[Array, Array]:
-    """After a round: captured states [R, A, C] that pending tokens are read with, and their number.
+    """The captured states [R, A, C] that pending tokens are read with after a round, and their
+    number [R].
 
-    Those of the tokens that the round committed take the place of ``kept``; after plain rounds,
-    that of one token comes after the first ``pending``. Arguments from ``features``: those of
+    The states of the tokens that the round committed replace those that the drafter's rows keep;
+    after plain rounds, that of the new token is added to them. The arguments are those of
     Drafter.commit.
     """
+    kept, pending = state.rows.draft.features, state.rows.draft.pending
     active, features = state.rows.active, features.astype(kept.dtype)
-    if call.speculation.is_plain:  # one more token is pending
+    if options.speculation.is_plain:  # one more token is pending
         place = jnp.arange(kept.shape[1]) == pending[:, None]
         waiting = jnp.where(place[..., None], features[:, :1], kept)
         counts = pending + counts
     else:
         waiting = jnp.take_along_axis(features, path[..., None], axis=1)
-        room = kept.shape[1] - waiting.shape[1]
-        waiting = jnp.pad(waiting, ((0, 0), (0, room), (0, 0)))
+        padding = kept.shape[1] - waiting.shape[1]
+        waiting = jnp.pad(waiting, ((0, 0), (0, padding), (0, 0)))
     return (
         jnp.where(active[:, None, None], waiting, kept),
         jnp.where(active, counts, pending),

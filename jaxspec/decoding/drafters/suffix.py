@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from jaxspec.config.checks import check_count, is_number
 from jaxspec.config.speculation import TreeShape
-from jaxspec.decoding.drafters.base import DraftState, StatelessDrafter
+from jaxspec.decoding.drafters.base import DraftState, Proposed, StatelessDrafter
 from jaxspec.decoding.drafters.matching import (
     check_limits,
     latest_places,
@@ -20,7 +20,7 @@ from jaxspec.decoding.drafters.matching import (
     match_lengths,
 )
 from jaxspec.decoding.past_text import GAP, PastText
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree, make_tree
 from jaxspec.models.decoder import Decoder
@@ -95,12 +95,10 @@ class SuffixDrafter(StatelessDrafter):
     def past_tokens(self) -> int:
         return self.past
 
-    def propose(
-        self, target: Decoder, state: EngineState, call: Call
-    ) -> tuple[DraftTree, DraftState]:
-        """A tree of at most ``call.speculation``'s nodes and depth, from ``state.rows.tokens``
+    def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
+        """A tree of at most ``options.speculation``'s nodes and depth, from ``state.rows.tokens``
         (int32 [B, S]). Its tokens are not drawn: ``probs`` is None."""
-        rows, shape = state.rows, call.speculation
+        rows, shape = state.rows, options.speculation
         found = self._look_up(rows.tokens, rows.context_lens, shape.max_depth)
         if state.pool.past is not None:
             found = _longer(found, self._look_up_past(state.pool.past, state, shape.max_depth))
@@ -138,7 +136,7 @@ class SuffixDrafter(StatelessDrafter):
         _, size, depth = found.following.shape
         total = jnp.sum(found.valid, axis=1, keepdims=True)
         same = found.valid[:, :, None] & found.valid[:, None, :]  # occurrences that agree so far
-        own = jnp.arange(size)
+        index = jnp.arange(size)
         parent = jnp.zeros_like(found.following[:, :, 0])
         counts, parents = [], []
         for level in range(depth):
@@ -151,20 +149,20 @@ class SuffixDrafter(StatelessDrafter):
             latest = jnp.argmax(same, axis=2)  # it stands for all occurrences of its path
             likely = count >= jnp.maximum(self.min_probability * total, 1)
             within = level + 1 <= self.factor * found.match[:, None]
-            counts.append(jnp.where((latest == own) & likely & within, count, 0))
+            counts.append(jnp.where((latest == index) & likely & within, count, 0))
             parents.append(parent)
             parent = 1 + level * size + latest
         tokens = jnp.maximum(jnp.swapaxes(found.following, 1, 2), 0).reshape(-1, depth * size)
         return Candidates(tokens, *(jnp.concatenate(x, axis=1) for x in (parents, counts)))
 
 
-def _longer(own: Occurrences, past: Occurrences) -> Occurrences:
-    """In each row those of the longer match; of equally long ones, the row's own."""
-    is_own = own.match >= past.match
+def _longer(in_row: Occurrences, past: Occurrences) -> Occurrences:
+    """The occurrences of the longer match in each row; of equally long ones, those in the row."""
+    prefer_row = in_row.match >= past.match
     return Occurrences(
-        jnp.where(is_own[:, None, None], own.following, past.following),
-        jnp.where(is_own[:, None], own.valid, past.valid),
-        jnp.where(is_own, own.match, past.match),
+        jnp.where(prefer_row[:, None, None], in_row.following, past.following),
+        jnp.where(prefer_row[:, None], in_row.valid, past.valid),
+        jnp.where(prefer_row, in_row.match, past.match),
     )
 
 

@@ -23,7 +23,7 @@ Each function may be jitted with its state donated.
 
 from jaxspec.decoding.functional.admission import admit
 from jaxspec.decoding.functional.constrained import draft, verify_drafts
-from jaxspec.decoding.functional.decode import decode, settle
+from jaxspec.decoding.functional.decode import catch_up, decode
 from jaxspec.decoding.functional.pages import (
     SavedRow,
     copy_pages,
@@ -51,6 +51,7 @@ __all__ = [
     "SavedRow",
     "admit",
     "assign_pages",
+    "catch_up",
     "copy_pages",
     "decode",
     "draft",
@@ -66,7 +67,6 @@ __all__ = [
     "restore_row",
     "save_row",
     "set_controls",
-    "settle",
     "take_states",
     "verify_drafts",
 ]

@@ -58,9 +58,9 @@ def admit(
       page_table: [B, M] pages of each row, padded with the null page 0; by default the row's
         current pages.
       cached_lens: [B] first tokens of each prompt whose KV the row's pages already hold, target's
-        and drafter's; 0 by default. They are not written again. The last of them, or the drafter's
-        last ``reread``, are still read, for the hidden states that the drafter needs, so all of a
-        prompt may be cached.
+        and drafter's; 0 by default. They are not written again. The drafter's
+        ``num_reread_tokens`` last ones are still read, for the hidden states that it needs, so all
+        of a prompt may be cached.
       may_wait: a row's limit may need more pages than it has yet: it waits for them as it decodes
         (see assign_pages).
       checked: False compiles a program that ends no row as BAD_TOKEN or BUSY, for a caller that
@@ -171,10 +171,10 @@ def _admit(
         ending=jnp.where(fits, Ending.NONE, fault).astype(jnp.int32),
         tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
         prompt_lens=arrived["prompt_lens"],
-        context_lens=jnp.maximum(cached - params.drafter.reread, 0),
+        context_lens=jnp.maximum(cached - params.drafter.num_reread_tokens, 0),
         cached_lens=cached,
         max_lens=arrived["max_lens"],
-        room=held_slots(table, state.pool.page_size) - params.speculation.scratch_slots,
+        context_capacity=held_slots(table, state.pool.page_size) - params.speculation.scratch_slots,
         stop_tokens=arrived["stop_token_ids"],
         sampling=arrived["sampling"],
     )

@@ -10,11 +10,24 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
+from jaxspec.cache import CommittedPath
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
-from jaxspec.decoding.functional.decode import catch_up, emitted_specs, room_when_behind
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.decode import (
+    emitted_rounds,
+    emitted_specs,
+    max_pending_when_behind,
+    read_pending,
+)
+from jaxspec.decoding.functional.params import (
+    EngineParams,
+    Integers,
+    on_mesh,
+    row_spec,
+    with_found_specs,
+)
 from jaxspec.decoding.functional.refusals import rows_to_decode
 from jaxspec.decoding.functional.subset import (
     choose_rows,
@@ -24,11 +37,12 @@ from jaxspec.decoding.functional.subset import (
     take_rows,
     widened,
 )
-from jaxspec.decoding.round import RoundOutput, draft_tree, verify_tree
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round import draft_tree, verify_tree
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.token_masks import check_masks
 from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.models.pipeline_stage import Passage
 from jaxspec.parallel import partition_specs
 
 
@@ -59,16 +73,25 @@ def draft(
     """
     check_state(params, state, controls=controls)
     check_sizes(columns=columns)
-    call = params.call(shape, greedy=greedy, controls=controls)
-    rows, spec = _listed(params, state, rows)
-    check_order(state, rows, decodes=True)
-    function = functools.partial(draft_rows, call, columns)
-    run = functools.partial(on_mesh, function, params, state, (rows,), spec)
-    if params.mesh is None:
-        return run(None)
-    # The drafter decides the structure of its tree. One spec for all its arrays serves to see it.
-    _, structure = jax.eval_shape(lambda: run(row_spec(params)))
-    return run(partition_specs(structure, params.layout))
+    options = RoundOptions(
+        params.speculation_of(shape),
+        params.kernels,
+        columns=columns,
+        greedy=greedy,
+        controls=controls,
+    )
+    listed = listed_rows(params, state, rows)
+    check_order(state, listed, decodes=True)
+    return draft_rows(params, state, options, listed)
+
+
+def draft_rows(
+    params: EngineParams, state: EngineState, options: RoundOptions, rows: Array | None
+) -> tuple[EngineState, DraftTree]:
+    """Draft trees for rows [B], int32; None: all. See draft."""
+    params.check(state, controls=options.controls)
+    function = functools.partial(draft_shard, options)
+    return with_found_specs(function, params, state, (rows,), _spec_of_rows(params, rows))
 
 
 def verify_drafts(
@@ -107,8 +130,10 @@ def verify_drafts(
     """
     check_state(params, state, controls=controls)
     check_sizes(columns=columns)
-    call = params.call(
-        shape,
+    options = RoundOptions(
+        params.speculation_of(shape),
+        params.kernels,
+        columns=columns,
         greedy=greedy,
         controls=controls,
         logprobs=logprobs,
@@ -116,28 +141,36 @@ def verify_drafts(
         hidden=hidden,
         trees=trees,
     )
-    rows, specs = _listed(params, state, rows)
-    masks = jnp.asarray(masks)
+    options, listed = params.checked_options(options), listed_rows(params, state, rows)
+    return verify_rows(params, state, options, listed, tree, jnp.asarray(masks))
+
+
+def verify_rows(
+    params: EngineParams,
+    state: EngineState,
+    options: RoundOptions,
+    rows: Array | None,
+    tree: DraftTree,
+    masks: Array,
+) -> tuple[EngineState, Emitted]:
+    """Verify the trees of draft_rows under masks [B, N, W]. See verify_drafts."""
+    params.check(state, controls=options.controls)
     batch = state.rows.status.shape if rows is None else rows.shape
-    _check_tree(call, tree, batch[0])
+    _check_tree(options, tree, batch[0])
     check_masks(masks, tree.tokens.shape, params.target.config.vocab_size)
     check_order(state, rows, decodes=True)
-    specs = (*specs, partition_specs(tree, params.layout), row_spec(params))
-    function = functools.partial(_verify, call, columns)
-    arguments = (rows, tree, masks)
-    return on_mesh(function, params, state, arguments, specs, emitted_specs(params, call))
+    tree_specs = partition_specs(tree, params.layout)
+    specs = (*_spec_of_rows(params, rows), tree_specs, row_spec(params))
+    function, emitted = functools.partial(_verify, options), emitted_specs(params, options)
+    return on_mesh(function, params, state, (rows, tree, masks), specs, emitted)
 
 
-def _listed(
-    params: EngineParams, state: EngineState, rows: Integers | None
-) -> tuple[Array | None, tuple]:
-    """The rows as an array, and its partition spec."""
-    listed = listed_rows(params, state, rows)
-    return listed, (None if listed is None else row_spec(params),)
+def _spec_of_rows(params: EngineParams, rows: Array | None) -> tuple[P | None]:
+    return (None if rows is None else row_spec(params),)
 
 
-def _check_tree(call: Call, tree: DraftTree, batch: int) -> None:
-    shape = call.speculation
+def _check_tree(options: RoundOptions, tree: DraftTree, batch: int) -> None:
+    shape = options.speculation
     if tree.tokens.shape[0] != batch:
         raise ValueError(
             f"trees of {tree.tokens.shape[0]} rows cannot be verified for {batch} rows: give "
@@ -150,56 +183,47 @@ def _check_tree(call: Call, tree: DraftTree, batch: int) -> None:
         )
 
 
-def draft_rows(
-    call: Call,
-    columns: int | None,
-    params: EngineParams,
-    state: EngineState,
-    rows: Array | None,
+def draft_shard(
+    options: RoundOptions, params: EngineParams, state: EngineState, rows: Array | None
 ) -> tuple[EngineState, DraftTree]:
-    chosen, index = choose_rows(params, state, rows, columns)
-    chosen = rows_to_decode(call, chosen)
-    if room_when_behind(params, call, chosen) is not None:
-        chosen = catch_up(params, call, chosen)
-    tree, after = draft_tree(params.target, params.drafter, call, chosen)
-    own = state.rows
+    """Draft trees on one device's shard."""
+    chosen, index = choose_rows(params, state, rows, options.columns)
+    chosen = rows_to_decode(options, chosen)
+    if max_pending_when_behind(params, options, chosen) is not None:
+        chosen = read_pending(params, options, chosen)
+    tree, after = draft_tree(params.target, params.drafter, options, chosen)
+    before = state.rows
     if index is None:
-        return after.replace(rows=widened(own, after.rows)), tree
-    changed = widened(take_rows(own, index), after.rows)
-    rows_after = put_rows(own, index, changed)
-    return after.replace(rows=rows_after, controls=state.controls), tree
+        return after.replace(rows=widened(before, after.rows)), tree
+    changed = widened(take_rows(before, index), after.rows)
+    return after.replace(rows=put_rows(before, index, changed), controls=state.controls), tree
 
 
 def _verify(
-    call: Call,
-    columns: int | None,
+    options: RoundOptions,
     params: EngineParams,
     state: EngineState,
     rows: Array | None,
     tree: DraftTree,
     masks: Array,
 ) -> tuple[EngineState, Emitted]:
-    chosen, index = choose_rows(params, state, rows, columns)
-    after, output = verify_tree(params.target, params.drafter, call, chosen, tree, masks)
-    return put_chosen(params, state, rows, index, after, one_round(after, output))
+    after, (emitted, _) = verify_shard(options, params, state, rows, tree, masks)
+    return after, emitted
 
 
-def one_round(after: EngineState, output: RoundOutput) -> Emitted:
-    """What a call of one round emits; ``after``: the rows of the call after it."""
-    own = jax.tree.map(lambda x: x[None], output)
-    logprobs, top_tokens, top_logprobs = own.logprobs or (None, None, None)
-    return Emitted(
-        num_rounds=jnp.int32(1),
-        tokens=own.tokens,
-        counts=own.counts,
-        accepted=own.accepted,
-        drafted=own.drafted,
-        status=after.rows.status,
-        ending=after.rows.ending,
-        logprobs=logprobs,
-        hidden=own.hidden,
-        top_tokens=top_tokens,
-        top_logprobs=top_logprobs,
-        trees=own.trees,
-        confidence=own.confidence,
-    )
+def verify_shard(
+    options: RoundOptions,
+    params: EngineParams,
+    state: EngineState,
+    rows: Array | None,
+    tree: DraftTree,
+    masks: Array | None,
+    before: Passage | None = None,
+) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
+    """Verify trees on one device's shard; ``before``: see decoder.run."""
+    chosen, index = choose_rows(params, state, rows, options.columns)
+    after, output = verify_tree(params.target, params.drafter, options, chosen, tree, masks, before)
+    rounds = jax.tree.map(lambda x: x[None], output._replace(committed=None))
+    emitted = emitted_rounds(jnp.int32(1), after, rounds)
+    after, emitted = put_chosen(params, state, rows, index, after, emitted)
+    return after, (emitted, output.committed)

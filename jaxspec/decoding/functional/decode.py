@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import TreeShape
+from jaxspec.decoding.drafters.base import with_draft
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.functional.checks import check_order, check_rounds, check_sizes, check_state
 from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
@@ -25,7 +26,7 @@ from jaxspec.decoding.functional.subset import (
     take_rows,
 )
 from jaxspec.decoding.round import RoundOutput, run_round
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Logprobs
 from jaxspec.decoding.state import Emitted, EngineState, PromptLogprobs, RoundTrees, Status
 from jaxspec.parallel import partition_specs
@@ -99,24 +100,42 @@ def decode(
         max_rounds = int(np.asarray(num_rounds))
     rows = listed_rows(params, state, rows)
     num_rows = len(state.rows.status if rows is None else rows)
-    call = params.call(
-        params.shape_for(num_rows) if shape is None else shape,
+    options = RoundOptions(
+        params.speculation_of(params.shape_for(num_rows) if shape is None else shape),
+        params.kernels,
+        columns=columns,
         greedy=greedy,
         controls=controls,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         hidden=hidden,
+        max_rounds=max(1, max_rounds),
+        fixed=fixed,
+        checked=checked,
         trees=trees,
         confidence=confidence,
     )
-    function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns, checked)
-    limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
+    options = params.checked_options(options)
     check_order(state, rows, decodes=max_rounds > 0)
-    specs = (P(), None if rows is None else row_spec(params))
-    return on_mesh(function, params, state, (limit, rows), specs, emitted_specs(params, call))
+    return decode_rows(params, state, options, jnp.asarray(num_rounds, jnp.int32), rows)
 
 
-def settle(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
+def decode_rows(
+    params: EngineParams,
+    state: EngineState,
+    options: RoundOptions,
+    limit: Array,
+    rows: Array | None,
+) -> tuple[EngineState, Emitted]:
+    """Run up to ``limit`` (int32 []) rounds of rows [B], int32; None: all. See decode."""
+    params.check(state, controls=options.controls)
+    limit = jnp.minimum(limit, options.max_rounds)
+    specs = P(), None if rows is None else row_spec(params)
+    function, emitted = functools.partial(_decode, options), emitted_specs(params, options)
+    return on_mesh(function, params, state, (limit, rows), specs, emitted)
+
+
+def catch_up(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
     """Let the drafter read the last tokens of rows [B] that decode or are done.
 
     While a row decodes, its drafter reads the tokens of a round in the next one. Afterwards the
@@ -126,27 +145,27 @@ def settle(params: EngineParams, state: EngineState, rows: Integers) -> EngineSt
     """
     check_state(params, state)
     arguments = (listed_rows(params, state, rows),)
-    return on_mesh(_settle, params, state, arguments, (row_spec(params),), None)
+    return on_mesh(_catch_up, params, state, arguments, (row_spec(params),), None)
 
 
-def _settle(params: EngineParams, state: EngineState, rows: Array) -> EngineState:
-    own, call = state.rows, params.call()
-    index = local_rows(rows, own.status.shape[0], params.layout.batch)
-    chosen = take_rows(own, index).replace(index=index)
+def _catch_up(params: EngineParams, state: EngineState, rows: Array) -> EngineState:
+    all_rows = state.rows
+    index = local_rows(rows, all_rows.status.shape[0], params.layout.batch)
+    chosen = take_rows(all_rows, index).replace(index=index)
     behind = (chosen.status == Status.DECODING) | (chosen.status == Status.DONE)
     status = jnp.where(behind, Status.DECODING, Status.EMPTY).astype(jnp.int32)
-    active = chosen.replace(status=status, room=chosen.context_lens)
-    after = catch_up(params, call, state.replace(rows=active))
-    rows_after = put_rows(own, index, chosen.replace(draft=after.rows.draft))
+    active = chosen.replace(status=status, context_capacity=chosen.context_lens)
+    after = read_pending(params, params.round_options(), state.replace(rows=active))
+    rows_after = put_rows(all_rows, index, chosen.replace(draft=after.rows.draft))
     return state.replace(pool=after.pool, rows=rows_after)
 
 
-def emitted_specs(params: EngineParams, call: Call) -> Emitted:
+def emitted_specs(params: EngineParams, options: RoundOptions) -> Emitted:
     """Partition specs of a call's Emitted."""
     array = jnp.zeros(())
-    top = array if call.top_logprobs else None
+    top = array if options.top_logprobs else None
     prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
-    top = top if call.logprobs else None
+    top = top if options.logprobs else None
     emitted = Emitted(
         num_rounds=array,
         tokens=array,
@@ -155,31 +174,32 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
         drafted=array,
         status=array,
         ending=array,
-        logprobs=array if call.logprobs else None,
-        hidden=array if call.hidden else None,
+        logprobs=array if options.logprobs else None,
+        hidden=array if options.hidden else None,
         top_tokens=top,
         top_logprobs=top,
-        prompt=prompt if call.prompt_logprobs else None,
-        trees=_empty_trees((1, 1, 1), 1) if call.trees else None,
-        confidence=array if call.confidence else None,
+        prompt=prompt if options.prompt_logprobs else None,
+        trees=_empty_trees((1, 1, 1), 1) if options.trees else None,
+        confidence=array if options.confidence else None,
     )
     return partition_specs(emitted, params.layout)
 
 
-def room_when_behind(params: EngineParams, call: Call, state: EngineState) -> int | None:
+def max_pending_when_behind(
+    params: EngineParams, options: RoundOptions, state: EngineState
+) -> int | None:
     """Most pending tokens of the drafter, if it must catch up in this call (see
     _loop_catching_up); else None."""
-    smaller = call.speculation.max_depth < state.capacity.max_depth
+    smaller = options.speculation.max_depth < state.capacity.max_depth
     return params.drafter.most_pending(state.capacity) if smaller else None
 
 
-def catch_up(params: EngineParams, call: Call, state: EngineState) -> EngineState:
+def read_pending(params: EngineParams, options: RoundOptions, state: EngineState) -> EngineState:
     """The state after the drafter has read all pending tokens."""
     with jax.named_scope("draft"):
-        draft = params.drafter.catch_up(params.target, state, call)
+        draft = params.drafter.catch_up(params.target, state, options)
         draft = checked_state(params.drafter, "catch_up", state, draft)
-    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
-    return state.replace(pool=pool, rows=rows)
+    return with_draft(state, draft)
 
 
 class _Record(NamedTuple):
@@ -195,7 +215,13 @@ class _Record(NamedTuple):
         columns = [x[:, None] for x in (output.counts, output.accepted, output.drafted)]
         integers = jnp.concatenate([output.tokens, *columns], axis=1)
         new = _Record(integers, output.logprobs, output.hidden, output.trees, output.confidence)
-        return jax.tree.map(lambda all_, one: all_.at[index].set(one), self, new)
+        return jax.tree.map(lambda old, x: old.at[index].set(x), self, new)
+
+    @property
+    def rounds(self) -> RoundOutput:
+        *_, counts, accepted, drafted = jnp.moveaxis(self.integers, -1, 0)
+        tokens = self.integers[..., :-3]
+        return RoundOutput(tokens, counts, accepted, drafted, *self[1:])
 
 
 class _Carry(NamedTuple):
@@ -205,63 +231,65 @@ class _Carry(NamedTuple):
 
 
 def _decode(
-    call: Call,
-    max_rounds: int,
-    fixed: bool,
-    columns: int | None,
-    checked: bool,
+    options: RoundOptions,
     params: EngineParams,
     state: EngineState,
     limit: Array,
     rows: Array | None,
 ) -> tuple[EngineState, Emitted]:
-    chosen, index = choose_rows(params, state, rows, columns)
-    if checked:
+    chosen, index = choose_rows(params, state, rows, options.columns)
+    if options.checked:
         chosen = refuse_unread(params, chosen, limit)
-    after, emitted = _run_rounds(call, max_rounds, fixed, params, chosen, limit)
+    after, emitted = _run_rounds(params, options, chosen, limit)
     return put_chosen(params, state, rows, index, after, emitted)
 
 
 def _run_rounds(
-    call: Call, max_rounds: int, fixed: bool, params: EngineParams, state: EngineState, limit: Array
+    params: EngineParams, options: RoundOptions, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
-    state = rows_to_decode(call, state)
-    room = room_when_behind(params, call, state)
-    if fixed:
-        loop = _fixed_loop(params, call, room, max_rounds)
+    state = rows_to_decode(options, state)
+    max_pending = max_pending_when_behind(params, options, state)
+    if options.fixed:
+        loop = _fixed_loop(params, options, max_pending)
+    elif max_pending is None:
+        loop = _loop(params, options)
     else:
-        loop = _loop(params, call) if room is None else _loop_catching_up(params, call, room)
-    start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
-    index, state, record = loop(start, limit)
-    *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
-    logprobs, top_tokens, top_logprobs = record.logprobs or (None, None, None)
-    return state, Emitted(
-        num_rounds=index,
-        tokens=record.integers[..., :-3],
-        counts=counts,
-        accepted=accepted,
-        drafted=drafted,
+        loop = _loop_catching_up(params, options, max_pending)
+    start = _Carry(jnp.int32(0), state, _empty_record(params, options, state))
+    num_rounds, state, record = loop(start, limit)
+    return state, emitted_rounds(num_rounds, state, record.rounds)
+
+
+def emitted_rounds(num_rounds: Array, state: EngineState, rounds: RoundOutput) -> Emitted:
+    """What a call emits. ``rounds``: arrays [C, R, ...] of its rounds; ``state``: after them."""
+    logprobs, top_tokens, top_logprobs = rounds.logprobs or (None, None, None)
+    return Emitted(
+        num_rounds=num_rounds,
+        tokens=rounds.tokens,
+        counts=rounds.counts,
+        accepted=rounds.accepted,
+        drafted=rounds.drafted,
         status=state.rows.status,
         ending=state.rows.ending,
         logprobs=logprobs,
-        hidden=record.hidden,
+        hidden=rounds.hidden,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
-        trees=record.trees,
-        confidence=record.confidence,
+        trees=rounds.trees,
+        confidence=rounds.confidence,
     )
 
 
-def _empty_record(params: EngineParams, call: Call, state: EngineState, max_rounds: int) -> _Record:
-    num_rows, width = state.rows.status.shape[0], call.speculation.max_depth + 1
-    size = (max_rounds, num_rows, width)
-    hidden_size = len(call.hidden) * params.target.config.hidden_size
+def _empty_record(params: EngineParams, options: RoundOptions, state: EngineState) -> _Record:
+    width = options.speculation.max_depth + 1
+    size = (options.max_rounds, state.rows.status.shape[0], width)
+    hidden_size = len(options.hidden) * params.target.config.hidden_size
     return _Record(
         integers=jnp.zeros((*size[:2], width + 3), jnp.int32),
-        logprobs=_empty_logprobs(size, call.top_logprobs) if call.logprobs else None,
-        hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if call.hidden else None,
-        trees=_empty_trees(size, call.speculation.num_nodes) if call.trees else None,
-        confidence=jnp.zeros((*size[:2], width - 1), jnp.float32) if call.confidence else None,
+        logprobs=_empty_logprobs(size, options.top_logprobs) if options.logprobs else None,
+        hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if options.hidden else None,
+        trees=_empty_trees(size, options.speculation.num_nodes) if options.trees else None,
+        confidence=jnp.zeros((*size[:2], width - 1), jnp.float32) if options.confidence else None,
     )
 
 
@@ -273,32 +301,37 @@ def _empty_trees(size: tuple[int, int, int], num_nodes: int) -> RoundTrees:
 
 
 def _empty_logprobs(size: tuple[int, ...], alternatives: int) -> Logprobs:
-    own, wide = jnp.zeros(size, jnp.float32), (*size, alternatives)
+    given, wide = jnp.zeros(size, jnp.float32), (*size, alternatives)
     if not alternatives:
-        return Logprobs(own, None, None)
-    return Logprobs(own, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+        return Logprobs(given, None, None)
+    return Logprobs(given, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
 
 
 Loop = Callable[[_Carry, Array], _Carry]
 
 
-def _next_round(params: EngineParams, call: Call, carry: _Carry) -> _Carry:
-    state, output = run_round(params.target, params.drafter, call, carry.state)
+def _next_round(params: EngineParams, options: RoundOptions, carry: _Carry) -> _Carry:
+    state, output = run_round(params.target, params.drafter, options, carry.state)
     return _Carry(carry.index + 1, state, carry.record.with_round(carry.index, output))
 
 
-def _fixed_loop(params: EngineParams, call: Call, room: int | None, rounds: int) -> Loop:
-    """Runs so many rounds, whatever the limit. ``room``: see _loop_catching_up."""
-    plain = call.speculation.is_plain
-    most = rounds if room is None or not plain else min(rounds, room - 1)
-    between = max(count for count in range(1, most + 1) if rounds % count == 0)
+def _fixed_loop(params: EngineParams, options: RoundOptions, max_pending: int | None) -> Loop:
+    """Runs ``max_rounds`` rounds, whatever the limit. ``max_pending``: see _loop_catching_up.
 
-    def some_rounds(carry: _Carry) -> _Carry:
-        if room is not None:
-            carry = carry._replace(state=catch_up(params, call, carry.state))
-        return _repeat(functools.partial(_next_round, params, call), between, carry)
+    If the drafter must catch up, it does so every few rounds. Their number divides that of all
+    rounds, so that one loop of equal parts runs them all: the program has one copy of a round.
+    """
+    rounds, limit = options.max_rounds, options.max_rounds
+    if max_pending is not None and options.speculation.is_plain:
+        limit = min(rounds, max_pending - 1)
+    rounds_in_part = max(count for count in range(1, limit + 1) if rounds % count == 0)
 
-    return lambda carry, _: _repeat(some_rounds, rounds // between, carry)
+    def run_part(carry: _Carry) -> _Carry:
+        if max_pending is not None:
+            carry = carry._replace(state=read_pending(params, options, carry.state))
+        return _repeat(functools.partial(_next_round, params, options), rounds_in_part, carry)
+
+    return lambda carry, _: _repeat(run_part, rounds // rounds_in_part, carry)
 
 
 def _repeat(body: Callable[[_Carry], _Carry], times: int, carry: _Carry) -> _Carry:
@@ -307,10 +340,10 @@ def _repeat(body: Callable[[_Carry], _Carry], times: int, carry: _Carry) -> _Car
     return lax.fori_loop(0, times, lambda _, carry: body(carry), carry)
 
 
-def _loop(params: EngineParams, call: Call) -> Loop:
+def _loop(params: EngineParams, options: RoundOptions) -> Loop:
     """Runs rounds up to a limit, or until no row can go on."""
     batch = params.layout.batch
-    body = functools.partial(_next_round, params, call)
+    body = functools.partial(_next_round, params, options)
 
     def loop(carry: _Carry, limit: Array) -> _Carry:
         def unfinished(carry: _Carry) -> Array:
@@ -324,26 +357,26 @@ def _loop(params: EngineParams, call: Call) -> Loop:
     return loop
 
 
-def _loop_catching_up(params: EngineParams, call: Call, room: int) -> Loop:
-    """As _loop, for calls whose trees are smaller than the engine's largest.
+def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: int) -> Loop:
+    """Does what _loop does, for calls whose trees are smaller than the engine's largest.
 
-    The drafter can hold ``room`` pending tokens (see Drafter.most_pending). A plain round adds a
+    The drafter can hold ``max_pending`` tokens (see Drafter.most_pending). A plain round adds a
     pending token, so the drafter catches up whenever its window may be full. A round with a smaller
-    tree reads all pending tokens but has room for fewer of them, so the drafter catches up once,
-    before the first round.
+    tree reads all pending tokens but can hold fewer of them, so the drafter catches up once, before
+    the first round.
     """
-    inner = _loop(params, call)
+    inner = _loop(params, options)
 
     def caught_up(carry: _Carry) -> _Carry:
-        return carry._replace(state=catch_up(params, call, carry.state))
+        return carry._replace(state=read_pending(params, options, carry.state))
 
     def loop(carry: _Carry, limit: Array) -> _Carry:
-        if not call.speculation.is_plain:
+        if not options.speculation.is_plain:
             return inner(caught_up(carry), limit)
 
         def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
             start, _ = carry
-            stop = jnp.minimum(start.index + room - 1, limit)
+            stop = jnp.minimum(start.index + max_pending - 1, limit)
             after = inner(caught_up(start), stop)
             return after, after.index == stop
 

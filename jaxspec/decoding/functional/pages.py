@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
@@ -15,7 +14,14 @@ from jaxspec.decoding.functional.checks import (
     check_state,
     check_table,
 )
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.params import (
+    EngineParams,
+    Integers,
+    on_mesh,
+    row_spec,
+    with_found_specs,
+)
+from jaxspec.decoding.functional.rows import held_slots
 from jaxspec.decoding.functional.subset import put_rows, take_rows
 from jaxspec.decoding.state import EngineState, Rows
 from jaxspec.parallel import partition_specs
@@ -79,9 +85,7 @@ def save_row(
     index, listed = as_int32("row", row, "[n]"), as_int32("pages", pages, "[n]")
     check_rows(index, state.rows.status.shape[0])
     check_pages(params, state, pages=listed)
-    shapes = jax.eval_shape(_save_row, params, state, index, listed)[1]
-    specs = partition_specs(shapes, params.layout)
-    return on_mesh(_save_row, params, state, (index, listed), (P(), P()), specs)
+    return with_found_specs(_save_row, params, state, (index, listed), (P(), P()))
 
 
 def _save_row(
@@ -136,15 +140,14 @@ def _restore_row(
     pool, draft = state.pool, state.pool.draft
     if isinstance(draft, ModelState):
         draft = draft.put(saved.draft, pages, row)
-    held = jnp.sum(jnp.cumprod(page_table > 0, axis=1), axis=1, dtype=jnp.int32)
-    own = saved.row.replace(
+    restored = saved.row.replace(
         index=row,
         page_table=page_table,
-        room=held * pool.page_size - params.speculation.scratch_slots,
+        context_capacity=held_slots(page_table, pool.page_size) - params.speculation.scratch_slots,
     )
     return state.replace(
         pool=pool.replace(target=pool.target.put(saved.target, pages, row), draft=draft),
-        rows=put_rows(state.rows, row, own),
+        rows=put_rows(state.rows, row, restored),
     )
 
 
@@ -159,9 +162,7 @@ def take_states(
     check_state(params, state)
     _check_one_shard(params)
     index = as_int32("row", row, "[n]")
-    shapes = jax.eval_shape(_take_states, params, state, index)[1]
-    specs = partition_specs(shapes, params.layout)
-    return on_mesh(_take_states, params, state, (index,), (P(),), specs)
+    return with_found_specs(_take_states, params, state, (index,), (P(),))
 
 
 def _take_states(

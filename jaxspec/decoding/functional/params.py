@@ -1,5 +1,7 @@
 """The weights and static options of an engine, and how its functions run on a mesh."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import Drafter, NoDrafter
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.pipeline_stage import Stage
@@ -29,8 +31,8 @@ class EngineParams(Pytree):
       speculation: the largest draft tree, the acceptance rule, and how draft tokens are chosen.
       kernels: operations that run as kernels where their arguments fit; none by default.
       mesh: the devices; None: one device.
-      stages: of a pipeline, those before the target's own layers (see models.stages). An Engine
-        runs them; the functions of this package need parameters without any.
+      stages: of a pipeline, those before the target's own layers (see models.pipeline_stage). An
+        Engine runs them; the functions of this package need parameters without any.
       most_drafting_rows: rows up to which ``decode`` drafts where no shape is asked for, as load
         sets it for its default tree; None: any number. An Engine names the shape of each call.
     """
@@ -73,31 +75,26 @@ class EngineParams(Pytree):
         most = self.most_drafting_rows
         return PLAIN if most is not None and num_rows > most else None
 
-    def call(
-        self,
-        shape: TreeShape | None = None,
-        *,
-        greedy: bool = False,
-        controls: bool = False,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        hidden: tuple[int, ...] = (),
-        order_invariant: bool = False,
-        trees: bool = False,
-        confidence: bool = False,
-    ) -> Call:
-        """The static options of one call; ``shape`` None: the largest tree.
+    def round_options(self, shape: TreeShape | None = None) -> RoundOptions:
+        """The default options of a call with trees of this shape; None: the largest trees.
 
-        Raises ValueError for a shape that the engine has no room for, layers that the target does
-        not have, more alternatives than there are tokens, or a confidence that is not told.
+        Raises ValueError for a shape that the engine cannot run.
         """
-        speculation, vocab = self._speculation_of(shape), self.target.config.vocab_size
+        return RoundOptions(self.speculation_of(shape), self.kernels)
+
+    def checked_options(self, options: RoundOptions) -> RoundOptions:
+        """The options of one call, with a confidence only if its trees are chains.
+
+        Raises ValueError for layers that the target does not have, more alternatives than there are
+        tokens, or a confidence that is not told.
+        """
+        speculation, vocab = options.speculation, self.target.config.vocab_size
+        top_logprobs, hidden = options.top_logprobs, options.hidden
         if not isinstance(top_logprobs, int) or not 0 <= top_logprobs <= vocab:
             raise ValueError(f"top_logprobs must be 0 to {vocab}, got {top_logprobs}")
-        if top_logprobs and not (logprobs or prompt_logprobs):
+        if top_logprobs and not (options.logprobs or options.prompt_logprobs):
             raise ValueError("top_logprobs needs logprobs=True or prompt_logprobs=True beside it")
-        if confidence and not self.drafter.tells_confidence:
+        if options.confidence and not self.drafter.tells_confidence:
             raise ValueError("confidence=True needs a drafter with a confidence head")
         layers = self.target.config.num_layers
         if not isinstance(hidden, tuple | list):
@@ -107,22 +104,15 @@ class EngineParams(Pytree):
                 f"hidden states {list(hidden)} cannot be given: the target has 0 to {layers}, and "
                 "-1, the one after the final norm"
             )
-        return Call(
-            speculation,
-            greedy,
-            self.kernels,
-            logprobs,
-            tuple(hidden),
-            top_logprobs,
-            prompt_logprobs,
-            controls,
-            order_invariant,
-            trees,
-            confidence and speculation.is_chain and not speculation.is_plain,
-        )
+        drafts_chains = speculation.is_chain and not speculation.is_plain
+        confidence = options.confidence and drafts_chains
+        return dataclasses.replace(options, hidden=tuple(hidden), confidence=confidence)
 
-    def _speculation_of(self, shape: TreeShape | None) -> SpeculationConfig:
-        """The speculation of a call of this shape; None: the largest tree."""
+    def speculation_of(self, shape: TreeShape | None) -> SpeculationConfig:
+        """The speculation of a call of this shape; None: the largest tree.
+
+        Raises ValueError for a shape that the engine cannot run.
+        """
         if isinstance(shape, SpeculationConfig):
             raise ValueError(
                 "the shape of a call must be a TreeShape, not a SpeculationConfig: the rules come "
@@ -191,6 +181,22 @@ def on_mesh(
         check_vma=False,
     )
     return sharded(params, state, *arguments)
+
+
+def with_found_specs(
+    function: Callable[..., Any],
+    params: EngineParams,
+    state: EngineState,
+    arguments: tuple[Any, ...],
+    specs: tuple[Any, ...],
+) -> Any:
+    """What on_mesh returns, where the function decides the structure of its second result."""
+    if params.mesh is None:
+        return on_mesh(function, params, state, arguments, specs, None)
+    # One spec for all arrays serves to see the structure.
+    run = functools.partial(on_mesh, function, params, state, arguments, specs)
+    _, structure = jax.eval_shape(lambda: run(P()))
+    return run(partition_specs(structure, params.layout))
 
 
 def row_spec(params: EngineParams) -> P:

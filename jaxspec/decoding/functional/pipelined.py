@@ -13,20 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 
 from jaxspec.cache import CommittedPath, Geometry, ModelState
-from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.drafters.paged import causal_attend
-from jaxspec.decoding.functional.constrained import draft_rows, one_round
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
-from jaxspec.decoding.functional.prefill import next_tokens, read_chunk
-from jaxspec.decoding.functional.refusals import refuse_rows, rows_to_decode
-from jaxspec.decoding.functional.subset import choose_rows, put_chosen
-from jaxspec.decoding.round import tree_attend, verify_tree
-from jaxspec.decoding.round_options import Call
-from jaxspec.decoding.state import Emitted, EngineState, Status
+from jaxspec.decoding.functional.constrained import draft_shard, verify_shard
+from jaxspec.decoding.functional.params import EngineParams, with_found_specs
+from jaxspec.decoding.functional.prefill import next_tokens, read_shard
+from jaxspec.decoding.functional.refusals import rows_to_decode
+from jaxspec.decoding.functional.subset import choose_rows
+from jaxspec.decoding.round import tree_attend
+from jaxspec.decoding.round_options import RoundOptions
+from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models import decoder
 from jaxspec.models.pipeline_stage import Passage, Stage, captured_here, run_stage
@@ -37,187 +34,103 @@ Opened = tuple[DraftTree, Passage]  # a round's tree, and its nodes before the f
 
 
 def open_round(
-    params: EngineParams,
-    state: EngineState,
-    rows: Integers,
-    *,
-    shape: TreeShape | None = None,
-    columns: int | None = None,
-    greedy: bool = False,
-    controls: bool = False,
-    confidence: bool = False,
+    params: EngineParams, state: EngineState, options: RoundOptions, rows: Array
 ) -> tuple[EngineState, Opened]:
-    """Draft a tree for rows [B]: as functional.draft, with the passage of its nodes.
-
-    ``confidence``: as of decode; close_round emits it.
-    """
-    params.check(state, controls=controls)
-    call = params.call(shape, greedy=greedy, controls=controls, confidence=confidence)
-    function = functools.partial(_open_round, call, columns)
-    return _with_found_specs(function, params, state, (jnp.asarray(rows, jnp.int32),))
+    """Draft trees for rows [B]: functional.draft, with the passage of their nodes."""
+    return _on_last_stage(_open_round, options, params, state, (rows,))
 
 
 def _open_round(
-    call: Call, columns: int | None, params: EngineParams, state: EngineState, rows: Array
+    options: RoundOptions, params: EngineParams, state: EngineState, rows: Array
 ) -> tuple[EngineState, Opened]:
-    after, tree = draft_rows(call, columns, params, state, rows)
-    chosen, _ = choose_rows(params, after, rows, columns)
-    attend = tree_attend(rows_to_decode(call, chosen), tree, call)
+    after, tree = draft_shard(options, params, state, rows)
+    chosen, _ = choose_rows(params, after, rows, options.columns)
+    attend = tree_attend(rows_to_decode(options, chosen), tree, options)
     return after, (tree, decoder.enter(params.target, tree.tokens, attend))
 
 
 def close_round(
     params: EngineParams,
     state: EngineState,
-    tree: DraftTree,
-    passage: Passage,
-    rows: Integers,
+    options: RoundOptions,
+    rows: Array,
+    opened: Opened,
     masks: Array | None = None,
-    *,
-    shape: TreeShape | None = None,
-    columns: int | None = None,
-    greedy: bool = False,
-    controls: bool = False,
-    logprobs: bool = False,
-    top_logprobs: int = 0,
-    trees: bool = False,
-) -> tuple[EngineState, tuple[Emitted, CommittedPath]]:
+) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
     """Verify the trees of open_round, with their passage after the last stage, and commit.
 
-    The arguments are those of functional.verify_drafts; ``masks`` None: no restriction.
+    ``masks`` are those of functional.verify_drafts; None: no restriction.
 
     Returns the state, what the rows emitted, and the path for commit_stage.
     """
-    params.check(state, controls=controls)
-    call = params.call(
-        shape,
-        greedy=greedy,
-        controls=controls,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        trees=trees,
-    )
-    function = functools.partial(_close_round, call, columns)
-    arguments = tree, passage, jnp.asarray(rows, jnp.int32), masks
-    return _with_found_specs(function, params, state, arguments)
+    return _on_last_stage(_close_round, options, params, state, (rows, opened, masks))
 
 
 def _close_round(
-    call: Call,
-    columns: int | None,
+    options: RoundOptions,
     params: EngineParams,
     state: EngineState,
-    tree: DraftTree,
-    passage: Passage,
     rows: Array,
+    opened: Opened,
     masks: Array | None,
-) -> tuple[EngineState, tuple[Emitted, CommittedPath]]:
-    chosen, index = choose_rows(params, state, rows, columns)
-    after, output = verify_tree(
-        params.target, params.drafter, call, chosen, tree, masks, before=passage
-    )
-    emitted = one_round(after, output)
-    after, emitted = put_chosen(params, state, rows, index, after, emitted)
-    return after, (emitted, output.committed)
+) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
+    tree, passage = opened
+    return verify_shard(options, params, state, rows, tree, masks, passage)
 
 
 def open_read(
     params: EngineParams,
     state: EngineState,
-    rows: Integers,
-    counts: Integers,
-    offset: ArrayLike,
-    *,
-    width: int,
-    columns: int | None = None,
-    order_invariant: bool = False,
+    options: RoundOptions,
+    rows: Array,
+    counts: Array,
+    offset: Array,
 ) -> Passage:
-    """The passage of the next prompt tokens of rows [B], ``offset`` tokens after those that were
-    read; the state stays as it is. The other arguments are those of prefill."""
-    params.check(state)
-    function = functools.partial(_open_read, params.call(order_invariant=order_invariant), width)
-    function = functools.partial(function, columns)
-    arguments = (jnp.asarray(rows, jnp.int32), jnp.asarray(counts, jnp.int32), jnp.asarray(offset))
-    return _with_found_specs(function, params, state, arguments)[1]
+    """The passage of the next prompt tokens of rows [B], ``offset`` (int32 []) tokens after those
+    that were read, at most ``counts`` [B] each; the state stays as it is."""
+    return _on_last_stage(_open_read, options, params, state, (rows, counts, offset))[1]
 
 
 def _open_read(
-    call: Call,
-    width: int,
-    columns: int | None,
+    options: RoundOptions,
     params: EngineParams,
     state: EngineState,
     rows: Array,
     counts: Array,
     offset: Array,
 ) -> tuple[EngineState, Passage]:
-    chosen, _ = choose_rows(params, state, rows, columns)
+    chosen, _ = choose_rows(params, state, rows, options.columns)
     later = chosen.rows.replace(context_lens=chosen.rows.context_lens + offset)
     chosen = chosen.replace(rows=later)
-    run, _ = next_tokens(chosen, width, counts)
-    attend = causal_attend(chosen, run, order_invariant=call.order_invariant)
+    run, _ = next_tokens(chosen, options.width, counts)
+    attend = causal_attend(chosen, run, order_invariant=options.order_invariant)
     return state, decoder.enter(params.target, run.tokens, attend)
 
 
 def close_read(
     params: EngineParams,
     state: EngineState,
-    passage: Passage,
-    rows: Integers,
-    counts: Integers,
-    masks: Array | None = None,
-    *,
-    width: int,
-    columns: int | None = None,
-    greedy: bool = False,
-    controls: bool = False,
-    logprobs: bool = False,
-    top_logprobs: int = 0,
-    prompt_logprobs: bool = False,
-    order_invariant: bool = False,
-) -> tuple[EngineState, Emitted]:
-    """Finish the read whose passage left the last stage. The arguments are those of prefill."""
-    params.check(state, controls=controls)
-    call = params.call(
-        greedy=greedy,
-        controls=controls,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        prompt_logprobs=prompt_logprobs,
-        order_invariant=order_invariant,
-    )
-    function = functools.partial(_close_read, call, width, columns)
-    arguments = passage, jnp.asarray(rows, jnp.int32), jnp.asarray(counts, jnp.int32), masks
-    return _with_found_specs(function, params, state, arguments)
-
-
-def _close_read(
-    call: Call,
-    width: int,
-    columns: int | None,
-    params: EngineParams,
-    state: EngineState,
-    passage: Passage,
+    options: RoundOptions,
     rows: Array,
     counts: Array,
-    masks: Array | None,
+    passage: Passage,
+    masks: Array | None = None,
 ) -> tuple[EngineState, Emitted]:
-    chosen, index = choose_rows(params, state, rows, columns)
-    chosen = refuse_rows(call, chosen, Status.READING)
-    read, emitted = read_chunk(call, width, params, chosen, counts, masks, passage)
-    return put_chosen(params, state, rows, index, read, emitted)
+    """Finish the read whose passage left the last stage; ``masks`` are those of prefill."""
+    return _on_last_stage(read_shard, options, params, state, (rows, counts, masks, passage))
 
 
-def _with_found_specs(
-    function: Callable[..., Any], params: EngineParams, state: EngineState, arguments: tuple
+def _on_last_stage(
+    function: Callable[..., Any],
+    options: RoundOptions,
+    params: EngineParams,
+    state: EngineState,
+    arguments: tuple[Any, ...],
 ) -> Any:
-    """on_mesh, where the function decides the structure of its second result."""
+    """``function(options, params, state, *arguments)``, on each of the last stage's devices."""
+    params.check(state, controls=options.controls)
     specs = partition_specs(arguments, params.layout)
-    run = functools.partial(on_mesh, function, params, state, arguments, specs)
-    if params.mesh is None:
-        return run(None)
-    _, structure = jax.eval_shape(lambda: run(P()))  # one spec for all serves to see it
-    return run(partition_specs(structure, params.layout))
+    return with_found_specs(functools.partial(function, options), params, state, arguments, specs)
 
 
 # On the devices of a stage.
@@ -235,12 +148,14 @@ def pass_stage(
     *,
     capture: tuple[int, ...],
     kernels: Kernels,
-    apart: bool = False,
+    isolate_blocks: bool = False,
 ) -> tuple[ModelState, Passage]:
-    """A stage's part of a round or a read; see models.stages.run_stage."""
+    """A stage's part of a round or a read; see models.pipeline_stage.run_stage."""
 
     def run(stage: Stage, states: ModelState, passage: Passage) -> tuple[ModelState, Passage]:
-        layers, after = run_stage(stage, states.layers, passage, capture, kernels, apart=apart)
+        layers, after = run_stage(
+            stage, states.layers, passage, capture, kernels, apart=isolate_blocks
+        )
         return states.replace(layers=layers), after
 
     captured = (*passage.captured, *captured_here(stage, capture))
@@ -252,11 +167,7 @@ def commit_stage(
     stage: Stage, states: ModelState, path: CommittedPath, *, kernels: Kernels
 ) -> ModelState:
     """Keep the accepted nodes of a round in the states of a stage."""
-
-    def run(stage: Stage, states: ModelState, path: CommittedPath) -> ModelState:
-        return states.commit(path, kernels)
-
-    return _on_stage(run, stage, states, (path,))
+    return _on_stage(lambda _, states, path: states.commit(path, kernels), stage, states, (path,))
 
 
 def reset_stage(stage: Stage, states: ModelState, rows: Array) -> ModelState:
@@ -267,7 +178,7 @@ def reset_stage(stage: Stage, states: ModelState, rows: Array) -> ModelState:
 def copy_stage_pages(
     stage: Stage, states: ModelState, source: Array, destination: Array
 ) -> ModelState:
-    """As functional.copy_pages, in the states of a stage."""
+    """Does what functional.copy_pages does, in the states of a stage."""
 
     def run(stage: Stage, states: ModelState, source: Array, destination: Array) -> ModelState:
         none = jnp.zeros(0, jnp.int32)  # no rows
@@ -281,7 +192,7 @@ def save_from_stage(
 ) -> tuple[ModelState, ModelState]:
     """The states as they are, and what they hold of a row [1] and its pages [n]."""
 
-    def run(stage: Stage, states: ModelState, row: Array, pages: Array) -> Any:
+    def run(_: Stage, states: ModelState, row: Array, pages: Array) -> Any:
         return states, states.take(pages, row)
 
     return _on_stage(run, stage, states, (row, pages), states)
@@ -292,7 +203,7 @@ def restore_to_stage(
 ) -> ModelState:
     """Put what save_from_stage returned into a row [1] and pages [n]."""
 
-    def run(stage: Stage, states: ModelState, saved: ModelState, row: Array, pages: Array) -> Any:
+    def run(_: Stage, states: ModelState, saved: ModelState, row: Array, pages: Array) -> Any:
         return states.put(saved, pages, row)
 
     return _on_stage(run, stage, states, (saved, row, pages))

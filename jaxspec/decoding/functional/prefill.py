@@ -1,5 +1,6 @@
 """Prefill: reads prompts in chunks, for all rows or some of them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, 
 from jaxspec.decoding.functional.refusals import refuse_rows
 from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_chosen
 from jaxspec.decoding.round import split_captured
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import (
     History,
     Logprobs,
@@ -73,7 +74,7 @@ def prefill(
       order_invariant: make attention sums independent of slot order. In bfloat16 the result is then
         the same however a prompt is cut into chunks, if ``width`` and the number of rows are.
       masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
-        (see speculation.token_masks); None: all.
+        (see decoding.token_masks); None: all.
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
@@ -83,50 +84,66 @@ def prefill(
     """
     check_state(params, state, controls=controls)
     check_sizes(width=width, columns=columns)
-    call = params.call(
+    options = RoundOptions(
+        params.speculation_of(None),
+        params.kernels,
+        columns=columns,
         greedy=greedy,
         controls=controls,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        prompt_logprobs=prompt_logprobs,
         hidden=hidden,
+        width=width,
+        prompt_logprobs=prompt_logprobs,
         order_invariant=order_invariant,
     )
-    rows = listed_rows(params, state, rows)
-    batch = state.rows.status.shape if rows is None else rows.shape
+    options, listed = params.checked_options(options), listed_rows(params, state, rows)
+    batch = state.rows.status.shape if listed is None else listed.shape
     if counts is not None:
         check_counts(counts, batch[0], width)
         counts = jnp.asarray(counts, jnp.int32)
     if masks is not None:
         check_masks(masks, batch, params.target.config.vocab_size)
-    check_order(state, rows)
-    spec = row_spec(params)
-    width = min(width, state.rows.tokens.shape[1])
-    function = functools.partial(_prefill, call, width, columns)
-    arguments = (rows, counts, masks)
+    check_order(state, listed)
+    return read_rows(params, state, options, listed, counts, masks)
+
+
+def read_rows(
+    params: EngineParams,
+    state: EngineState,
+    options: RoundOptions,
+    rows: Array | None,
+    counts: Array | None = None,
+    masks: Array | None = None,
+) -> tuple[EngineState, Emitted]:
+    """Read the next chunk of rows [B], int32, up to ``counts`` [B] tokens each. See prefill."""
+    params.check(state, controls=options.controls)
+    width = min(options.width, state.rows.tokens.shape[1])
+    options = dataclasses.replace(options, width=width)
+    arguments, spec = (rows, counts, masks), row_spec(params)
     specs = tuple(None if x is None else spec for x in arguments)
-    return on_mesh(function, params, state, arguments, specs, emitted_specs(params, call))
+    function, emitted = functools.partial(read_shard, options), emitted_specs(params, options)
+    return on_mesh(function, params, state, arguments, specs, emitted)
 
 
-def _prefill(
-    call: Call,
-    width: int,
-    columns: int | None,
+def read_shard(
+    options: RoundOptions,
     params: EngineParams,
     state: EngineState,
     rows: Array | None,
     counts: Array | None,
     masks: Array | None,
+    before: Passage | None = None,
 ) -> tuple[EngineState, Emitted]:
-    chosen, index = choose_rows(params, state, rows, columns)
-    chosen = refuse_rows(call, chosen, Status.READING)
-    read, emitted = read_chunk(call, width, params, chosen, counts, masks)
+    """Read a chunk on one device's shard; ``before``: see decoder.run."""
+    chosen, index = choose_rows(params, state, rows, options.columns)
+    chosen = refuse_rows(options, chosen, Status.READING)
+    read, emitted = read_chunk(options, params, chosen, counts, masks, before)
     return put_chosen(params, state, rows, index, read, emitted)
 
 
 def read_chunk(
-    call: Call,
-    width: int,
+    options: RoundOptions,
     params: EngineParams,
     state: EngineState,
     limits: Array | None,
@@ -135,41 +152,41 @@ def read_chunk(
 ) -> tuple[EngineState, Emitted]:
     """Read the next chunk of all rows of ``state`` that are reading."""
     rows, target = state.rows, params.target
-    run, counts = next_tokens(state, width, limits)
+    run, counts = next_tokens(state, options.width, limits)
     states, capture = state.pool.target, params.drafter.capture
     hidden, layers, captured = decoder.run(
         target,
         run.tokens,
         run.positions,
         states.layers,
-        causal_attend(state, run, order_invariant=call.order_invariant),
-        (*capture, *call.hidden),
-        call.kernels,
-        apart=call.apart,
+        causal_attend(state, run, order_invariant=options.order_invariant),
+        (*capture, *options.hidden),
+        options.kernels,
+        apart=options.isolate_blocks,
         many=True,
         before=before,
     )
-    features, asked = split_captured(captured, len(capture), len(call.hidden))
+    features, asked = split_captured(captured, len(capture), len(options.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     ended = jnp.take_along_axis(hidden, last, axis=1)
-    logits = decoder.logits(target, ended, call.kernels, apart=call.apart)
+    logits = decoder.logits(target, ended, options.kernels, apart=options.isolate_blocks)
     lens = rows.context_lens + counts
-    roots, finite = _next_token(logits, state, lens, masks, call, params)
+    roots, finite = _next_token(logits, state, lens, masks, options, params)
     chunk = PrefillChunk(tokens=run.tokens, counts=counts)
-    draft = params.drafter.prefill(target, state, chunk, features, call)
+    draft = params.drafter.prefill(target, state, chunk, features, options)
     draft = checked_state(params.drafter, "prefill", state, draft)
     pool = state.pool.replace(target=states.replace(layers=layers), draft=draft.pool)
     after, sampled = _advanced(rows, counts, roots, finite)
     after = after.replace(draft=draft.rows)
     asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
-    own = top_tokens = top_logprobs = prompt = None
-    if call.logprobs:
+    logprobs = top_tokens = top_logprobs = prompt = None
+    if options.logprobs:
         scores = token_logprobs(
-            logits, roots[:, None], call.top_logprobs, target.layout, call.kernels
+            logits, roots[:, None], options.top_logprobs, target.layout, options.kernels
         )
-        own, top_tokens, top_logprobs = jax.tree.map(lambda x: x[None], scores)
-    if call.prompt_logprobs:
-        prompt = _prompt_logprobs(hidden, state, counts, call, target)
+        logprobs, top_tokens, top_logprobs = jax.tree.map(lambda x: x[None], scores)
+    if options.prompt_logprobs:
+        prompt = _prompt_logprobs(hidden, state, counts, options, target)
     none = jnp.zeros_like(counts)[None]
     emitted = Emitted(
         num_rounds=jnp.int32(0),  # no draft was verified
@@ -179,7 +196,7 @@ def read_chunk(
         drafted=none,
         status=after.status,
         ending=after.ending,
-        logprobs=own,
+        logprobs=logprobs,
         hidden=asked,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
@@ -225,45 +242,29 @@ def _next_token(
     state: EngineState,
     lens: Array,
     masks: Array | None,
-    call: Call,
+    options: RoundOptions,
     params: EngineParams,
 ) -> tuple[Array, Array]:
     """The tokens [B] that follow ``lens`` [B] tokens, from raw logits [B, 1, V / shards], and
     whether what they are drawn from is finite [B]."""
-    layout = params.target.layout
-    legal = logits if masks is None else restrict(logits, masks[:, None], layout)
-    controlled = _controlled(legal, state, lens, call, params)
-    roots = _sample(controlled, state, lens, call, params)
-    return roots, collectives.all_finite(controlled, layout)[:, 0]
-
-
-def _controlled(
-    logits: Array, state: EngineState, lens: Array, call: Call, params: EngineParams
-) -> Array:
-    """Raw logits [B, 1, V / shards] after ``lens`` [B] tokens, with the rows' controls applied."""
-    if not call.controls or state.controls is None:
-        return logits
-    rows = state.rows
-    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
-    history = History(rows.tokens, lens, nothing)
-    return control_logits(logits, state.controls, history, rows.stop_tokens, params.target.layout)
-
-
-def _sample(
-    logits: Array, state: EngineState, positions: Array, call: Call, params: EngineParams
-) -> Array:
-    """Sample [B] tokens at ``positions`` [B] from logits [B, 1, V / shards]."""
-    sampling, layout = state.rows.sampling, params.target.layout
-    processed = process_logits(logits, sampling, layout, greedy=call.greedy, kernels=call.kernels)
+    rows, layout = state.rows, params.target.layout
+    if masks is not None:
+        logits = restrict(logits, masks[:, None], layout)
+    if options.controls and state.controls is not None:
+        no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+        history = History(rows.tokens, lens, no_path)
+        logits = control_logits(logits, state.controls, history, rows.stop_tokens, layout)
+    greedy, kernels = options.greedy, options.kernels
+    processed = process_logits(logits, rows.sampling, layout, greedy=greedy, kernels=kernels)
     ids = vocab_ids(logits.shape[-1], layout)
-    noisy = perturb(processed, sampling, positions[:, None], ids, greedy=call.greedy)
-    return collectives.argmax(noisy, layout)[:, 0]
+    noisy = perturb(processed, rows.sampling, lens[:, None], ids, greedy=greedy)
+    return collectives.argmax(noisy, layout)[:, 0], collectives.all_finite(logits, layout)[:, 0]
 
 
 def _prompt_logprobs(
-    hidden: Array, state: EngineState, counts: Array, call: Call, target: Decoder
+    hidden: Array, state: EngineState, counts: Array, options: RoundOptions, target: Decoder
 ) -> PromptLogprobs:
-    """Of the tokens after each of a chunk's, from its hidden states [B, T, H].
+    """Log-probabilities of the tokens after each of a chunk's, from hidden states [B, T, H].
 
     Logits are computed for a few positions at a time: all of them would need gigabytes.
     """
@@ -283,11 +284,11 @@ def _prompt_logprobs(
 
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, tokens = block
-        logits = decoder.logits(target, hidden, call.kernels, apart=call.apart)
-        return token_logprobs(logits, tokens, call.top_logprobs, target.layout, call.kernels)
+        logits = decoder.logits(target, hidden, options.kernels, apart=options.isolate_blocks)
+        return token_logprobs(logits, tokens, options.top_logprobs, target.layout, options.kernels)
 
     scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))
-    own, top_tokens, top_logprobs = jax.tree.map(whole, scores)
+    logprobs, top_tokens, top_logprobs = jax.tree.map(whole, scores)
     return PromptLogprobs(
-        valid=valid, logprobs=own, top_tokens=top_tokens, top_logprobs=top_logprobs
+        valid=valid, logprobs=logprobs, top_tokens=top_tokens, top_logprobs=top_logprobs
     )

@@ -4,20 +4,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.decoding.functional.params import EngineParams
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Ending, EngineState, Rows, Status
 
 
-def refuse_rows(call: Call, state: EngineState, status: Status) -> EngineState:
+def refuse_rows(options: RoundOptions, state: EngineState, status: Status) -> EngineState:
     """The state with the rows of ``status`` DONE that this kind of call cannot serve.
 
     Rows that sample end a greedy call with NOT_GREEDY, rows with controls end one that applies none
     with UNCONTROLLED.
     """
     rows, controls = state.rows, state.controls
-    if call.greedy:
+    if options.greedy:
         rows = _refuse(rows, (rows.status == status) & rows.sampling.drawn, Ending.NOT_GREEDY)
-    if controls is not None and not call.controls:
+    if controls is not None and not options.controls:
         rows = _refuse(rows, (rows.status == status) & controls.used, Ending.UNCONTROLLED)
     return state.replace(rows=rows)
 
@@ -39,11 +39,11 @@ def refuse_unread(params: EngineParams, state: EngineState, limit: Array) -> Eng
     return state.replace(rows=_refuse(rows, unread, Ending.UNREAD))
 
 
-def rows_to_decode(call: Call, state: EngineState) -> EngineState:
+def rows_to_decode(options: RoundOptions, state: EngineState) -> EngineState:
     """The state as the rounds of a call see it: without rows that this kind of call cannot serve,
     and without work for idle ones."""
-    state = refuse_rows(call, state, Status.DECODING)
-    if call.greedy:
+    state = refuse_rows(options, state, Status.DECODING)
+    if options.greedy:
         return state
     return state.replace(rows=_without_idle_sampling(state.rows))
 

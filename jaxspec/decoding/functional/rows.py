@@ -197,7 +197,7 @@ def empty_rows(
 ) -> Rows:
     # A separate array for each field: a shared one would be donated twice.
     size = index.shape[0]
-    status, ending, prompt_lens, context_lens, cached_lens, max_lens, room = (
+    status, ending, prompt_lens, context_lens, cached_lens, max_lens, context_capacity = (
         jnp.zeros(size, jnp.int32) for _ in range(7)
     )
     return Rows(
@@ -209,7 +209,7 @@ def empty_rows(
         context_lens=context_lens,
         cached_lens=cached_lens,
         max_lens=max_lens,
-        room=room,
+        context_capacity=context_capacity,
         stop_tokens=jnp.full((size, max_stops), -1, jnp.int32),
         page_table=jnp.array(page_table, jnp.int32),
         sampling=jax.tree.map(jnp.array, make_sampling(size)),
@@ -289,14 +289,14 @@ def assign_pages(
 def _assign_pages(
     params: EngineParams, state: EngineState, rows: Array, page_table: Array
 ) -> EngineState:
-    own = state.rows
-    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    all_rows = state.rows
+    index = local_rows(rows, all_rows.status.shape[0], params.layout.batch)
     held = held_slots(page_table, state.pool.page_size)
-    room = held - params.speculation.scratch_slots
+    context_capacity = held - params.speculation.scratch_slots
     return state.replace(
-        rows=own.replace(
-            page_table=own.page_table.at[index].set(page_table, mode="drop"),
-            room=own.room.at[index].set(room, mode="drop"),
+        rows=all_rows.replace(
+            page_table=all_rows.page_table.at[index].set(page_table, mode="drop"),
+            context_capacity=all_rows.context_capacity.at[index].set(context_capacity, mode="drop"),
         )
     )
 
@@ -312,17 +312,17 @@ def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineS
 
 
 def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineState:
-    own = state.rows
-    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    all_rows = state.rows
+    index = local_rows(rows, all_rows.status.shape[0], params.layout.batch)
 
     def cleared(x: Array) -> Array:
         return x.at[index].set(0, mode="drop")
 
     return state.replace(
-        rows=own.replace(
-            status=cleared(own.status),
-            ending=cleared(own.ending),
-            context_lens=cleared(own.context_lens),
-            sampling=own.sampling.replace(temperature=cleared(own.sampling.temperature)),
+        rows=all_rows.replace(
+            status=cleared(all_rows.status),
+            ending=cleared(all_rows.ending),
+            context_lens=cleared(all_rows.context_lens),
+            sampling=all_rows.sampling.replace(temperature=cleared(all_rows.sampling.temperature)),
         )
     )

@@ -45,9 +45,9 @@ def _check_split(params: EngineParams, listed: np.ndarray, num_rows: int) -> Non
     shards = params.data_parallel
     if listed.size % shards:
         raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
-    own = np.repeat(np.arange(shards), listed.size // shards)
+    device = np.repeat(np.arange(shards), listed.size // shards)
     inside = (listed >= 0) & (listed < num_rows)
-    if (listed // (num_rows // shards) != own)[inside].any():
+    if (listed // (num_rows // shards) != device)[inside].any():
         raise ValueError(
             f"rows {listed.tolist()}: each of {shards} devices has its own "
             f"{num_rows // shards} rows only, so each share of the list must name those"
@@ -64,10 +64,11 @@ def choose_rows(
     """
     if rows is None:
         return state.replace(rows=_narrow(state, columns)), None
-    own = state.rows
-    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    all_rows = state.rows
+    index = local_rows(rows, all_rows.status.shape[0], params.layout.batch)
     chosen = state.replace(
-        rows=take_rows(own, index).replace(index=index), controls=take_rows(state.controls, index)
+        rows=take_rows(all_rows, index).replace(index=index),
+        controls=take_rows(state.controls, index),
     )
     return chosen.replace(rows=_narrow(chosen, columns)), index
 
@@ -82,12 +83,12 @@ def put_chosen(
 ) -> tuple[EngineState, Emitted]:
     """``state`` after a call on the rows of choose_rows, and what they emitted; rows of other
     devices are emitted as MISPLACED."""
-    own = state.rows
+    all_rows = state.rows
     if rows is None or index is None:
-        return chosen.replace(rows=widened(own, chosen.rows)), emitted
-    num_rows = own.status.shape[0]
-    changed = widened(take_rows(own, index), chosen.rows)
-    after = chosen.replace(rows=put_rows(own, index, changed), controls=state.controls)
+        return chosen.replace(rows=widened(all_rows, chosen.rows)), emitted
+    num_rows = all_rows.status.shape[0]
+    changed = widened(take_rows(all_rows, index), chosen.rows)
+    after = chosen.replace(rows=put_rows(all_rows, index, changed), controls=state.controls)
     elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
     ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
     return after, emitted.replace(ending=ending)
@@ -103,19 +104,21 @@ def _narrow(state: EngineState, columns: int | None) -> Rows:
         page_table=rows.page_table[:, :columns],
         tokens=rows.tokens[:, :slots],
         # One less, because the token after the last slot must fit ``tokens``.
-        room=jnp.minimum(rows.room, slots - state.capacity.scratch_slots - 1),
+        context_capacity=jnp.minimum(
+            rows.context_capacity, slots - state.capacity.scratch_slots - 1
+        ),
     )
 
 
 def widened(before: Rows, after: Rows) -> Rows:
-    """``after``, with the columns and the room of ``before`` that _narrow cut off."""
+    """``after``, with the columns and the capacity of ``before`` that _narrow cut off."""
     if after.page_table.shape == before.page_table.shape:
         return after
     rest = before.tokens[:, after.tokens.shape[1] :]
     return after.replace(
         page_table=before.page_table,
         tokens=jnp.concatenate([after.tokens, rest], axis=1),
-        room=before.room,
+        context_capacity=before.context_capacity,
     )
 
 

@@ -1,16 +1,16 @@
 """Reads whole prompts, however long, in one call."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.decoding.functional.checks import check_sizes
+from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
 from jaxspec.decoding.functional.params import EngineParams, Integers
-from jaxspec.decoding.functional.prefill import prefill
+from jaxspec.decoding.functional.prefill import read_rows
 from jaxspec.decoding.functional.subset import listed_rows
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState, Status
 
 
@@ -30,8 +30,8 @@ def prefill_all(
 ) -> tuple[EngineState, Emitted]:
     """Read the prompts of some rows to their ends, in chunks of ``width`` tokens.
 
-    Each row then decodes, or is done. One program reads all chunks: it calls ``prefill`` until no
-    row is reading. It may be called in a ``jit`` or ``vmap``.
+    Each row then decodes, or is done. One program reads all chunks: it reads chunks, as ``prefill``
+    does, until no row is reading. It may be called in a ``jit`` or ``vmap``.
 
     Args:
       width: tokens per row that the program reads at a time; a prompt may be longer.
@@ -43,20 +43,22 @@ def prefill_all(
 
     Raises ValueError as prefill does.
     """
-    check_sizes(width=width)
-    read = functools.partial(
-        prefill,
-        params,
-        width=width,
+    check_state(params, state, controls=controls)
+    check_sizes(width=width, columns=columns)
+    options = RoundOptions(
+        params.speculation_of(None),
+        params.kernels,
         columns=columns,
         greedy=greedy,
         controls=controls,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         hidden=hidden,
+        width=width,
         order_invariant=order_invariant,
     )
-    listed = listed_rows(params, state, rows)
+    options, listed = params.checked_options(options), listed_rows(params, state, rows)
+    check_order(state, listed)
 
     # Rows that are listed in another device's part stay unread, so the loop must not wait for them.
     most = -(-state.rows.tokens.shape[1] // width)
@@ -65,10 +67,10 @@ def prefill_all(
         return (carry.chunks < most) & jnp.any(_status(carry.state, listed) == Status.READING)
 
     def next_chunk(carry: _Carry) -> _Carry:
-        after, emitted = read(carry.state, listed)
+        after, emitted = read_rows(params, carry.state, options, listed)
         return _Carry(carry.chunks + 1, after, _merged(carry.emitted, emitted))
 
-    first = _Carry(jnp.int32(1), *read(state, listed))
+    first = _Carry(jnp.int32(1), *read_rows(params, state, options, listed))
     _, state, emitted = lax.while_loop(unfinished, next_chunk, first)
     return state, emitted
 

@@ -72,7 +72,7 @@ def make_sampling(
     given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds)
     for name, value in given.items():
         check_size(name, value, batch)
-    own = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
+    offsets = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
     check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
     check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
     check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
@@ -82,7 +82,7 @@ def make_sampling(
         top_k=per_row(top_k, batch, jnp.int32),
         top_p=per_row(top_p, batch, jnp.float32),
         min_p=per_row(min_p, batch, jnp.float32),
-        seeds=per_row(seeds, batch, jnp.uint32) + own,
+        seeds=per_row(seeds, batch, jnp.uint32) + offsets,
     )
 
 

@@ -9,9 +9,9 @@ from pallas_kernels.selection import Kernels
 
 
 class Logprobs(NamedTuple):
-    """Of some tokens, and of the K likeliest ones in their place, the likeliest first."""
+    """Log-probabilities of given tokens, and of the K likeliest in their place, in order."""
 
-    own: Array  # float32 [...]
+    given: Array  # float32 [...], of the given tokens
     top_tokens: Array | None  # int32 [..., K]; None for K = 0
     top: Array | None  # float32 [..., K]
 
@@ -20,8 +20,8 @@ def token_logprobs(
     logits: Array, tokens: Array, alternatives: int, layout: Layout, kernels: Kernels
 ) -> Logprobs:
     """log softmax(logits [..., V / shards]) at ``tokens`` [...] and at the likeliest tokens."""
-    own = collectives.take(logits, tokens, layout) - collectives.log_sum_exp(logits, layout)
+    given = collectives.take(logits, tokens, layout) - collectives.log_sum_exp(logits, layout)
     if not alternatives:
-        return Logprobs(own, None, None)
+        return Logprobs(given, None, None)
     top, top_tokens = collectives.top_log_probs(logits, alternatives, layout, kernels)
-    return Logprobs(own, top_tokens, top)
+    return Logprobs(given, top_tokens, top)

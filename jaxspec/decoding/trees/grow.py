@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
-from jaxspec.decoding.round_options import Call
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.decoding.sampling.noise import Stream
 from jaxspec.decoding.trees.tree import DraftTree, make_chain, make_tree
@@ -58,7 +58,7 @@ class Proposer(NamedTuple):
     """Chooses children from draft logits.
 
     Attributes:
-      call: the shape of the tree and how its tokens are chosen.
+      options: the shape of the tree and how its tokens are chosen.
       context_lens: [B]; a node of depth d is the token at position context_lens + d.
       layout: how the last dimension of the draft logits is split.
       token_ids: [W] target id of each draft id, or None if they are equal.
@@ -66,7 +66,7 @@ class Proposer(NamedTuple):
         and how it is split, for the distributions that rejection sampling needs.
     """
 
-    call: Call
+    options: RoundOptions
     sampling: Sampling
     context_lens: Array
     layout: Layout
@@ -76,7 +76,7 @@ class Proposer(NamedTuple):
 
     @property
     def speculation(self) -> SpeculationConfig:
-        return self.call.speculation
+        return self.options.speculation
 
     @jax.named_scope("sample")
     def children(self, logits: Array, depth: int | Array) -> Children:
@@ -86,7 +86,7 @@ class Proposer(NamedTuple):
         """
         ranked = self._ranked(self._processed(logits), depth)
         values, index = collectives.top_log_probs(
-            ranked, self.speculation.top_k, self.layout, self.call.kernels
+            ranked, self.speculation.top_k, self.layout, self.options.kernels
         )
         # NaN would break the order of scores, by which parents come before their children.
         return Children(self._target_ids(index), jnp.where(jnp.isnan(values), -jnp.inf, values))
@@ -109,9 +109,9 @@ class Proposer(NamedTuple):
         """The same token as ``next_token``, and its probability: float32 [B, 1]."""
         logits = self._processed(logits)
         index = collectives.argmax(self._ranked(logits, depth), self.layout)
-        own = collectives.take(logits, index, self.layout)
+        logit = collectives.take(logits, index, self.layout)
         log_sum = collectives.log_sum_exp(logits, self.layout)
-        return self._target_ids(index), jnp.exp(own - log_sum)
+        return self._target_ids(index), jnp.exp(logit - log_sum)
 
     def _processed(self, logits: Array) -> Array:
         if self.speculation.resolved_proposal == "top_k":
@@ -120,8 +120,8 @@ class Proposer(NamedTuple):
             logits,
             self.sampling,
             self.layout,
-            greedy=self.call.greedy,
-            kernels=self.call.kernels,
+            greedy=self.options.greedy,
+            kernels=self.options.kernels,
         )
 
     def _ranked(self, logits: Array, depth: int | Array) -> Array:
@@ -132,7 +132,7 @@ class Proposer(NamedTuple):
         stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
         positions = self.context_lens[:, None] + depth  # of one depth the same for all beams
         ids = self._local_token_ids(logits.shape[-1])
-        return perturb(logits, self.sampling, positions, ids, stream, greedy=self.call.greedy)
+        return perturb(logits, self.sampling, positions, ids, stream, greedy=self.options.greedy)
 
     def _target_ids(self, index: Array) -> Array:
         return index if self.token_ids is None else self.token_ids[index]
@@ -200,13 +200,13 @@ def grow(
 def _grow_chain(
     proposer: Proposer, roots: Array, root_logits: Array, step: Step, carry: Any
 ) -> tuple[DraftTree, Any]:
-    """grow with one beam and one child per level, which needs no scores."""
+    """Does what grow does, with one beam and one child per level, which needs no scores."""
     spec, logits = proposer.speculation, root_logits[:, None]
     tokens, probs = [roots[:, None]], []
     for depth in range(1, spec.max_depth + 1):
         if depth > 1:
             # Each scratch node sees itself and all scratch nodes before it.
-            seen = _own_bits(0, depth - 1, _words(spec)).sum(axis=0, dtype=np.uint32)
+            seen = _node_bits(0, depth - 1, _words(spec)).sum(axis=0, dtype=np.uint32)
             ancestors = jnp.broadcast_to(seen, (*tokens[-1].shape, seen.size))
             parents = jnp.zeros_like(tokens[-1])
             beam = Beams(tokens[-1], parents, depth - 1, depth - 2, ancestors)
@@ -247,8 +247,8 @@ def _words(spec: SpeculationConfig) -> int:
     return -(-spec.top_k * spec.max_depth // 32)
 
 
-def _own_bits(first: int, count: int, words: int) -> np.ndarray:
-    """Mask with the own bit of each of the scratch nodes first .. first + count - 1: uint32
+def _node_bits(first: int, count: int, words: int) -> np.ndarray:
+    """Masks with the bit of each of the scratch nodes first .. first + count - 1: uint32
     [count, words]."""
     node = first + np.arange(count)
     bit = np.uint32(1) << (node % 32).astype(np.uint32)
@@ -257,8 +257,8 @@ def _own_bits(first: int, count: int, words: int) -> np.ndarray:
 
 def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:
     tokens = children.tokens[:, 0]
-    own = _own_bits(0, spec.top_k, _words(spec))
-    ancestors = jnp.broadcast_to(own, (*tokens.shape, own.shape[-1]))
+    bits = _node_bits(0, spec.top_k, _words(spec))
+    ancestors = jnp.broadcast_to(bits, (*tokens.shape, bits.shape[-1]))
     return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors)
 
 
@@ -274,7 +274,7 @@ def _next_beams(
         parents=parents,
         depth=depth,
         first=first,
-        ancestors=inherited | _own_bits(first, spec.top_k, _words(spec)),
+        ancestors=inherited | _node_bits(first, spec.top_k, _words(spec)),
     )
 
 

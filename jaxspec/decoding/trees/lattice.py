@@ -2,7 +2,7 @@
 
 The logits of a depth do not depend on the tokens before, so a block is a lattice: every path takes
 one token of each depth, and its log-probability is the sum of theirs. The likeliest paths make the
-tree. Where they do depend (DSpark's Markov head), ``expand.grow`` grows it level by level, and
+tree. Where they do depend (DSpark's Markov head), ``grow.grow`` grows it level by level, and
 its ``top_k`` beams may miss some of the likeliest paths.
 """
 
@@ -57,11 +57,11 @@ def best_paths(children: Children, shape: TreeShape) -> list[Candidates]:
     candidates = [Candidates(tokens, scores, jnp.zeros_like(tokens))]  # their parent is the root
     first = 1  # candidate number of the level's first
     for depth in range(1, children.tokens.shape[1]):
-        own_tokens, own = (x[:, depth] for x in children)  # [B, k]
-        totals = (scores[:, :, None] + own[:, None, :]).reshape(len(scores), -1)
-        parents = first + jnp.arange(totals.shape[1]) // own.shape[1]
+        level_tokens, level_scores = (x[:, depth] for x in children)  # [B, k]
+        totals = (scores[:, :, None] + level_scores[:, None, :]).reshape(len(scores), -1)
+        parents = first + jnp.arange(totals.shape[1]) // level_scores.shape[1]
         first += scores.shape[1]
         scores, picked = local_top_k(totals, min(most, totals.shape[1]))
-        tokens = jnp.take_along_axis(own_tokens, picked % own.shape[1], axis=1)
+        tokens = jnp.take_along_axis(level_tokens, picked % level_scores.shape[1], axis=1)
         candidates.append(Candidates(tokens, scores, parents[picked]))
     return candidates

@@ -1,7 +1,7 @@
 """Growing a chain only while it is likely to be accepted, as a loop.
 
 Each step of a draft model takes time, and one after a draft that is unlikely is nearly never
-accepted. The step is compiled once, where expand.grow compiles one for each depth.
+accepted. The step is compiled once, where grow.grow compiles one for each depth.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ def grow_while_likely(
     All rows draft equally many tokens, at least one and at most ``max_depth``. A draft is as likely
     as the product of its tokens' probabilities in the drafter's processed logits. After each
     token drafting goes on if some ``wanted`` row's whole draft is at least ``least_probability``
-    likely. The tokens are the first ones of the chain that expand.grow would draft.
+    likely. The tokens are the first ones of the chain that grow.grow would draft.
 
     The acceptance rule must be ``match``: with another one a row's text would depend on where other
     rows end the chain.

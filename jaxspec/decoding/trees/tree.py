@@ -149,8 +149,8 @@ def pack_mask(mask: Array) -> Array:
 
 def pack_constant(mask: np.ndarray) -> np.ndarray:
     """pack_mask of a constant, as a constant."""
-    room = -mask.shape[-1] % 32
-    padded = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, room)])
+    padding = -mask.shape[-1] % 32
+    padded = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, padding)])
     return np.packbits(padded, axis=-1, bitorder="little").view("<u4")
 
 

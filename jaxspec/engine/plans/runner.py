@@ -17,7 +17,7 @@ from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
 from jaxspec.engine.plans.structured_rounds import StructuredRounds
 from jaxspec.engine.plans.timer import PlanTimer
 from jaxspec.engine.programs.arguments import NewRow
-from jaxspec.engine.programs.call import Call, joined
+from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
@@ -28,11 +28,11 @@ class Launched(NamedTuple):
     """A plan whose calls run on the device, with trees of one shape."""
 
     plan: Plan
-    calls: list[Call]
+    calls: list[LaunchedCall]
     shape: TreeShape
 
 
-def wait_for_device(calls: Sequence[Call]) -> tuple[list[Call], bool]:
+def wait_for_device(calls: Sequence[LaunchedCall]) -> tuple[list[LaunchedCall], bool]:
     """Calls with what they emitted, read from the device, and whether the host had to wait.
 
     Of an engine whose requests are neither structured nor swapped, only this waits for the device.
@@ -57,7 +57,7 @@ class PlanRunner:
         self._structured = StructuredRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
-    def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
+    def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         """Start everything that a plan says, in its order. Nothing is waited for."""
         programs = self.programs
         if plan.runs_model:
@@ -68,7 +68,7 @@ class PlanRunner:
             self.swapped.drop(request_id)
         for out in plan.swap_out:
             self.swapped.save(out)
-        programs.settle(plan.catch_up)
+        programs.catch_up(plan.catch_up)
         programs.release([row for row in plan.release if row not in self._idle_rows])
         self._idle_rows |= set(plan.release)
         for back in plan.swap_in:
@@ -95,7 +95,7 @@ class PlanRunner:
             self._structured.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]
 
-    def verify(self) -> list[Call]:
+    def verify(self) -> list[LaunchedCall]:
         """Run the second half of a plan's masked rounds, once all plans before it are read."""
         return self._structured.verify()
 
@@ -112,12 +112,12 @@ class PlanRunner:
             max_len=sequence.limit,
             sampling=sampling,
             stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
-            own_prompt=sequence.prompt_length,
+            request_prompt_len=sequence.prompt_length,
             table=step.table,
             cached=step.cached if isinstance(step, Admission) else 0,
         )
 
-    def _reads(self, plan: Plan, load: Load) -> list[Call]:
+    def _reads(self, plan: Plan, load: Load) -> list[LaunchedCall]:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
@@ -125,7 +125,7 @@ class PlanRunner:
         kind = kind_of(sequences, reads=True)
         return self.programs.read(reads_of(plan), load, masks, kind=kind)
 
-    def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
+    def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         if not plan.decode_rows:
             return []
         sequences = [plan.sequences[row] for row in plan.decode_rows]
@@ -138,7 +138,7 @@ class PlanRunner:
             kind=kind_of(sequences),
         )
 
-    def wait(self, calls: list[Call]) -> list[Call]:
+    def wait(self, calls: list[LaunchedCall]) -> list[LaunchedCall]:
         """The calls of the earliest plan that has not been waited for, read from the device."""
         found, waited = wait_for_device(calls)
         self._timer.stop(found, waited)

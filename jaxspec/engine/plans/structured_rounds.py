@@ -9,7 +9,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.generation import ErrorKind, Generation
 from jaxspec.engine.plans.sequences import generation_of, kind_of
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load
 from jaxspec.engine.programs.structured import Drafted, run_draft, run_verify
@@ -55,7 +55,7 @@ class StructuredRounds:
                     self._fail(sequence, error)
         return masks
 
-    def draft(self, plan: Plan, reads: list[Call], load: Load, shape: TreeShape) -> None:
+    def draft(self, plan: Plan, reads: list[LaunchedCall], load: Load, shape: TreeShape) -> None:
         """Launch the first half of the round of a plan's masked rows; ``reads`` are its calls."""
         sequences = [plan.sequences[row] for row in plan.masked_rows]
         drafted = run_draft(
@@ -68,7 +68,7 @@ class StructuredRounds:
         )
         self._pending = _Pending(plan, reads, drafted)
 
-    def verify(self) -> list[Call]:
+    def verify(self) -> list[LaunchedCall]:
         """Launch the second half, if there is one."""
         if self._pending is None:
             return []
@@ -109,5 +109,5 @@ class _Pending(NamedTuple):
     """A plan whose masked rows have trees, and its calls that read prompts."""
 
     plan: Plan
-    reads: list[Call]
+    reads: list[LaunchedCall]
     drafted: Drafted

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
@@ -42,7 +42,7 @@ class PlanTimer:
         started = _Started(tokens, plain, self.programs.compiled, time.perf_counter())
         self._started.append(started)
 
-    def stop(self, calls: Sequence[Call], waited: bool) -> None:
+    def stop(self, calls: Sequence[LaunchedCall], waited: bool) -> None:
         """The calls of the earliest plan that was started were read.
 
         Its time is known if the host had to wait for it, and compiled nothing meanwhile.

@@ -1,4 +1,4 @@
-"""An engine's empty state, and requests that get its rows, as the arrays that programs take."""
+"""What an engine's programs take: an empty state, requests as arrays, and static options."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,15 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.sampling_params import MOST_LOGPROBS, SamplingParams
 from jaxspec.decoding.functional import EngineParams, init_state
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Controls, Sampling, make_controls
 from jaxspec.decoding.state import EngineState
-from jaxspec.engine.programs.sizes import Sizes
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, Sizes
 
 
 def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
-    """Of these sizes, without controls."""
+    """An empty state of these sizes, without controls."""
     return init_state(
         params,
         sizes.num_rows,
@@ -32,7 +33,7 @@ class NewRow:
     """A request to be admitted; see functional.admit.
 
     Attributes:
-      prompt: what it reads; tokens after the first ``own_prompt`` are its output so far.
+      prompt: what it reads; tokens after the first ``request_prompt_len`` are its output so far.
     """
 
     row: int
@@ -40,7 +41,7 @@ class NewRow:
     max_len: int
     sampling: SamplingParams
     stop_token_ids: Sequence[int]
-    own_prompt: int
+    request_prompt_len: int
     table: Sequence[int]
     cached: int = 0
 
@@ -82,11 +83,11 @@ def admission(
         "page_table": table,
         "cached_lens": np.array([new.cached for new in padded], np.int32),
     }
-    return (_index(rows, size, sizes.num_rows), prompts, lens), options
+    return (sizes.padded([new.row for new in rows], size), prompts, lens), options
 
 
 def new_controls(
-    rows: Sequence[NewRow], size: int, num_rows: int, params: EngineParams
+    rows: Sequence[NewRow], size: int, sizes: Sizes, params: EngineParams
 ) -> tuple[np.ndarray, Controls]:
     """Arguments of functional.set_controls for ``size`` rows; the rest is padding."""
     padded, vocab = [*rows, *[rows[-1]] * (size - len(rows))], params.target.config.vocab_size
@@ -95,16 +96,42 @@ def new_controls(
         size,
         vocab,
         bias=np.stack([new.sampling.dense_bias(vocab) for new in padded]),
-        prompt_lens=np.array([new.own_prompt for new in padded], np.int32),
+        prompt_lens=np.array([new.request_prompt_len for new in padded], np.int32),
         min_tokens=_values(padded, "min_tokens", np.int32),
         **{name: _values(padded, name, np.float32) for name in names},
     )
-    return _index(rows, size, num_rows), controls
+    return sizes.padded([new.row for new in rows], size), controls
 
 
-def _index(rows: Sequence[NewRow], size: int, num_rows: int) -> np.ndarray:
-    """Row indices; those of padding are past the last row."""
-    return np.array([*(new.row for new in rows), *[num_rows] * (size - len(rows))], np.int32)
+def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey) -> RoundOptions:
+    """The static options of a program that reads prompts or runs rounds."""
+    kind, shape = key.kind, None if isinstance(key, ReadKey) else key.shape
+    alternatives = min(MOST_LOGPROBS, params.target.config.vocab_size)
+    options = dataclasses.replace(
+        params.round_options(shape),
+        columns=key.columns,
+        greedy=kind is Kind.GREEDY,
+        controls=kind.controls,
+        logprobs=kind.controls,
+        top_logprobs=alternatives if kind.controls else 0,
+    )
+    if isinstance(key, ReadKey):
+        options = dataclasses.replace(
+            options,
+            width=key.width,
+            prompt_logprobs=kind is Kind.PROMPT,
+            order_invariant=sizes.fixed,
+        )
+    else:
+        options = dataclasses.replace(
+            options,
+            max_rounds=key.rounds or sizes.max_rounds,
+            fixed=key.rounds > 0,
+            checked=False,
+            trees=sizes.trees,
+            confidence=sizes.confidence and not key.masked,
+        )
+    return params.checked_options(options)
 
 
 def _values(rows: Sequence[NewRow], name: str, dtype: type) -> Any:

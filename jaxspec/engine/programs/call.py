@@ -1,21 +1,20 @@
 """Calls of programs, and what they emitted."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxspec.decoding.state import Emitted
+from jaxspec.decoding.state import Emitted, concatenated
 
 
-class Call(NamedTuple):
-    """What a program was launched for.
+class LaunchedCall(NamedTuple):
+    """A call of a program, and what it emits.
 
     Attributes:
-      rows: [B] of what it emits; those past the last row are padding.
+      rows: int32 [B], the rows that it ran on; those past the last row are padding.
       launched: when its launch returned, by time.perf_counter.
     """
 
@@ -24,49 +23,35 @@ class Call(NamedTuple):
     launched: float
 
     @classmethod
-    def now(cls, rows: np.ndarray, emitted: Emitted) -> "Call":
-        """Of a program that was just launched."""
+    def now(cls, rows: np.ndarray, emitted: Emitted) -> "LaunchedCall":
+        """The call of a program that was just launched."""
         return cls(rows, emitted, time.perf_counter())
 
 
-def joined(calls: Sequence[Call]) -> list[Call]:
-    """The same calls, in order, but as one where several in a row ran rounds of the same rows.
+def joined(calls: Sequence[LaunchedCall]) -> list[LaunchedCall]:
+    """The calls in order, with rounds of the same rows that follow each other joined to one call.
 
     They have been read from the device.
     """
-    groups: list[list[Call]] = []
+    groups: list[list[LaunchedCall]] = []
     for call in calls:
         if groups and _continues(groups[-1][-1], call):
             groups[-1].append(call)
         else:
             groups.append([call])
-    return [
-        group[0]
-        if len(group) == 1
-        else group[0]._replace(emitted=_joined([call.emitted for call in group]))
-        for group in groups
-    ]
+    return [_joined_rounds(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def _continues(call: Call, after: Call) -> bool:
+def _continues(call: LaunchedCall, after: LaunchedCall) -> bool:
     are_rounds = call.emitted.num_rounds > 0 and after.emitted.num_rounds > 0
     return bool(are_rounds) and np.array_equal(call.rows, after.rows)
 
 
-def _joined(parts: Sequence[Emitted]) -> Emitted:
-    """Rounds one after the other; what is not of a round is the last part's."""
-    *_, last = parts
-    rounds: dict[str, Any] = {"num_rounds": sum(int(part.num_rounds) for part in parts)}
-    for field in dataclasses.fields(Emitted):  # pyright: ignore[reportArgumentType]
-        if (
-            field.metadata.get("axes", ())[:1] == ("rounds",)
-            and getattr(last, field.name) is not None
-        ):
-            rounds[field.name] = np.concatenate([getattr(part, field.name) for part in parts])
-    if last.trees is not None:
-        trees = [part.trees for part in parts]
-        rounds["trees"] = jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
-    return last.replace(**rounds)
+def _joined_rounds(calls: Sequence[LaunchedCall]) -> LaunchedCall:
+    parts = [call.emitted for call in calls]
+    num_rounds = sum(int(part.num_rounds) for part in parts)
+    emitted = concatenated(parts, "rounds", np.concatenate).replace(num_rounds=num_rounds)
+    return calls[0]._replace(emitted=emitted)
 
 
 def to_host[T](arrays: T) -> T:

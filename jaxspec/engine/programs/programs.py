@@ -14,15 +14,24 @@ import jax
 import numpy as np
 
 from jaxspec.cache import ModelState
-from jaxspec.config.sampling_params import MOST_LOGPROBS
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding import functional
 from jaxspec.decoding.functional import EngineParams, SavedRow
+from jaxspec.decoding.functional.constrained import draft_rows, verify_rows
+from jaxspec.decoding.functional.decode import decode_rows
+from jaxspec.decoding.functional.prefill import read_rows
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Controls
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.engine import memory
-from jaxspec.engine.programs.arguments import NewRow, admission, empty_state, new_controls
-from jaxspec.engine.programs.call import Call, to_host
+from jaxspec.engine.programs.arguments import (
+    NewRow,
+    admission,
+    empty_state,
+    new_controls,
+    program_options,
+)
+from jaxspec.engine.programs.call import LaunchedCall, to_host
 from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.sizes import (
     Kind,
@@ -55,35 +64,29 @@ class Programs:
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
-      compiles_ahead: whether other threads may compile them before they run (see ahead.py).
+      compiles_early: whether other threads may compile them before they run.
       pipeline: how busy the stages of a pipeline were.
     """
 
-    compiles_ahead = True
+    compiles_early = True
     pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = program_weights(params), sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
-        choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
-        reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
         fixed = params.speculation.verify_width is not None  # in deterministic mode, too
-        options = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
-        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
+        xla = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=xla())
+        run = functools.partial(jit, static_argnums=2)  # of (params, state, RoundOptions, ...)
         self.admit_rows = jit(functional.admit, static_argnames=("may_wait", "checked"))
-        self.prefill = jit(
-            functional.prefill, static_argnames=reading, compiler_options=options(reads=True)
-        )
-        choices = ("shape", *choices)
-        decoding = ("max_rounds", "fixed", "trees", "confidence", "checked", *choices, *logprobs)
-        self.decode = jit(functional.decode, static_argnames=decoding)
-        self.draft = jit(functional.draft, static_argnames=choices)
-        self.verify = jit(functional.verify_drafts, static_argnames=("trees", *choices, *logprobs))
+        self.prefill = run(read_rows, compiler_options=xla(reads=True))
+        self.decode, self.draft, self.verify = run(decode_rows), run(draft_rows), run(verify_rows)
+        self._options: dict[ReadKey | RoundsKey, RoundOptions] = {}
         self.small: dict[str, Any] = {
             function.__name__: jit(function)
             for function in (
                 functional.release,
-                functional.settle,
+                functional.catch_up,
                 functional.copy_pages,
                 functional.remember,
                 functional.save_row,
@@ -106,10 +109,11 @@ class Programs:
         return self.params.data_parallel
 
     def _new_state(self) -> EngineState:
-        return self._made(lambda: empty_state(self.params, self.sizes))
+        return self._placed(lambda: empty_state(self.params, self.sizes))
 
-    def _made[T](self, make: Callable[[], T]) -> T:
-        """Placed as the programs' results are: else each would compile twice."""
+    def _placed[T](self, make: Callable[[], T]) -> T:
+        """What ``make`` returns, placed as the results of programs are: else each program would
+        compile twice."""
         mesh, place = self.params.mesh, self.params.target.embed.sharding
         if mesh is not None:
             place = named_shardings(mesh, jax.eval_shape(make), self.params.layout)
@@ -151,7 +155,7 @@ class Programs:
         changed = [new for new in rows if new.has_controls or new.row in self._rows_with_controls]
         for start in range(0, len(changed), ADMISSIONS):
             part = changed[start : start + ADMISSIONS]
-            arguments = new_controls(part, ADMISSIONS, self.sizes.num_rows, self.params)
+            arguments = new_controls(part, ADMISSIONS, self.sizes, self.params)
             with self.controlled(Kind.FULL):
                 self._small("set_controls", *arguments)
         self._rows_with_controls -= {new.row for new in changed}
@@ -164,27 +168,31 @@ class Programs:
         for row, table in tables:
             self.tables[row] = page_list(table, self.columns)
         held = np.cumprod(self.tables > 0, axis=1).sum(axis=1) * self.sizes.page_size
-        room = (held - self.params.speculation.scratch_slots).astype(np.int32)
+        capacity = (held - self.params.speculation.scratch_slots).astype(np.int32)
         # A copy: the transfer may still read it when the host's tables change again.
-        new = self.place_tables(self.tables.copy(), room)
-        self.state = self.state.replace(
-            rows=self.state.rows.replace(page_table=new[0], room=new[1])
-        )
+        self.replace_tables(self.tables.copy(), capacity)
 
-    def place_tables(self, tables: np.ndarray, room: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """On the devices: tables [R, M] and room [R] of all rows."""
+    def replace_tables(self, tables: np.ndarray, capacity: np.ndarray) -> None:
+        """Give all rows these page tables, int32 [R, M], and context capacities, int32 [R]."""
+        table, held = self.place_tables(tables, capacity)
+        rows = self.state.rows.replace(page_table=table, context_capacity=held)
+        self.state = self.state.replace(rows=rows)
+
+    def place_tables(self, tables: np.ndarray, capacity: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """The arguments of replace_tables on the devices, split as the rows are."""
         rows = self.state.rows
-        return jax.device_put((tables, room), (rows.page_table.sharding, rows.room.sharding))
+        places = rows.page_table.sharding, rows.context_capacity.sharding
+        return jax.device_put((tables, capacity), places)
 
     def release(self, rows: Sequence[int]) -> None:
         """Empty rows that are not done."""
         if rows:
             self._small("release", self.sizes.padded(rows, self.sizes.num_rows))
 
-    def settle(self, rows: Sequence[int]) -> None:
+    def catch_up(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
-            self._small("settle", self.sizes.listed(rows, self.sizes.size_for(rows)))
+            self._small("catch_up", self.sizes.listed(rows, self.sizes.size_for(rows)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -228,17 +236,17 @@ class Programs:
 
     # Calls that run the model.
 
-    def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[Call]:
+    def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[LaunchedCall]:
         """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
         return [self._read(*part, masks) for part in self.readings(reads, load, set(masks), kind)]
 
     def readings(
         self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind
     ) -> Iterator[tuple[ReadKey, Reads]]:
-        """The calls that read these tokens: each one's program, and what it reads."""
+        """The calls that read these tokens: the program of each, and what it reads."""
         for (width, masked), group in groups_of_reads(reads, self.sizes, masked_rows):
             shards = self.sizes.by_shard([row for row, *_ in group])
-            longest, tokens = max(map(len, shards)), max(one[2] for one in group)
+            longest, tokens = max(map(len, shards)), max(most for *_, most in group)
             wanted = ReadKey(longest, self.sizes.columns_for(tokens), width, kind, masked)
             key = self._read_key(wanted, load)
             for start in range(0, longest, key.rows):
@@ -252,25 +260,22 @@ class Programs:
         target = wanted._replace(rows=rows, columns=columns, kind=kind)
         return choose_reading(self.ready, wanted, target, sealed=self.sealed)
 
-    def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> Call:
+    def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> LaunchedCall:
         rows = self.sizes.listed([row for row, *_ in reads], key.rows)
         self.prepare_reading(key)
         tokens = {row: count for row, count, _ in reads}
         counts = np.array([tokens.get(int(row), 0) for row in rows], np.int32)
-        return Call.now(rows, self._prefill(key, rows, counts, masks))
+        return LaunchedCall.now(rows, self._prefill(key, rows, counts, masks))
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
-        options = self.reading_options(key)
+        listed = None
         if key.masked:
-            options["masks"] = np.stack([masks.get(int(row), self.all_tokens()) for row in rows])
+            listed = np.stack([masks.get(int(row), self.all_tokens()) for row in rows])
         with self.controlled(key.kind):
-            self.state, emitted = self.prefill(self.params, self.state, rows, counts, **options)
+            self.state, emitted = self.prefill(
+                self.params, self.state, self.options(key), rows, counts, listed
+            )
         return emitted
-
-    def reading_options(self, key: ReadKey) -> dict[str, Any]:
-        """Of functional.prefill, but for masks."""
-        own = {"width": key.width, "columns": key.columns, "order_invariant": self.sizes.fixed}
-        return {**own, **self.options(key.kind)}
 
     def prepare_reading(self, key: ReadKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
@@ -288,20 +293,16 @@ class Programs:
         *,
         shape: TreeShape,
         kind: Kind,
-    ) -> list[Call]:
-        """Run up to ``rounds`` rounds of some rows.
-
-        Args:
-          tokens: most tokens of any of them, at the end of its life.
-        """
+    ) -> list[LaunchedCall]:
+        """Run up to ``rounds`` rounds of some rows, each of which ends with at most ``tokens``."""
         calls, fixed = [], self.sizes.fixed_rounds
         while rounds > 0:
-            own = fixed and (fixed if rounds >= fixed else 1)
-            key = self.rounds_key(rows, tokens, load, shape, kind, rounds=own)
+            count = fixed and (fixed if rounds >= fixed else 1)
+            key = self.rounds_key(rows, tokens, load, shape, kind, rounds=count)
             self.prepare_rounds(key)
             listed = self.sizes.listed(rows, key.rows)
-            calls.append(Call.now(listed, self._decode(key, listed, rounds)))
-            rounds -= own or rounds
+            calls.append(LaunchedCall.now(listed, self._decode(key, listed, rounds)))
+            rounds -= count or rounds
         return calls
 
     def rounds_key(
@@ -331,16 +332,17 @@ class Programs:
         return choose_rounds(self.ready, wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
-        options, limit = self.rounds_options(key), np.int32(rounds)
         with self.controlled(key.kind):
-            self.state, emitted = self.decode(self.params, self.state, limit, rows, **options)
+            self.state, emitted = self.decode(
+                self.params, self.state, self.options(key), np.int32(rounds), rows
+            )
         return emitted
 
-    def rounds_options(self, key: RoundsKey) -> dict[str, Any]:
-        """Of functional.decode, for a program that is not masked."""
-        own = {"max_rounds": key.rounds or self.sizes.max_rounds, "fixed": key.rounds > 0}
-        own |= {"columns": key.columns, "shape": key.shape, "checked": False}
-        return own | self.sizes.emitted | self.options(key.kind)
+    def options(self, key: ReadKey | RoundsKey) -> RoundOptions:
+        """The options of a program that reads prompts or runs rounds."""
+        if key not in self._options:
+            self._options[key] = program_options(self.params, self.sizes, key)
+        return self._options[key]
 
     def all_tokens(self) -> np.ndarray:
         """The mask that restricts nothing: uint32 [W]."""
@@ -351,9 +353,6 @@ class Programs:
         if key not in self.ready:
             with self.counted(key):
                 self._decode(key, self.sizes.listed([], key.rows), 0)
-
-    def options(self, kind: Kind) -> dict[str, Any]:
-        return kind.options(min(MOST_LOGPROBS, self.params.target.config.vocab_size))
 
     @contextlib.contextmanager
     def controlled(self, kind: Kind) -> Iterator[None]:
@@ -367,7 +366,7 @@ class Programs:
             return
         if self._controls is None:
             make = functools.partial(functional.no_controls, self.params, self.sizes.num_rows)
-            self._controls = self._made(make)
+            self._controls = self._placed(make)
         self.state = self.state.replace(controls=self._controls)
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.engine.programs.pipeline.programs import own_programs
+from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Kind, Sizes
 from jaxspec.parallel import HIDDEN_AXIS, MODEL_AXIS
@@ -38,25 +38,25 @@ class Launch(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Take other page tables: see Programs.place_tables."""
+    """Take other page tables: the arguments of Programs.replace_tables."""
 
     tables: np.ndarray
-    room: np.ndarray
+    capacity: np.ndarray
 
 
 def make_programs(processes: Processes | None) -> MakePrograms:
-    """What makes the programs of an engine of these processes; None: of this process alone.
+    """The maker of an engine's programs in these processes; None: in this process alone.
 
     It raises ValueError for a mesh that is not that of all processes' devices, one model on them
     all.
     """
     if processes is None:
-        return own_programs
+        return single_process_programs
     kind = LeadingPrograms if processes.leads else FollowingPrograms
 
-    def make(params: EngineParams, sizes: Sizes, most: int) -> Programs:
+    def make(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
         check_mesh(params, processes)
-        return kind(processes, params, sizes, most)
+        return kind(processes, params, sizes, max_programs)
 
     return make
 
@@ -64,26 +64,30 @@ def make_programs(processes: Processes | None) -> MakePrograms:
 class SharedPrograms(Programs):
     """What process 0 and the others have in common."""
 
-    def place_tables(self, tables: np.ndarray, room: np.ndarray) -> Any:
+    def place_tables(self, tables: np.ndarray, capacity: np.ndarray) -> Any:
         rows = self.state.rows
-        return _global(tables, rows.page_table.sharding), _global(room, rows.room.sharding)
+        return _global(tables, rows.page_table.sharding), _global(
+            capacity, rows.context_capacity.sharding
+        )
 
 
 class LeadingPrograms(SharedPrograms):
     """Tells the others what it launches."""
 
-    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
+    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, max_programs: int):
         processes.claim()
         self._processes = processes
-        processes.tell(sizes)  # others may have other room
-        super().__init__(params, sizes, most)
+        processes.tell(sizes)  # others may have less free memory
+        super().__init__(params, sizes, max_programs)
         for name in LARGE:
-            setattr(self, name, Told(name, getattr(self, name), processes))
-        self.small = {name: Told(name, own, processes) for name, own in self.small.items()}
+            setattr(self, name, AnnouncedProgram(name, getattr(self, name), processes))
+        self.small = {
+            name: AnnouncedProgram(name, program, processes) for name, program in self.small.items()
+        }
 
-    def place_tables(self, tables: np.ndarray, room: np.ndarray) -> Any:
-        self._processes.tell(Tables(tables, room))
-        return super().place_tables(tables, room)
+    def place_tables(self, tables: np.ndarray, capacity: np.ndarray) -> Any:
+        self._processes.tell(Tables(tables, capacity))
+        return super().place_tables(tables, capacity)
 
     def use(self, params: EngineParams) -> None:
         raise ValueError("several processes cannot replace their weights: start them again")
@@ -96,18 +100,16 @@ class LeadingPrograms(SharedPrograms):
 class FollowingPrograms(SharedPrograms):
     """Launches what process 0 launches."""
 
-    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
+    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, max_programs: int):
         processes.claim()
         self._processes = processes
-        super().__init__(params, processes.next() or sizes, most)
+        super().__init__(params, processes.next() or sizes, max_programs)
 
     def follow(self) -> None:
-        """Until process 0 ends."""
+        """Launch what process 0 launches, until it ends."""
         while (message := self._processes.next()) is not None:
             if isinstance(message, Tables):
-                new = self.place_tables(*message)
-                rows = self.state.rows.replace(page_table=new[0], room=new[1])
-                self.state = self.state.replace(rows=rows)
+                self.replace_tables(*message)
             else:
                 self._launch(message)
 
@@ -125,7 +127,7 @@ class FollowingPrograms(SharedPrograms):
             self.state = result[0] if isinstance(result, tuple) else result
 
 
-class Told:
+class AnnouncedProgram:
     """A program of process 0. The others are told before it is launched or compiled."""
 
     def __init__(self, name: str, program: Any, processes: Processes):
@@ -156,10 +158,10 @@ def check_mesh(params: EngineParams, processes: Processes) -> None:
         raise ValueError("several processes split the model by tp: a pipeline runs in one process")
     devices, mesh = jax.device_count(), params.mesh
     if mesh is None or mesh.size != devices:
-        own = 1 if mesh is None else mesh.size
+        split = 1 if mesh is None else mesh.size
         raise ValueError(
             f"{processes.group.size} processes have {devices} devices together, and the model is "
-            f"split over {own}: give tp {devices}"
+            f"split over {split}: give tp {devices}"
         )
     others = [name for name in mesh.shape if name not in (MODEL_AXIS, HIDDEN_AXIS)]
     if any(mesh.shape[name] > 1 for name in others):

@@ -9,7 +9,7 @@ deterministic mode all calls run in programs of the largest sizes.
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,10 @@ Reads = Sequence[Read]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of an engine's state, and of the largest call.
+    """Sizes of an engine's state, and of the largest call.
 
     Attributes:
-      num_rows: of all shards together.
+      num_rows: rows of all shards together.
       num_pages: null pages included.
       max_stops: most stop tokens of a row.
       scratch_slots: slots that a draft tree needs past the context.
@@ -42,7 +42,7 @@ class Sizes:
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
-      confidence: and how likely the drafter held their tokens.
+      confidence: programs of rounds emit how likely the drafter held their tokens.
     """
 
     num_rows: int
@@ -58,11 +58,6 @@ class Sizes:
     fixed: bool = False
     trees: bool = False
     confidence: bool = False
-
-    @property
-    def emitted(self) -> dict[str, bool]:
-        """What rounds emit besides tokens, as options of functional.decode."""
-        return {"trees": self.trees, "confidence": self.confidence}
 
     @property
     def columns(self) -> int:
@@ -111,7 +106,7 @@ class Sizes:
 
     def listed(self, rows: Sequence[int], size: int) -> np.ndarray:
         """Rows as programs take them: ``size`` of each shard, padded."""
-        return np.concatenate([self.padded(own, size) for own in self.by_shard(rows)])
+        return np.concatenate([self.padded(listed, size) for listed in self.by_shard(rows)])
 
     def padded(self, rows: Sequence[int], size: int) -> np.ndarray:
         """Row indices; those of padding are past the last row: int32 [size]."""
@@ -138,17 +133,6 @@ class Kind(enum.IntEnum):
     @property
     def controls(self) -> bool:
         return self >= Kind.FULL
-
-    def options(self, alternatives: int) -> dict[str, Any]:
-        """Of functional.prefill and functional.decode; ``alternatives`` beside each token."""
-        prompt = {"prompt_logprobs": True} if self is Kind.PROMPT else {}
-        return {
-            **prompt,
-            "greedy": self is Kind.GREEDY,
-            "controls": self.controls,
-            "logprobs": self.controls,
-            "top_logprobs": alternatives if self.controls else 0,
-        }
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.trees.tree import DraftTree
-from jaxspec.engine.programs.call import Call
+from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
 
@@ -50,21 +50,18 @@ def no_masks(programs: Programs, drafted: Drafted) -> np.ndarray:
 
 
 def _draft(programs: Programs, key: RoundsKey, rows: np.ndarray) -> Drafted:
-    kind = {"greedy": key.kind is Kind.GREEDY, "controls": key.kind.controls}
     with programs.controlled(key.kind):
         programs.state, tree = programs.draft(
-            programs.params, programs.state, rows, columns=key.columns, shape=key.shape, **kind
+            programs.params, programs.state, programs.options(key), rows
         )
     return Drafted(key, rows, tree)
 
 
-def run_verify(programs: Programs, drafted: Drafted, masks: np.ndarray) -> Call:
+def run_verify(programs: Programs, drafted: Drafted, masks: np.ndarray) -> LaunchedCall:
     """The second half, with the masks of functional.verify_drafts."""
     key, rows, tree = drafted
-    shape = {"columns": key.columns, "shape": key.shape, "trees": programs.sizes.trees}
-    options = {**shape, **programs.options(key.kind)}
     with programs.controlled(key.kind):
         programs.state, emitted = programs.verify(
-            programs.params, programs.state, tree, masks, rows, **options
+            programs.params, programs.state, programs.options(key), rows, tree, masks
         )
-    return Call.now(rows, emitted)
+    return LaunchedCall.now(rows, emitted)

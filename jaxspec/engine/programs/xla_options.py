@@ -40,7 +40,7 @@ WHOLE_ARRAYS: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_dynamic_sli
 def compiler_options(
     array: jax.Array, *, deterministic: bool, reads: bool = False
 ) -> dict[str, str | int | bool]:
-    """For programs that run where an array is, as jax.jit takes them.
+    """XLA's options for programs that run where an array is, as jax.jit takes them.
 
     Args:
       deterministic: for a fixed verify width, which deterministic mode always has: XLA keeps every
@@ -50,18 +50,18 @@ def compiler_options(
     A CPU's programs are compiled in three quarters of the time at LLVM's level 1, and are as fast:
     their time goes into matrix products, which are library calls.
     """
-    own: dict[str, str | int | bool] = dict(DETERMINISTIC) if deterministic else {}
+    chosen: dict[str, str | int | bool] = dict(DETERMINISTIC) if deterministic else {}
     devices = array.sharding.device_set
     platforms = {device.platform for device in devices}
     if platforms == {"gpu"}:
         if reads:
-            own |= LAUNCHED_ONE_BY_ONE
+            chosen |= LAUNCHED_ONE_BY_ONE
         elif len(devices) > 1:
-            own |= ONE_GRAPH
+            chosen |= ONE_GRAPH
     # With this setting JAX asks for less than level 1.
     if platforms != {"cpu"} or jax.config.read("jax_disable_most_optimizations"):
-        return own
-    return own | {"xla_backend_optimization_level": 1}
+        return chosen
+    return chosen | {"xla_backend_optimization_level": 1}
 
 
 def passage_options(array: jax.Array) -> dict[str, bool]:

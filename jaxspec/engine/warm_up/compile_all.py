@@ -149,7 +149,7 @@ def batch_keys(
         load.add(len(prompt_lens), length + sampling.max_tokens, kind)
     reads = [(row, length, load.tokens) for row, length in enumerate(prompt_lens)]
     reading = programs.readings(reads, load, set(), Kind.of(sampling, reads=True))
-    shape = programs.params.call().speculation.shape
+    shape = programs.params.round_options().speculation.shape
     rows = range(len(prompt_lens))
     return [
         *(key for key, _ in reading),
@@ -209,7 +209,7 @@ def compile_small(programs: Programs, cover: Coverage) -> None:
     programs.release(rows)
     share = programs.sizes.num_rows // programs.shards
     for size in _row_sizes(programs):
-        programs.settle(range(min(size, share)))
+        programs.catch_up(range(min(size, share)))
     programs.copy_pages([(0, 0, 0)])
     PastOutputs(programs).prepare()
     if cover.swaps:

@@ -33,7 +33,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
     """
     sequences = [plan.sequences[read.row] for read in plan.reads]
     masked = any(sequence.request.masked for sequence in sequences)
-    if not sequences or masked or not programs.compiles_ahead:
+    if not sequences or masked or not programs.compiles_early:
         return
     kind = kind_of(sequences, reads=True)
     if kind.controls:  # the state that such programs take is made when the first of them runs
@@ -51,7 +51,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
 
 def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
     """Fill jax's cache with a program; those with controls or masks compile when they run."""
-    if programs.compiles_ahead and not (key.kind.controls or key.masked):
+    if programs.compiles_early and not (key.kind.controls or key.masked):
         _lowered(programs, key).compile()
 
 
@@ -62,10 +62,9 @@ def _lowered(programs: Programs, key: ReadKey | RoundsKey) -> jax.stages.Lowered
     params, state = programs.params, programs.state
     rows = programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
-        counts, options = np.zeros(len(rows), np.int32), programs.reading_options(key)
-        return programs.prefill.lower(params, state, rows, counts, **options)
-    options = programs.rounds_options(key)
-    return programs.decode.lower(params, state, np.int32(0), rows, **options)
+        counts = np.zeros(len(rows), np.int32)
+        return programs.prefill.lower(params, state, programs.options(key), rows, counts, None)
+    return programs.decode.lower(params, state, programs.options(key), np.int32(0), rows)
 
 
 def _lowered_admission(programs: Programs) -> jax.stages.Lowered:

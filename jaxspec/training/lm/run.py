@@ -15,8 +15,8 @@ from jaxspec.training import fingerprint
 from jaxspec.training.compiling import Program, compile_together
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
-from jaxspec.training.lm.model import TrainConfig
 from jaxspec.training.lm import model as lm
+from jaxspec.training.lm.model import TrainConfig
 from jaxspec.training.run_folder import RunFolder, batch_shardings
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
 

@@ -8,6 +8,7 @@ drafter's own group of devices. Every device runs its programs in the order they
 nothing is waited for.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import ModelState
-from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.functional import EngineParams, SavedRow, pipelined
+from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.engine.programs.pipeline.results import joined_reads, joined_rounds
@@ -81,33 +82,23 @@ class PipelinePrograms(Programs):
       stages: those before the last.
     """
 
-    compiles_ahead = False
+    compiles_early = False
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         super().__init__(params, sizes, max_programs)
-        self.stages = [StagePrograms(one, params, sizes) for one in self.params.stages]
+        self.stages = [StagePrograms(stage, params, sizes) for stage in self.params.stages]
         self.params = self.params.last_stage
         self.pipeline = self._use = PipelineUse(len(self.stages) + 1)
         fixed = params.speculation.verify_width is not None
-        options = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
+        xla = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
         whole = passage_options(params.target.embed)
-        jit = functools.partial(jax.jit, compiler_options=options() | whole)
-        choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
-        rounds = ("shape", *choices)
-        self.open_round = jit(
-            pipelined.open_round, static_argnames=("confidence", *rounds), donate_argnums=1
-        )
-        self.close_round = jit(
-            pipelined.close_round, static_argnames=("trees", *rounds, *logprobs), donate_argnums=1
-        )
-        reads = functools.partial(jax.jit, compiler_options=options(reads=True) | whole)
-        own = ("width", "columns", "order_invariant")
-        self.open_read = reads(pipelined.open_read, static_argnames=own)
-        self.close_read = reads(
-            pipelined.close_read,
-            static_argnames=("prompt_logprobs", *own, *choices, *logprobs),
-            donate_argnums=1,
-        )
+        jit = functools.partial(jax.jit, compiler_options=xla() | whole)
+        run = functools.partial(jit, static_argnums=2)  # of (params, state, RoundOptions, ...)
+        reads = functools.partial(run, compiler_options=xla(reads=True) | whole)
+        self.open_round = run(pipelined.open_round, donate_argnums=1)
+        self.close_round = run(pipelined.close_round, donate_argnums=1)
+        self.open_read = reads(pipelined.open_read)
+        self.close_read = reads(pipelined.close_read, donate_argnums=1)
         self._join = jit(joined_rounds)
         self._join_reads = jit(joined_reads, static_argnames="width")
         last = dict(self.small) | {"admit": self.admit_rows}
@@ -116,12 +107,12 @@ class PipelinePrograms(Programs):
         parts = self.open_round, self.close_round, self._join, self._join_reads
         self.decode = Composed(self._run_rounds, *parts)
         self.draft, self.verify = Composed(self._run_draft), Composed(self._run_verify)
-        for name, run in (
+        for name, on_all_stages in (
             ("copy_pages", self._copy_all),
             ("save_row", self._save_all),
             ("restore_row", self._restore_all),
         ):
-            self.small[name] = Composed(functools.partial(run, last[name]), last[name])
+            self.small[name] = Composed(functools.partial(on_all_stages, last[name]), last[name])
 
     def use(self, params: EngineParams) -> None:
         if params.target is not self.params.target:
@@ -139,41 +130,30 @@ class PipelinePrograms(Programs):
         self,
         params: EngineParams,
         state: EngineState,
+        options: RoundOptions,
         limit: Any,
         rows: np.ndarray,
-        *,
-        max_rounds: int,
-        fixed: bool,
-        shape: TreeShape,
-        columns: int,
-        greedy: bool,
-        controls: bool,
-        confidence: bool,
-        checked: bool,
-        **emitting: Any,
     ) -> tuple[EngineState, Emitted]:
-        """Does what functional.decode does, not ``checked``; its other options are ``emitting``."""
-        assert not checked
+        """Do what decode_rows does, without its check that prompts were read."""
+        assert not options.checked
         groups, places = self._groups(rows)
-        rounds = max_rounds if fixed else int(limit)
-        drafting = {"shape": shape, "columns": columns, "greedy": greedy, "controls": controls}
-        options = drafting | emitting
-        drafting["confidence"] = confidence
+        rounds = options.max_rounds if options.fixed else int(limit)
         opened, emitted = {}, [[] for _ in groups]
         for index, group in enumerate(groups):
-            state, opened[index] = self._start(params, state, group, drafting)
+            state, opened[index] = self._run_draft(params, state, options, group)
         for later in reversed(range(rounds)):
             for index, group in enumerate(groups):
-                state, one = self._finish(params, state, opened[index], None, group, options)
-                emitted[index].append(one)
+                state, output = self._run_verify(params, state, options, group, opened[index])
+                emitted[index].append(output)
                 if later:
-                    state, opened[index] = self._start(params, state, group, drafting)
+                    state, opened[index] = self._run_draft(params, state, options, group)
         if (rows < self.sizes.num_rows).any():  # else a program was compiled
             self._use.add(len(groups), rounds)
         return state, self._join(self._for_all_groups(emitted), places)
 
     def _for_all_groups(self, emitted: list[list[Emitted]]) -> list[list[Emitted]]:
-        """With an entry for each group that was left out, so that one program joins them all."""
+        """The lists with an entry for each group that was left out, so that one program joins any
+        number of groups."""
         return [*emitted, *[emitted[-1]] * (len(self.stages) + 1 - len(emitted))]
 
     def _groups(self, rows: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
@@ -189,40 +169,42 @@ class PipelinePrograms(Programs):
         group = np.maximum(np.cumsum(kept)[index % count] - 1, 0)  # of padding: any
         return list(order[kept]), (group * size + index // count).astype(np.int32)
 
-    def _start(
-        self, params: EngineParams, state: EngineState, rows: np.ndarray, options: dict[str, Any]
+    def _run_draft(
+        self, params: EngineParams, state: EngineState, options: RoundOptions, rows: np.ndarray
     ) -> tuple[EngineState, OpenRound]:
-        state, (tree, passage) = self.open_round(params, state, rows, **options)
+        """Do what draft_rows does; the trees then visit the stages."""
+        state, (tree, passage) = self.open_round(params, state, options, rows)
         for stage in self.stages:
             passage = stage(stage.run_round, passage)
-        return state, OpenRound(tree, self._back(passage))
+        return state, OpenRound(tree, self._on_last_stage(passage))
 
-    def _finish(
+    def _run_verify(
         self,
         params: EngineParams,
         state: EngineState,
-        opened: OpenRound,
-        masks: Any,
+        options: RoundOptions,
         rows: np.ndarray,
-        options: dict[str, Any],
+        opened: OpenRound,
+        masks: np.ndarray | None = None,
     ) -> tuple[EngineState, Emitted]:
-        state, (emitted, path) = self.close_round(params, state, *opened, rows, masks, **options)
+        """Do what verify_rows does; ``masks`` None: no restriction."""
+        state, (emitted, path) = self.close_round(
+            params, state, options, rows, tuple(opened), masks
+        )
         for stage in self.stages:
             stage.commit_path(path)
         return state, emitted
 
     def stage_seconds(self, key: RoundsKey, rows: Sequence[int], rounds: int) -> list[float]:
-        """What each stage takes for a round of a group of rows that decode, alone.
+        """Seconds that each stage takes for a round of a group of rows that decode, alone.
 
         For measurements: each stage's programs are launched ``rounds`` times, one after the other,
         the last stage's with the same results of the stages before. So what is generated has no
         meaning.
         """
-        options = self.rounds_options(key)
-        drafting = {name: options[name] for name in ("shape", "columns", "greedy", "controls")}
-        emitting = {name: options[name] for name in ("trees", "logprobs", "top_logprobs")}
+        params, options = self.params, self.options(key)
         [group, *_], _ = self._groups(self.sizes.listed(rows, key.rows))
-        state, (tree, passage) = self.open_round(self.params, self.state, group, **drafting)
+        state, (tree, passage) = self.open_round(params, self.state, options, group)
         seconds, after = [], passage
         for stage in self.stages:
             passage = jax.block_until_ready(stage.placed(passage))
@@ -231,38 +213,20 @@ class PipelinePrograms(Programs):
                 after = stage(stage.run_round, passage)
             passage = jax.block_until_ready(after)
             seconds.append((time.perf_counter() - started) / rounds)
-        opened = jax.block_until_ready(OpenRound(tree, self._back(passage)))
+        opened = jax.block_until_ready(OpenRound(tree, self._on_last_stage(passage)))
         started = time.perf_counter()
         for _ in range(rounds):
-            state, _ = self._finish(self.params, state, opened, None, group, drafting | emitting)
-            state, (tree, _) = self.open_round(self.params, state, group, **drafting)
+            state, _ = self._run_verify(params, state, options, group, opened)
+            state, (tree, _) = self.open_round(params, state, options, group)
             opened = opened._replace(tree=tree)
         self.state = jax.block_until_ready(state)
         return [*seconds, (time.perf_counter() - started) / rounds]
 
-    def _back(self, passage: Passage) -> Passage:
-        """On the last stage's devices: what was computed. How it attends is known there."""
+    def _on_last_stage(self, passage: Passage) -> Passage:
+        """The passage on the last stage's devices. How it attends is known there."""
         mesh, embed = self.params.mesh, self.params.target.embed
         place = embed.sharding if mesh is None else NamedSharding(mesh, P())
         return passage.replace(states=jax.device_put(passage.states, place), tokens=None)
-
-    def _run_draft(
-        self, params: EngineParams, state: EngineState, rows: np.ndarray, **options: Any
-    ) -> tuple[EngineState, OpenRound]:
-        """As functional.draft."""
-        return self._start(params, state, rows, options)
-
-    def _run_verify(
-        self,
-        params: EngineParams,
-        state: EngineState,
-        opened: OpenRound,
-        masks: np.ndarray,
-        rows: np.ndarray,
-        **options: Any,
-    ) -> tuple[EngineState, Emitted]:
-        """As functional.verify_drafts."""
-        return self._finish(params, state, opened, masks, rows, options)
 
     # Reads.
 
@@ -270,49 +234,67 @@ class PipelinePrograms(Programs):
         self,
         params: EngineParams,
         state: EngineState,
+        options: RoundOptions,
         rows: np.ndarray,
         counts: np.ndarray,
-        *,
-        width: int,
-        columns: int,
-        order_invariant: bool,
         masks: np.ndarray | None = None,
-        **options: Any,
     ) -> tuple[EngineState, Emitted]:
-        """As functional.prefill. A single row's tokens are read in pieces, one after the other."""
+        """Do what read_rows does. The tokens of a single row are read in pieces, in order."""
         groups, places = self._groups(rows)
-        given = dict(zip(rows.tolist(), counts.tolist(), strict=True))
-        allowed = None if masks is None else dict(zip(rows.tolist(), masks, strict=True))
-        own = {"columns": columns, "order_invariant": order_invariant}
-        opened = []
-        for group in groups:
-            limits = np.array([given.get(row, 0) for row in group.tolist()], np.int32)
-            piece = self._piece(width, limits, single=len(groups) == 1 and len(group) == 1)
-            for start in range(0, max(1, int(limits.max())), piece):
-                part = np.clip(limits - start, 0, piece)
-                sizes = {"width": piece, **own}
-                passage = self.open_read(params, state, group, part, np.int32(start), **sizes)
+        by_row = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+        limits = [np.array([by_row.get(row, 0) for row in g.tolist()], np.int32) for g in groups]
+        opened = self._open_reads(params, state, options, groups, limits)
+        allowed = {} if masks is None else dict(zip(rows.tolist(), masks, strict=True))
+        emitted: list[list[Emitted]] = []
+        for group, pieces in zip(groups, opened, strict=True):
+            listed = None
+            if masks is not None:
+                listed = [allowed.get(row, self.all_tokens()) for row in group.tolist()]
+                listed = np.stack(listed)
+            outputs: list[Emitted] = []
+            for part, width, passage in pieces:
+                whole = dataclasses.replace(options, width=width)
+                state, output = self.close_read(params, state, whole, group, part, passage, listed)
+                if output.prompt is None:
+                    outputs.clear()  # the last piece has the row's token
+                outputs.append(output)
+            emitted.append(outputs)
+        every = self._for_all_groups(emitted)
+        return state, self._join_reads(every, places, width=options.width)
+
+    def _open_reads(
+        self,
+        params: EngineParams,
+        state: EngineState,
+        options: RoundOptions,
+        groups: list[np.ndarray],
+        limits: list[np.ndarray],
+    ) -> list[list[tuple[np.ndarray, int, Passage]]]:
+        """Send the next ``limits`` prompt tokens of each group's rows through the stages.
+
+        Returns the pieces of each group: tokens of each row, the program's width, and the passage.
+        """
+        # Programs that open a read do not depend on what the rows ask for.
+        plain = RoundOptions(
+            options.speculation,
+            options.kernels,
+            columns=options.columns,
+            order_invariant=options.order_invariant,
+        )
+        opened: list[list[tuple[np.ndarray, int, Passage]]] = []
+        for group, most in zip(groups, limits, strict=True):
+            width = self._piece(options.width, single=len(groups) == 1 and len(group) == 1)
+            opening, pieces = dataclasses.replace(plain, width=width), []
+            for start in range(0, max(1, int(most.max())), width):
+                part = np.clip(most - start, 0, width)
+                passage = self.open_read(params, state, opening, group, part, np.int32(start))
                 for stage in self.stages:
                     passage = stage(stage.run_read, passage)
-                opened.append((group, part, sizes, self._back(passage)))
-        emitted: dict[int, list[Emitted]] = {}
-        for group, part, sizes, passage in opened:
-            own_masks = None
-            if allowed is not None:
-                own_masks = np.stack(
-                    [allowed.get(row, self.all_tokens()) for row in group.tolist()]
-                )
-            state, one = self.close_read(
-                params, state, passage, group, part, own_masks, **sizes, **options
-            )
-            pieces = emitted.setdefault(id(group), [])
-            if one.prompt is None:
-                pieces.clear()  # the last one says it all
-            pieces.append(one)
-        every = self._for_all_groups(list(emitted.values()))
-        return state, self._join_reads(every, places, width=width)
+                pieces.append((part, width, self._on_last_stage(passage)))
+            opened.append(pieces)
+        return opened
 
-    def _piece(self, width: int, limits: np.ndarray, *, single: bool) -> int:
+    def _piece(self, width: int, *, single: bool) -> int:
         """Tokens of a row that travel together: a part of a single row's."""
         if not single or width < 2 * LEAST_PIECE:
             return width
@@ -362,7 +344,7 @@ class PipelinePrograms(Programs):
         return restore(params, state, saved.last, row, pages, table)
 
 
-def own_programs(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
+def single_process_programs(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
     """The programs of an engine of one process."""
     kind = PipelinePrograms if params.stages else Programs
     return kind(params, sizes, max_programs)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.decoding.state import Emitted, joined
+from jaxspec.decoding.state import Emitted, concatenated
 from jaxspec.parallel import Layout, partition_specs
 
 ROWS = "rows"  # a name for the axis of rows, to find it
@@ -13,15 +13,15 @@ ROWS = "rows"  # a name for the axis of rows, to find it
 def joined_rounds(groups: list[list[Emitted]], places: jax.Array) -> Emitted:
     """What the groups of a call emitted in its rounds, one after the other, for its rows [B], which
     have these places in the groups."""
-    rounds = [joined(parts, "rounds").replace(num_rounds=len(parts)) for parts in groups]
+    rounds = [concatenated(parts, "rounds").replace(num_rounds=len(parts)) for parts in groups]
     return _at_places(rounds, places)
 
 
 def joined_reads(groups: list[list[Emitted]], places: jax.Array, *, width: int) -> Emitted:
-    """As joined_rounds, of reads: the last piece of a row's tokens gives its first token."""
+    """What joined_rounds gives, of reads: a row's first token is that of its last piece."""
     reads = []
     for pieces in groups:
-        whole = joined(pieces, "length")
+        whole = concatenated(pieces, "length")
         if whole.prompt is not None:
             missing = width - whole.prompt.valid.shape[1]
             prompt = jax.tree.map(
@@ -36,7 +36,7 @@ def joined_reads(groups: list[list[Emitted]], places: jax.Array, *, width: int) 
 
 
 def _at_places(groups: list[Emitted], places: jax.Array) -> Emitted:
-    whole = joined(groups, "batch")
+    whole = concatenated(groups, "batch")
 
     def chosen(x: jax.Array, spec: P) -> jax.Array:
         axis = tuple(spec).index(ROWS) if ROWS in tuple(spec) else None

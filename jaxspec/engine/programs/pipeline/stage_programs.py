@@ -33,7 +33,7 @@ class StagePrograms:
             pipelined.pass_stage,
             capture=params.drafter.capture,
             kernels=params.kernels,
-            apart=fixed,
+            isolate_blocks=fixed,
         )
         self.run_round = jit(passing)
         self.run_read = jit(passing, compiler_options=options(reads=True) | whole)
