@@ -145,7 +145,9 @@ def quantize(args: argparse.Namespace, console: Console, started: float) -> Repo
     directory = resolve_directory(args.model)
     checkpoint = Checkpoint(directory)
     if args.data is not None and checkpoint.config is None:
-        raise ValueError("a draft head is rounded without text: no --data; see jaxspec eval")
+        raise ValueError(
+            "a draft head is rounded without text: no --data; see jaxspec eval-drafter"
+        )
     rows = read_text(args, directory, console)
     text = None if rows is None else calibration_text(rows[0], args.batch)
     run = Quantization(checkpoint, plan, text, work)

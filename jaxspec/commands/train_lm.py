@@ -110,7 +110,7 @@ def model_config(
     if model.mtp is not None:
         raise ValueError(
             f"{args.config}: set its number of MTP layers to 0; they are trained afterwards, by "
-            "jaxspec train-head --method mtp"
+            "jaxspec train-drafter --method mtp"
         )
     _check_context(args.context, "the longest position", model.max_position)
     return model, raw

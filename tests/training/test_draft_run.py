@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import load_eagle_head, save_eagle_head
 from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
-from jaxspec.commands import train_head
+from jaxspec.commands import train_drafter
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.decoding.trees.tree import DraftTree
@@ -366,7 +366,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, tmp_
     fixed += ["--ff", "64"]
     sizes = [] if "--batch" in arguments else ["--batch", "8"]
     sizes += [] if "--length" in arguments else ["--length", "64"]
-    assert train_head.main([*fixed, *sizes, *arguments]) == 2
+    assert train_drafter.main([*fixed, *sizes, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
 
@@ -381,12 +381,12 @@ def test_the_script_trains_exports_and_goes_on(sources, tmp_path, capsys):
         *("--draft-vocab", "60", "--store-states", "--license-note", "Free."),
     ]
     out = tmp_path / "head"
-    assert train_head.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
+    assert train_drafter.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
     assert len((out / "log.jsonl").read_text().splitlines()) >= 2
     card = (out / "README.md").read_text()
     assert "60 tokens" in card and "Free." in card and "4 steps of 8 rows" in card
     again = tmp_path / "again"
-    assert train_head.main([*arguments, "--resume", "--out", str(again)]) == 0
+    assert train_drafter.main([*arguments, "--resume", "--out", str(again)]) == 0
     weights = "model.safetensors"
     assert (again / weights).read_bytes() == (out / weights).read_bytes()
     llm = LLM(model, out, speculation=SpeculationConfig.chain(3), max_length=64)

@@ -199,7 +199,7 @@ def run(arguments: argparse.Namespace) -> None:
         import_command("jaxspec.commands.generate.prompt_file", "jaxspec generate").run(arguments)
         return
     prompt = None if arguments.chat else read_prompt(arguments)
-    generation = import_command("jaxspec.commands.generate.run", "jaxspec generate")
+    generation = import_command("jaxspec.commands.generate.generation", "jaxspec generate")
     generation.run(arguments, prompt)
 
 

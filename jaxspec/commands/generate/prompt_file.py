@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.generate.run import make_llm, own_program_folder, sampling_params
+from jaxspec.commands.generate.generation import make_llm, own_program_folder, sampling_params
 from jaxspec.commands.shared.importing import MissingExtra, import_command
 from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs

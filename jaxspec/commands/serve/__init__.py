@@ -152,7 +152,7 @@ def seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     check_program_options(arguments)
-    import_command("jaxspec.commands.serve.run", "jaxspec serve").run(arguments)
+    import_command("jaxspec.commands.serve.server", "jaxspec serve").run(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ from jaxspec.training.precision import cast_weights
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("adapt", __doc__)
+    parser = command_parser("adapt-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
     add(

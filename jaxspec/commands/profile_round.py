@@ -68,7 +68,7 @@ LANES = (*PHASES, OTHER)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("profile", __doc__)
+    parser = command_parser("profile-round", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add_layers_option(parser)

@@ -1,4 +1,4 @@
-"""Options of `jaxspec train-head`: the parser, and what applies to which method."""
+"""Options of `jaxspec train-drafter`: the parser, and what applies to which method."""
 
 import argparse
 from pathlib import Path
@@ -31,7 +31,7 @@ METHODS_OF = {
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = command_parser("train-head", description)
+    parser = command_parser("train-drafter", description)
     add = parser.add_argument
     add_model_option(parser)
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")

@@ -20,8 +20,8 @@ from jaxspec import LLM, SpeculationConfig
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
-from jaxspec.commands.train_head import options as train_head_options
-from jaxspec.commands.train_head.options import BLOCK, block_size, check_options, train_config
+from jaxspec.commands.train_drafter import options as train_head_options
+from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.llm.tokenizer import load_tokenizer

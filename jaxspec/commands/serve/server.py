@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.generate.run import own_program_folder
+from jaxspec.commands.generate.generation import own_program_folder
 from jaxspec.commands.shared.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.commands.shared.meshes import drafter_mesh, engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs

@@ -34,7 +34,7 @@ from jaxspec.training.progress import counting, progress_bar
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("perplexity", __doc__)
+    parser = command_parser("measure-perplexity", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", default=[str(BUILT_IN_MODEL)], help="model directories or hub ids "
         "with one vocabulary (default: the built-in model)")  # fmt: skip

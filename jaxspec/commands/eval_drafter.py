@@ -38,7 +38,7 @@ RULES = ("coupled", "top_k", "rejection")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("eval", __doc__)
+    parser = command_parser("eval-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
     add(
