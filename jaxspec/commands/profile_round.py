@@ -32,7 +32,7 @@ from jaxspec.commands.shared.engine_options import (
     add_tensor_parallel_option,
 )
 from jaxspec.commands.shared.head_options import check_head_options
-from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.run_facts import config_facts, run_facts
 from jaxspec.commands.shared.shell import (
     command_parser,
     device_line,
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
         **run_facts(),
         "own_kernels": run["own_kernels"],
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
-        "config": dataclasses.asdict(config),
+        "config": config_facts(config),
         "mode": run["mode"],
         "profiled_rounds": len(rounds),
         "round_us": round_us,

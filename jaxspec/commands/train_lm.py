@@ -18,7 +18,7 @@ from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import data
 from jaxspec.training.lm.model import TrainConfig, num_parameters
 from jaxspec.training.lm.report import Card, export
-from jaxspec.training.lm.run import Pretraining, Record, sample
+from jaxspec.training.lm.run import LMRecord, Pretraining, sample
 from jaxspec.training.precision import resolve_precision
 from jaxspec.training.progress import follow
 from jaxspec.training.schedule import Schedule, deadline_of
@@ -165,7 +165,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     )
 
 
-def describe(record: Record) -> str:
+def describe(record: LMRecord) -> str:
     """One line: step, losses, speed."""
     parts = [f"step {record.step}/{record.total_steps or '?'}"]
     if record.loss is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +12,7 @@ from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving import chat, completions
 from jaxspec.serving.errors import ApiError, api_error
+from jaxspec.serving.prepared import answer
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.completions import CompletionRequest
@@ -54,10 +56,10 @@ class BatchLines:
         body = _checked_body(line)
         body = {"seed": (self.seed + index) % 2**32, **body}
         if line["url"] == PATHS[0]:
-            return await completions.complete(
-                self.service, _validated(CompletionRequest, body), _free
-            )
-        return await chat.chat(self.service, _validated(ChatRequest, body), _free)
+            request = _validated(CompletionRequest, body)
+            return await answer(partial(completions.prepare, self.service, request), _free)
+        request = _validated(ChatRequest, body)
+        return await answer(partial(chat.prepare, self.service, request), _free)
 
 
 def _free(_: int) -> None:

@@ -22,7 +22,7 @@ from jaxspec.training.heads.block_init import default_mask, init_block_head, new
 from jaxspec.training.heads.block_loss import BlockLoss
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.heads.loss import DraftBatch
-from jaxspec.training.heads.run import DraftTraining
+from jaxspec.training.heads.run import DraftData, DraftTraining
 from jaxspec.training.heads.states import StoredStates, capture_states
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
@@ -73,8 +73,8 @@ def config_of(method: Any, **changes: Any) -> DraftTrainConfig:
 
 def start(method: str, directory: Path, *, states: StoredStates | None = None, **options: Any):
     return DraftTraining(
-        make_head(method), TARGET, config_of(method), TRAIN, HELD_OUT, SCHEDULE, directory,
-        states=states, **options,
+        make_head(method), TARGET, config_of(method), DraftData(TRAIN, HELD_OUT, states), SCHEDULE,
+        directory, **options,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from jaxspec.commands.shared.engine_options import (
     add_tensor_parallel_option,
 )
 from jaxspec.commands.shared.head_options import check_head_options
-from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.run_facts import config_facts, run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
@@ -125,7 +125,8 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """One timing after the other, each with everything needed to read it later."""
+    """One timing after the other, each with what is needed to read it later; the model's config
+    stands with the first."""
     x, y = grid_of(args.tp)
     chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
     config = model_shape(args.shape, args.layers)
@@ -136,13 +137,14 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         **run_facts(),
         "own_kernels": str(kernels),
         "arguments": vars(args),
-        "config": dataclasses.asdict(config),
         "bandwidth": dataclasses.asdict(bandwidth),
     }
+    model = {"config": config_facts(config)}  # in the first part alone
     for timing in measure_modes(args, config, console, chosen, kernels):
         memory = jax.devices()[0].memory_stats() or {}
         peak = {"peak_bytes": memory.get("peak_bytes_in_use")}
-        yield facts | peak | {"timings": [as_row(timing, bandwidth)]}
+        yield facts | model | peak | {"timings": [as_row(timing, bandwidth)]}
+        model = {}
 
 
 def measure_modes(

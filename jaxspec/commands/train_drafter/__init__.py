@@ -33,7 +33,7 @@ from jaxspec.training.heads import data as draft_data
 from jaxspec.training.heads.block_init import default_mask, init_block_head, new_block_config
 from jaxspec.training.heads.data import ExampleReport, Examples
 from jaxspec.training.heads.report import DraftCard, export_head
-from jaxspec.training.heads.run import DraftRecord, DraftTraining
+from jaxspec.training.heads.run import DraftData, DraftRecord, DraftTraining
 from jaxspec.training.heads.states import StoredStates, capture_states
 from jaxspec.training.heads.step import DraftTrainConfig, Head, init_head, init_mtp_layer
 from jaxspec.training.lm.model import num_parameters
@@ -236,8 +236,8 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
             "--work are reused)"
         )
     run = DraftTraining(
-        head, target, config, train_rows, held_out, schedule, args.work,
-        states=states, resume=args.resume, data_parallel=jax.device_count(),
+        head, target, config, DraftData(train_rows, held_out, states), schedule, args.work,
+        resume=args.resume, data_parallel=jax.device_count(),
     )  # fmt: skip
     card = DraftCard(
         name=args.out.name,
