@@ -114,10 +114,10 @@ def measure(arguments: argparse.Namespace) -> dict:
             llm = make_llm(arguments, drafter, tree)
             got = llm.generate(prompts, sampling)
             gaps = []
-            for one, other in zip(expected, got, strict=True):
-                index = first_difference(one.token_ids, other.token_ids)
+            for wanted, other in zip(expected, got, strict=True):
+                index = first_difference(wanted.token_ids, other.token_ids)
                 if index is not None:
-                    gaps.append(logit_gap(plain.params.target, one, other, index))
+                    gaps.append(logit_gap(plain.params.target, wanted, other, index))
             rows.append(
                 {
                     "drafter": drafter,

@@ -68,7 +68,7 @@ from jaxspec.evaluation.benchmarks.tpu_ahead import (
 )
 from jaxspec.parallel import check_divides, grid_of
 
-NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
+NEW_TOKENS = 256  # slots for new tokens after the context, as in bench_engine
 LOG = "log.txt"
 TABLE_WIDTH = 100  # where the output is not a terminal
 

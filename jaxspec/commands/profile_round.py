@@ -106,11 +106,13 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
     config, dtype = model_shape(args.shape, args.layers), jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
-    own = args.quantization, args.lm_head_quantization
-    target, head = random_decoder(config, dtype, mesh, 0, *own), None
+    schemes = args.quantization, args.lm_head_quantization
+    target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if mode.speculation:
-        own = args.drafter_quantization
-        head = random_head_of_kind(args.draft_head, config, dtype, mesh, seed=1, quantization=own)
+        scheme = args.drafter_quantization
+        head = random_head_of_kind(
+            args.draft_head, config, dtype, mesh, seed=1, quantization=scheme
+        )
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     workload = Workload(
@@ -155,7 +157,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
     check(args)
     profile, run = run_profiled(args, progress)
     rounds, config = profile.rounds, model_shape(args.shape, args.layers)
-    round_us = statistics.mean(one.length_us for one in rounds)
+    round_us = statistics.mean(round_.length_us for round_ in rounds)
     costs = summarize(rounds, lambda span: span.scope)
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
     return profile, {
@@ -167,8 +169,8 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
         "profiled_rounds": len(rounds),
         "round_us": round_us,
         "unprofiled_round_us": run["unprofiled_round_us"],
-        "gaps_us": statistics.mean(one.gaps_us for one in rounds),
-        "longest_gap_us": statistics.mean(one.longest_gap_us for one in rounds),
+        "gaps_us": statistics.mean(round_.gaps_us for round_ in rounds),
+        "longest_gap_us": statistics.mean(round_.longest_gap_us for round_ in rounds),
         "host_gap_us": profile.host_gap_us,
         "scopes": [as_row(s, costs[s], round_us, run["layer_runs"]) for s in in_order(costs)],
         "kernels": [
@@ -230,23 +232,23 @@ def make_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def plot_round(one: Round, title: str, path: Path) -> None:
+def plot_round(round_: Round, title: str, path: Path) -> None:
     """A lane for each phase, colored by part, over the milliseconds of a round."""
     figure = Figure(figsize=(14, 4), layout="constrained")
     axes = figure.subplots()
     tab20 = matplotlib.colormaps["tab20"]
     colors = {part: tab20(index) for index, part in enumerate(PARTS)} | {OTHER: (0.5, 0.5, 0.5, 1)}
     for lane, phase in enumerate(LANES):
-        spans = [span for span in one.spans if span.scope.phase == phase]
+        spans = [span for span in round_.spans if span.scope.phase == phase]
         axes.broken_barh(
             [(1e-3 * span.start_us, 1e-3 * span.duration_us) for span in spans],
             (lane - 0.4, 0.8),
             facecolors=[colors[span.scope.part] for span in spans],
         )
-    axes.set(xlabel="ms", title=title, xlim=(0, 1e-3 * one.length_us))
+    axes.set(xlabel="ms", title=title, xlim=(0, 1e-3 * round_.length_us))
     axes.set_yticks(range(len(LANES)), LANES)
     axes.invert_yaxis()
-    shown = {span.scope.part for span in one.spans}
+    shown = {span.scope.part for span in round_.spans}
     handles = [Patch(color=color, label=part) for part, color in colors.items() if part in shown]
     figure.legend(handles=handles, loc="outside right upper")
     figure.savefig(path, dpi=120)
@@ -257,7 +259,7 @@ def run(args: argparse.Namespace) -> None:
     profile, results = measure(args, progress)
     show_results(results, make_table(results), as_json=args.json, width=TABLE_WIDTH)
     if args.plot:
-        by_length = sorted(profile.rounds, key=lambda one: one.length_us)
+        by_length = sorted(profile.rounds, key=lambda round_: round_.length_us)
         title = f"{args.shape}, {results['mode']}, batch {args.batch}, context {args.context}"
         plot_round(by_length[len(by_length) // 2], title, args.plot)
 

@@ -129,8 +129,8 @@ class Quantization:
                 named |= module_tensors(module, rounded, self._plan)
                 del rest[f"{module}.weight"]
             for name in [name for name in rest if unit.prefix and name.startswith(unit.prefix)]:
-                own = found.changed.get(name.removeprefix(unit.prefix))
-                named[name] = np.asarray(own) if own is not None else rest[name].read()
+                changed = found.changed.get(name.removeprefix(unit.prefix))
+                named[name] = np.asarray(changed) if changed is not None else rest[name].read()
                 del rest[name]
             yield named
         for name, tensor in rest.items():

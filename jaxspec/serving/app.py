@@ -118,9 +118,9 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         if service.is_loaded:
-            for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
-                await llm.run(own.read)
-                own.failed(llm.engine.failures)
+            for llm, member in zip(service.llm.replicas, metrics.members, strict=True):
+                await llm.run(member.read)
+                member.failed(llm.engine.failures)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -93,8 +93,8 @@ def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]
     shapes: tuple[TreeShape, ...] = engine.shapes.choices or (
         engine.params.call(engine.shape).speculation.shape,
     )
-    own = (PLAIN,) if sampling.plain else shapes
-    return coverage(engine.programs, engine.limits, own, (sampling,), tokens, few)
+    trees = (PLAIN,) if sampling.plain else shapes
+    return coverage(engine.programs, engine.limits, trees, (sampling,), tokens, few)
 
 
 def _is_idle(engine: Engine) -> bool:

@@ -92,7 +92,7 @@ def _validated[T: BaseModel](kind: type[T], body: dict[str, Any]) -> T:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        errors = [{**details, "loc": ("body", *details["loc"])} for details in error.errors()]
         raise RequestValidationError(errors) from error
 
 

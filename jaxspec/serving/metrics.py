@@ -135,12 +135,14 @@ class Metrics:
         return made.labels(**self._labels)
 
     def _metric[T](
-        self, kind: Callable[..., T], name: str, text: str, *labels: str, **own: Any
+        self, kind: Callable[..., T], name: str, text: str, *labels: str, **options: Any
     ) -> T:
         """The engines share a metric, and have labels of their own."""
         if name not in self._made:
             names = (*self._labels, *labels)
-            self._made[name] = kind(f"jaxspec:{name}", text, names, registry=self.registry, **own)
+            self._made[name] = kind(
+                f"jaxspec:{name}", text, names, registry=self.registry, **options
+            )
         return self._made[name]
 
     def _request_metrics(self) -> None:
@@ -203,7 +205,7 @@ class Metrics:
     def _step(self, plan: Plan, deliveries: list[Delivery]) -> None:
         """What an engine read and generated in a step, of one call or several."""
         read = sum(read.count for read in plan.reads)
-        self._steps.observe(read + sum(len(one.tokens) for one in deliveries))
+        self._steps.observe(read + sum(len(delivery.tokens) for delivery in deliveries))
 
     def rejected(self) -> None:
         """A request was refused, as too many wait."""

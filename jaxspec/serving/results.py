@@ -52,8 +52,8 @@ def usage(completions: Sequence[Completion], samples: int) -> Usage:
     What best_of has left out was generated, too, and counts, as OpenAI counts it.
     """
     prompts = completions[::samples]
-    read = sum(len(one.prompt_token_ids) for one in prompts)
-    cached = sum(one.cached_tokens for one in prompts)
+    read = sum(len(completion.prompt_token_ids) for completion in prompts)
+    cached = sum(completion.cached_tokens for completion in prompts)
     return partial_usage(read, generated_tokens(completions), cached)
 
 
@@ -77,10 +77,10 @@ def speculation(completion: Completion) -> Speculation:
 
 def speculation_with_trees(llm: LLM, completion: Completion) -> Speculation:
     """The trees only if they were asked for, and the engine emits them."""
-    own = speculation(completion)
+    found = speculation(completion)
     if completion.trees is not None:
-        own.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
-    return own
+        found.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
+    return found
 
 
 def add_asked(

@@ -157,8 +157,8 @@ def measure_modes(
     [mesh] = replica_meshes(1, args.tp, args.sp)
     dtype = jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
-    own = args.quantization, args.lm_head_quantization
-    target, head = random_decoder(config, dtype, mesh, 0, *own), None
+    schemes = args.quantization, args.lm_head_quantization
+    target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if any(mode.speculation for _, mode in chosen):
         head = random_head_of_kind(
             args.draft_head,
@@ -189,8 +189,8 @@ def compile_all(
     """All programs, compiled side by side before anything is timed."""
     one_state = threading.Lock()
 
-    def compiled(one: tuple[Workload, Mode]) -> Bench:
-        workload, mode = one
+    def compiled(case: tuple[Workload, Mode]) -> Bench:
+        workload, mode = case
         return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
 
     benches = []

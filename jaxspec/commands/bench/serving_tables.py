@@ -112,9 +112,9 @@ def plot_times(
     figure = Figure(figsize=(9, 4), layout="constrained")
     first, between = figure.subplots(1, 2)
     for name, clients in runs:
-        own = [client for client in clients if client.times]
-        first.ecdf([client.first_token for client in own], label=name)
-        between.ecdf([1e3 * client.between_tokens for client in own])
+        served = [client for client in clients if client.times]
+        first.ecdf([client.first_token for client in served], label=name)
+        between.ecdf([1e3 * client.between_tokens for client in served])
     first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
     between.set(xlabel="mean time between tokens, ms", xlim=(0, None))
     first.legend()

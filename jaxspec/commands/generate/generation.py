@@ -80,7 +80,7 @@ def make_llm(
     )
 
 
-def own_program_folder(arguments: argparse.Namespace) -> Path | None:
+def local_program_folder(arguments: argparse.Namespace) -> Path | None:
     """``program_folder``; None for several processes: see docs/parallel.md."""
     if arguments.coordinator is None:
         return program_folder(arguments)
@@ -214,7 +214,7 @@ def run_chat(arguments: argparse.Namespace, processes: Processes | None) -> None
 
 def run(arguments: argparse.Namespace, prompt: str | None) -> None:
     """``prompt`` None: chat."""
-    keep_compiled_programs(own_program_folder(arguments))
+    keep_compiled_programs(local_program_folder(arguments))
     with processes_of(arguments) as processes:
         if prompt is None:
             run_chat(arguments, processes)

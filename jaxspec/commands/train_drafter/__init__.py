@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     return train_head_options.make_parser(__doc__)
 
 
-def own_answers(
+def model_answers(
     args: argparse.Namespace, console: Console, train: Examples, held_out: Examples, started: float
 ) -> tuple[Examples, Examples]:
     """Rows (training, held out) with the model's own answers, as many as there is time for.
@@ -112,8 +112,8 @@ def prepare_rows(
     console.print(str(report))
     if not args.regenerate:
         return train, held_out, report
-    own, held_out = own_answers(args, console, train, held_out, started)
-    train = concatenate(own, train) if args.keep_text else own
+    answers, held_out = model_answers(args, console, train, held_out, started)
+    train = concatenate(answers, train) if args.keep_text else answers
     learned = int(train.learned.sum())
     report = dataclasses.replace(
         report, train_rows=len(train), held_out_rows=len(held_out), learned_tokens=learned

@@ -87,7 +87,9 @@ def check_wheels(folder: Path) -> None:
     (The compiler of another version would run, but its launches would match neither version.)
     """
     found = importlib.metadata.distributions(path=[str(folder)])
-    versions = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in found}
+    versions = {
+        package.metadata["Name"].lower().replace("_", "-"): package.version for package in found
+    }
     if missing := [name for name in WHEELS if name not in versions]:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(missing)}; run: {install_command(folder)}"
@@ -222,8 +224,8 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     head = None
     if mode.speculation:
         head = shapes_of_kind(job.head, config, dtype, mesh, quantization=job.drafter_quantization)
-    own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
-    params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)
+    kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
+    params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), job.kv_dtype)
 
     def new_state() -> EngineState:
         # The mesh's devices do not exist, so no array can be placed on them: only shapes are.
@@ -266,8 +268,8 @@ def _pages(state: Any) -> list[Any]:
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:
     """The tree of ShapeDtypeStructs, with a sharding added to each."""
     if mesh is None:
-        one = SingleDeviceSharding(devices[0])
-        shardings = jax.tree.map(lambda _: one, tree)
+        whole = SingleDeviceSharding(devices[0])
+        shardings = jax.tree.map(lambda _: whole, tree)
     else:
         shardings = named_shardings(mesh, tree, layout)
     return jax.tree.map(

@@ -113,7 +113,9 @@ class BlockLoss:
         def of_depth(x: tuple[Array, ...]) -> dict[str, Array]:
             outputs, wanted, before, learned, count = x
             values = self._of_logits(head, target, outputs, wanted, before)
-            return {name: jnp.where(learned, one, 0).sum() / count for name, one in values.items()}
+            return {
+                name: jnp.where(learned, value, 0).sum() / count for name, value in values.items()
+            }
 
         by_block = outputs, wanted, before, _learned(batch, self.steps)
         by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in by_block)
@@ -206,8 +208,8 @@ def _anchored_attention(
     context = einsum_f32("batgrd,bsgd->bgrats", grouped, context_k)
     visible = jnp.arange(size) < anchors[..., None]  # [B, A, S]
     context = jnp.where(visible[:, None, None, :, None], context, MASKED)
-    own = einsum_f32("batgrd,baugd->bgratu", grouped, k)
-    scores = jnp.concatenate([context, own], axis=-1)
+    within = einsum_f32("batgrd,baugd->bgratu", grouped, k)
+    scores = jnp.concatenate([context, within], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum_f32("bgrats,bsgd->batgrd", weights[..., :size], context_v)
     out += einsum_f32("bgratu,baugd->batgrd", weights[..., size:], v)
