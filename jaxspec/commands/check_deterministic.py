@@ -175,7 +175,7 @@ def priced(checked: Sequence[Setup]) -> list[Setup]:
 
 
 def full_batch(args: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
-    """As many requests as there are rows, each as long as it may be."""
+    """A request for each row, each as long as it may be."""
     length = longest(requests)
     return [
         (prompt, dataclasses.replace(sampling, max_tokens=length - len(prompt)))

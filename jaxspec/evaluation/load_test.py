@@ -296,7 +296,7 @@ class LoadTest:
         }
 
     def _by_kind(self, started: float) -> dict[str, Any]:
-        """Of requests with a structured output, and of the others."""
+        """Figures of requests with a structured output, and of the others."""
         clients = [client for client in self.clients if client.times]
         structured = [client for client in clients if client.is_structured]
         others = [client for client in clients if not client.is_structured]
@@ -326,7 +326,7 @@ class LoadTest:
 
 
 def rounds_by_name(rounds: Mapping[TreeShape, int]) -> dict[str, int]:
-    """Those of smaller trees first."""
+    """The rounds by the names of their trees, smaller ones first."""
     shapes = sorted(rounds, key=lambda shape: (shape.num_nodes, shape.max_depth))
     return {shape.name: rounds[shape] for shape in shapes}
 

@@ -59,7 +59,7 @@ def _scales(layer_cache: PagedKV, margin: float) -> KVScales:
 
 
 def scores(llm: LLM, rows: Sequence[Sequence[int]]) -> Scores:
-    """Of each token but the first of every row, read through the cache.
+    """The scores of each token but the first of every row, read through the cache.
 
     Raises ValueError if a row could not be read.
     """

@@ -177,7 +177,7 @@ class InputStatistics(NamedTuple):
 
 
 def statistics_of(inputs: Array, valid: Array) -> InputStatistics:
-    """Of inputs [B, T, in]; those that are not ``valid`` [B, T] do not count."""
+    """Sums over inputs [B, T, in]; those that are not ``valid`` [B, T] do not count."""
     kept = jnp.where(valid[..., None], inputs, 0.0).reshape(-1, inputs.shape[-1])
     hessian = jnp.matmul(kept.T, kept, precision="highest")
     return InputStatistics(hessian, jnp.abs(kept).sum(0), valid.sum().astype(jnp.float32))

@@ -14,7 +14,7 @@ from jaxspec.parallel.bytes import megabytes
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Of one quantized checkpoint.
+    """What is known of a quantized checkpoint.
 
     Attributes:
       errors: of each projection, by its whole name: the mean square of the change in its outputs

@@ -170,7 +170,7 @@ def _nearest(weights: dict[str, Array], grid: Grid) -> dict[str, Rounded]:
 
 
 def _normed_statistics(batches: Sequence[Batch], norm: Array, kind: LayerKind) -> InputStatistics:
-    """Of the inputs of the LM head."""
+    """Sums over the inputs of the LM head."""
     [total] = nothing_seen((len(norm),))
     for batch in batches:
         total = _add_normed(total, batch.states, batch.valid, norm, kind.eps)

@@ -270,7 +270,7 @@ def write_checkpoint(
 
 
 def _filled(tensors: Iterable[Named]) -> Iterator[Named]:
-    """The same tensors, in dicts of about MAX_FILE_BYTES."""
+    """The tensors, in dicts of about MAX_FILE_BYTES."""
     part: Named = {}
     for tensors_of_unit in tensors:
         total = sum(x.nbytes for named in (part, tensors_of_unit) for x in named.values())

@@ -99,7 +99,7 @@ def _validated[T: BaseModel](kind: type[T], body: dict[str, Any]) -> T:
 def batch_lines(
     llm: AsyncLLM | ReplicatedLLM, names: tuple[str, ...], chat_template: str | None, seed: int
 ) -> BatchLines:
-    """Of a model by these names."""
+    """What answers lines for a model by these names."""
     service = Service(names, chat_template)
     service.start(llm)
     return BatchLines(service, seed)

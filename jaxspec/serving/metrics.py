@@ -61,7 +61,7 @@ class DeviceTime:
 
     @property
     def idle_share(self) -> float:
-        """Of the time since the start."""
+        """The share of the time since the start in which no call was in flight."""
         return max(0.0, 1 - self.busy / max(1e-9, time.perf_counter() - self.started))
 
     def _wait(self) -> None:
@@ -104,7 +104,7 @@ class Metrics:
         self._engine_metrics()
 
     def beside(self) -> "Metrics":
-        """Those of the next engine: the same names with another label."""
+        """The metrics of the next engine: the same names with another label."""
         return Metrics(self._model, self)
 
     def watch(self, engine: Engine) -> None:

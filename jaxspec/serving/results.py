@@ -24,7 +24,7 @@ from jaxspec.serving.protocol.sampling import (
     Usage,
 )
 
-# Of a request that ended with an error: its HTTP status, and the error's ``code``.
+# The HTTP status and the ``code`` of errors with which requests end.
 _ERRORS: Mapping[ErrorKind, tuple[int, str | None]] = MappingProxyType(
     {
         ErrorKind.NOT_FINITE: (500, None),
@@ -47,7 +47,7 @@ def now() -> int:
 
 
 def usage(completions: Sequence[Completion], samples: int) -> Usage:
-    """Of all prompts of a request, of each of which there are ``samples`` completions in a row.
+    """The tokens of a request. Each prompt has ``samples`` completions in a row.
 
     What best_of has left out was generated, too, and counts, as OpenAI counts it.
     """
@@ -103,7 +103,7 @@ def add_asked(
 def without_stop(
     llm: LLM, sampling: SamplingParams, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
 ) -> Sequence[TokenLogprob]:
-    """Those of the text: the token that ends it is no part of it."""
+    """The entries of the text: a stop token that ends it is no part of it."""
     ended = token_ids and token_ids[-1] in llm.engine.stop_ids(sampling)
     return entries[:-1] if ended else entries
 

@@ -171,7 +171,7 @@ class Bench:
         self.trees[ADAPTIVE] = None
 
     def round_ms(self) -> dict[str, dict[str, float]]:
-        """As warm-up measured them: by tree and number of clients."""
+        """Costs of rounds that the warm-up measured, by tree and number of clients."""
         shapes = self.clients.engine.shapes
         return {
             tree.name: {

@@ -107,7 +107,7 @@ def programs(
 
 
 def count(program: Callable[[Job, Sequence[Any]], Program], job: Job, layers: int) -> Counts:
-    """Of a model with so many layers."""
+    """What devices send in a model with so many layers."""
     config = dataclasses.replace(job.config, layers=job.config.layers[:1] * layers)
     made = program(dataclasses.replace(job, config=config), make_devices(job.num_devices))
     return totals(parse_collectives(compile_ahead(made.function, made.arguments).as_text()))

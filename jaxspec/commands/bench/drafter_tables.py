@@ -33,7 +33,7 @@ def run_names(rows: Sequence[Row]) -> dict[Run, str]:
 
 
 def distinct_tails(paths: Iterable[str]) -> dict[str, str]:
-    """Of each path the shortest end, at least its last part, that is no other one's end."""
+    """The shortest end of each path, its last part at least, in which no other path ends."""
     parts = {path: Path(path).parts for path in paths}
     tails = {}
     for path, words in parts.items():

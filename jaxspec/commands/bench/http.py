@@ -88,7 +88,7 @@ async def from_engine(llm: AsyncLLM, streams: Streams) -> float:
 
 
 async def from_text(llm: AsyncLLM, streams: Streams) -> float:
-    """The same as text."""
+    """Tokens a second of streams of text."""
 
     async def count_tokens(index: int) -> int:
         events = llm.stream([streams.prompts[index]], [streams.sampling[index]])
@@ -105,7 +105,7 @@ async def _rate(count_tokens: Callable[[int], Awaitable[int]], count: int) -> fl
 
 
 async def from_server(address: str, streams: Streams) -> tuple[float, float]:
-    """The same over HTTP; and the share of the time in which this thread, the server's, computed.
+    """Tokens a second of streams over HTTP, and the share of the time in which this thread, the server's, computed.
 
     Raises RuntimeError if a request fails.
     """

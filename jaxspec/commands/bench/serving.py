@@ -163,7 +163,7 @@ class Models:
         return target, random_head(config, dtype, self.mesh, seed=1, quantization=draft_scheme)
 
     def mode(self, name: str) -> Mode:
-        """Of random weights: how a run decodes."""
+        """How a run with random weights decodes."""
         if name == "plain":
             return parse_mode(name)
         bits = EIGHT_BITS if self.args.drafter_bits else ""

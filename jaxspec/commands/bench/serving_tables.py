@@ -21,7 +21,7 @@ def as_times(ratios: dict[str, float | None]) -> str:
 
 
 def structured_lines(run: dict[str, Any]) -> dict[str, str]:
-    """Of a run that has requests with a structured output."""
+    """Lines about a run that has requests with a structured output."""
     if not run["structured"]:
         return {}
     return {
@@ -34,7 +34,7 @@ def structured_lines(run: dict[str, Any]) -> dict[str, str]:
 
 
 def beside_lines(run: dict[str, Any]) -> dict[str, str]:
-    """Of a run that was compared with another; requests with structured output do not count."""
+    """Lines about a run that was compared with another; structured outputs do not count."""
     beside = run.get("beside")
     if not beside:
         return {}

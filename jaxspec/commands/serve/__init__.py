@@ -113,7 +113,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Of an option: bytes, such as 2GiB, 500MB or 1000000."""
+    """An option's value: bytes, such as 2GiB, 500MB or 1000000."""
     number = text.strip().upper().removesuffix("B")
     unit = number.lstrip("0123456789.").strip()
     try:
@@ -126,7 +126,7 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Of an option: a number of at least 1."""
+    """An option's value: a number of at least 1."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
@@ -140,7 +140,7 @@ def whole_seconds(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Of an option: a time above 0."""
+    """An option's value: a time above 0."""
     try:
         value = float(text)
     except ValueError:

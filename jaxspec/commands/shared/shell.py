@@ -138,7 +138,7 @@ def show_results(
 
 
 def print_json(results: Mapping[str, Any]) -> None:
-    """As one line on stdout, at once."""
+    """Print the results as a line on stdout, at once."""
     print(json.dumps(results), flush=True)
 
 

@@ -175,7 +175,7 @@ def new_head(
 
 
 def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockConfig | None:
-    """Of a block head for a target; None for other methods."""
+    """The config of a new block head; None for other methods."""
     if args.method not in BLOCK:
         return None
     mask, rank = args.mask_token, args.markov_rank

@@ -54,7 +54,7 @@ def make_arguments(case: Case, seed: int) -> tuple[Array, ...]:
 
 
 def ragged_experts(mlp: Own, x: Array, routes: Routes) -> Array:
-    """As ``every_expert``, for a device with all experts, none of which has a bias: float32 [N, H].
+    """What ``every_expert`` returns, float32 [N, H], on a device with all experts, without biases.
 
     Choices are sorted by expert, and ``ragged_dot`` multiplies the rows of each group.
     """

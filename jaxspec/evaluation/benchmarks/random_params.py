@@ -74,7 +74,7 @@ def random_pipeline(
     layers: Sequence[int],
     seed: int,
 ) -> Pipeline:
-    """As random_decoder, for a pipeline of so many layers on each mesh."""
+    """A random model as a pipeline of so many layers on each mesh."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(meshes))
     shapes = pipeline_shapes(config, dtype, meshes, layers)
     stages = [
