@@ -128,7 +128,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of a function that runs in a thread. It is a daemon: the process may end before it has."""
+    """The result of a function that runs in a thread.
+
+    The thread is a daemon: the process may end before it has.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -105,7 +105,8 @@ async def _rate(count_tokens: Callable[[int], Awaitable[int]], count: int) -> fl
 
 
 async def from_server(address: str, streams: Streams) -> tuple[float, float]:
-    """Tokens a second of streams over HTTP, and the share of the time in which this thread, the server's, computed.
+    """Tokens a second of streams over HTTP, and the share of the time in which this thread, which
+    serves, computed.
 
     Raises RuntimeError if a request fails.
     """

@@ -103,7 +103,10 @@ class Arrangement:
         return cls(text, tp=int(tp or each or 1), pp=int(pp or 1))
 
     def meshes(self) -> tuple[Any, ...]:
-        """The mesh of each stage; None: the default device. Raises ValueError for too few devices."""
+        """The mesh of each stage; None: the default device.
+
+        Raises ValueError for too few devices.
+        """
         if self.separate_drafter:
             devices = jax.devices()[self.tp : self.tp + 1]
             if not devices:
