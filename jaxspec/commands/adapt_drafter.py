@@ -23,13 +23,13 @@ from rich.progress import track
 
 from jaxspec import BUILT_IN_HEAD, LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import save_eagle_head
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
     progress_console,
     run_command,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.acceptance import Acceptance, measure_acceptance, summarize
 from jaxspec.training.heads.data import Examples, read_examples

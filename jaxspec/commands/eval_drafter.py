@@ -19,7 +19,6 @@ from rich.table import Table
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.load import resolve_dtype
 from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.engine_options import add_drafter_bits, add_kv_options
 from jaxspec.commands.shared.shell import (
     add_model_option,
@@ -28,6 +27,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.acceptance import measure_acceptance
 from jaxspec.evaluation.number_format import with_interval

@@ -18,7 +18,6 @@ from rich.table import Table
 from jaxspec import LLM
 from jaxspec.checkpoints.kv_scale_file import KVScaleFile
 from jaxspec.checkpoints.load import resolve_dtype
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
@@ -26,6 +25,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.number_format import span
 from jaxspec.evaluation.perplexity import difference, summarize

@@ -17,13 +17,13 @@ from rich.table import Table
 
 from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import (
     command_parser,
     progress_console,
     run_command,
     show_results,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.evaluation.number_format import with_interval
 from jaxspec.evaluation.perplexity import Scores, difference, summarize
 from jaxspec.llm.tokenizer import load_tokenizer

@@ -24,15 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoints.load import with_kv_dtype
-from jaxspec.commands.shared.engine_options import (
-    add_kv_dtype,
-    add_layers_option,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.shared.head_options import check_head_options
 from jaxspec.commands.shared.run_facts import config_facts, run_facts
+from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
     command_parser,
     device_line,
@@ -41,7 +34,6 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
-from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
 from jaxspec.evaluation.benchmarks.profile import (
@@ -54,7 +46,7 @@ from jaxspec.evaluation.benchmarks.profile import (
 )
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
-from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import timed
 from jaxspec.evaluation.number_format import or_blank
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
@@ -70,21 +62,12 @@ LANES = (*PHASES, OTHER)
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("profile-round", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add_layers_option(parser)
+    add_shape_options(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
     add("--batch", type=int, default=1, help="number of sequences")
-    add("--context", type=int, default=512, help="prompt tokens of each sequence")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
-    add_kv_dtype(parser)
-    add_tensor_parallel_option(parser)
-    add_sequence_parallel_option(parser)
-    add_quantization_options(parser)
-    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser

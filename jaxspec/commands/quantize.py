@@ -19,7 +19,6 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.engine_options import add_program_options, check_program_options
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.shared.shell import (
@@ -30,6 +29,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     typed_command,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.evaluation.perplexity import difference, summarize
 from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.parallel.bytes import megabytes

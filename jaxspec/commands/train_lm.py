@@ -9,8 +9,13 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import command_parser, given_option, run_command, typed_command
+from jaxspec.commands.shared.training_options import (
+    add_length_options,
+    add_optimizer_options,
+    add_suffixes_option,
+    schedule_of,
+)
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.json.values import read_json
@@ -21,7 +26,6 @@ from jaxspec.training.lm.report import Card, export
 from jaxspec.training.lm.run import LMRecord, Pretraining, sample
 from jaxspec.training.precision import resolve_precision
 from jaxspec.training.progress import follow
-from jaxspec.training.schedule import Schedule, deadline_of
 from jaxspec.training.vocabulary import Vocabulary, vocabulary_of
 
 EXPORT_SHARE = 0.05  # share of a time budget, reserved for the sample and the last export
@@ -37,9 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--work", type=Path, default=Path("runs/lm"), help="cached tokens, checkpoints, log")
     add_suffixes_option(parser)
     add("--resume", action="store_true", help="resume from the last checkpoint in --work")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, help="training steps")
-    length.add_argument("--minutes", type=float, help="for everything, with start-up and export")
+    add_length_options(parser, "for everything, with start-up and export")
     add(
         "--config",
         type=Path,
@@ -61,30 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--max-position", type=int, default=2048, help="longest text that the model allows")
     add("--context", type=int, default=1024, help="tokens of a training row")
-    add("--batch", type=int, default=128, help="rows of a step")
-    add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--warmup", type=int, default=200, help="steps of learning rate warm-up")
-    add("--seed", type=int, default=0, help="seed of all random numbers")
-    add(
-        "--attention",
-        choices=("auto", "xla", "cudnn"),
-        default="auto",
-        help="implementation of attention; auto: cudnn where it runs, else xla",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
-    )
-    add("--steps-per-call", type=int, default=20, help="most steps between log records")
-    add(
-        "--evaluate-every",
-        type=int,
-        default=500,
-        help="steps between evaluations on held-out files",
-    )
-    add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
+    add_optimizer_options(parser, batch=128, lr=3e-3, warmup=200, steps_per_call=20)
     add(
         "--prompt",
         default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
@@ -212,13 +191,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     if not prompt:
         raise ValueError("--prompt is empty")
     model, hf_config = model_config(args, corpus.vocabulary)
-    schedule = Schedule(
-        steps=args.steps,
-        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
-        steps_per_call=args.steps_per_call,
-        evaluate_every=args.evaluate_every,
-        save_every=args.save_every,
-    )
+    schedule = schedule_of(args, started, EXPORT_SHARE)
     run = Pretraining(
         model,
         config,

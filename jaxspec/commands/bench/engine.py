@@ -24,15 +24,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.commands.shared.engine_options import (
-    add_kv_dtype,
-    add_layers_option,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.shared.head_options import check_head_options
 from jaxspec.commands.shared.run_facts import config_facts, run_facts
+from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
@@ -45,11 +38,10 @@ from jaxspec.commands.shared.shell import (
 )
 from jaxspec.config.model import ModelConfig
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
-from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_mode
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
 from jaxspec.evaluation.benchmarks.rounds import SAMPLING, Bench, Timing, Workload, time_mode
-from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import Bandwidth, measure_bandwidth
 from jaxspec.evaluation.number_format import or_blank
 from jaxspec.models.decoder import Decoder
@@ -67,25 +59,16 @@ DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench engine", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add_layers_option(parser)
+    add_shape_options(parser)
     add("--modes", default=DEFAULT_MODES, help="modes, separated by commas")
     add("--batch", default="1", help="batch sizes, separated by commas")
-    add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--new-tokens", type=int, default=256, help="new tokens of a sequence in a timed call")
     add("--chunk", type=int, help="prompt tokens of a sequence in a call (default: at most 512)")
     add("--repeats", type=int, default=5, help="timed calls; the median is reported")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
-    add_kv_dtype(parser)
-    add_tensor_parallel_option(parser)
-    add_sequence_parallel_option(parser)
     add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
-    add_quantization_options(parser)
-    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 

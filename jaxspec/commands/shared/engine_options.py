@@ -35,16 +35,6 @@ def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_layers_option(parser: argparse.ArgumentParser) -> None:
-    """The option --layers of a benchmark: see benchmarking.shapes.model_shape."""
-    parser.add_argument(
-        "--layers",
-        type=int,
-        help="layers of the target; fewer compile faster and need less memory (default: the "
-        "shape's)",
-    )
-
-
 def add_quantization_options(parser: argparse.ArgumentParser) -> None:
     """``quantization``, ``lm_head_quantization`` and ``drafter_quantization`` of random weights."""
     add = parser.add_argument

@@ -20,6 +20,7 @@ from jaxspec import LLM, SpeculationConfig
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
+from jaxspec.commands.shared.training_options import schedule_of
 from jaxspec.commands.train_drafter import options as train_head_options
 from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
@@ -41,7 +42,7 @@ from jaxspec.training.precision import attention_of
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
 from jaxspec.training.run_folder import check_resumable
-from jaxspec.training.schedule import Schedule, deadline_of
+from jaxspec.training.schedule import deadline_of
 
 # Shares of a time budget: reserved for the last export; at whose end each part of --regenerate must
 # be done, in this order; and at whose end --store-states must be done.
@@ -216,14 +217,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         check_resumable(args.work)
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
     config = train_config(args, draft_layers(model).layers[0].attention.head_dim)
-    schedule = Schedule(
-        steps=args.steps,
-        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
-        steps_per_call=args.steps_per_call,
-        evaluate_every=args.evaluate_every,
-        save_every=args.save_every,
-        evaluation_tokens=1 << 17,
-    )
+    schedule = schedule_of(args, started, EXPORT_SHARE, evaluation_tokens=1 << 17)
     train_rows, held_out, report = prepare_rows(args, console, started)
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
