@@ -43,11 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("adapt-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add(
-        "--drafter",
-        default=str(BUILT_IN_HEAD),
-        help="directory or hub id of an EAGLE head (default: the built-in one)",
-    )
+    add("--drafter", default=str(BUILT_IN_HEAD), help="directory or hub id of an EAGLE head "
+        "(default: the built-in one)")  # fmt: skip
     add("--data", type=Path, nargs="+", required=True, help="folders or files of the new domain")
     add_suffixes_option(parser)
     add("--mode", default="chain:5", help="chain:K or NODES:DEPTH:TOPK")

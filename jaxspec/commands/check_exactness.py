@@ -40,11 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_model_option(parser)
     add("--drafter", action="append", help="as in generate; may be repeated (default: ngram)")
-    add(
-        "--mode",
-        action="append",
-        help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: chain:5)",
-    )
+    add("--mode", action="append", help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: "
+        "chain:5)")  # fmt: skip
     add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
         "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")

@@ -72,12 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
     add("--batch", type=int, default=1, help="number of sequences")
-    add(
-        "--sampling",
-        choices=("greedy", "general"),
-        default="greedy",
-        help="the program for greedy rows only, or the one for any sampling",
-    )
+    add("--sampling", choices=("greedy", "general"), default="greedy", help="the program for "
+        "greedy rows only, or the one for any sampling")  # fmt: skip
     add_compiler_options(parser)
     add("--tpu", metavar="TOPOLOGY", help="compile for TPUs of this topology, such as v5e:2x2")
     add("--program", choices=PROGRAMS, default="decode", help="rounds, or the reading of prompts")

@@ -41,12 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("eval-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add(
-        "--drafter",
-        default="auto",
-        help="as in generate, but not none (default: the built-in head for the built-in model, "
-        "ngram for others)",
-    )
+    add("--drafter", default="auto", help="as in generate, but not none (default: the built-in "
+        "head for the built-in model, ngram for others)")  # fmt: skip
     add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
     add_suffixes_option(parser)

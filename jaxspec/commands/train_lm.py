@@ -42,12 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_suffixes_option(parser)
     add("--resume", action="store_true", help="resume from the last checkpoint in --work")
     add_length_options(parser, "for everything, with start-up and export")
-    add(
-        "--config",
-        type=Path,
-        help="config.json of any supported family (docs/models.md), instead of the sizes below; "
-        "its vocabulary and end of text become the tokenizer's",
-    )
+    add("--config", type=Path, help="config.json of any supported family (docs/models.md), instead "
+        "of the sizes below; its vocabulary and end of text become the tokenizer's")  # fmt: skip
     add("--hidden", type=int, default=256, help="width of the hidden states")
     add("--layers", type=int, default=8, help="layers of the model")
     add("--heads", type=int, default=4, help="query heads")
@@ -55,20 +51,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--head-dim", type=int, default=64, help="width of a head")
     add("--ff", type=int, default=448, help="width of the MLP")
     add("--vocab", type=int, default=4096, help="vocabulary of the tokenizer, which is trained too")
-    add(
-        "--draft-for",
-        metavar="MODEL",
-        help="directory or hub id of a model that the new one shall draft for: its tokenizer and "
-        "vocabulary are taken, and none is trained",
-    )
+    add("--draft-for", metavar="MODEL", help="directory or hub id of a model that the new one "
+        "shall draft for: its tokenizer and vocabulary are taken, and none is trained")  # fmt: skip
     add("--max-position", type=int, default=2048, help="longest text that the model allows")
     add("--context", type=int, default=1024, help="tokens of a training row")
     add_optimizer_options(parser, batch=128, lr=3e-3, warmup=200, steps_per_call=20)
-    add(
-        "--prompt",
-        default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
-        help="prompt of the sample in the model card (default: the beginning of a Python file)",
-    )
+    add("--prompt", default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
+        help="prompt of the sample in the model card (default: the beginning of a Python "
+        "file)")  # fmt: skip
     add("--sample-tokens", type=int, default=128, help="tokens of that sample")
     add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
     return parser

@@ -61,14 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--from", type=Path, dest="measured", metavar="FILE", help="measure "
         "nothing: tables and picture of what an earlier run printed with --json")  # fmt: skip
     add_suffixes_option(parser)
-    add(
-        "--run",
-        nargs="+",
-        action="append",
-        metavar=("DRAFTER", "MODE"),
-        help="a drafter and its modes; may be repeated (default: ngram and the default drafter, "
-        "each with chain:5)",
-    )
+    add("--run", nargs="+", action="append", metavar=("DRAFTER", "MODE"), help="a drafter and its "
+        "modes; may be repeated (default: ngram and the default drafter, each with "
+        "chain:5)")  # fmt: skip
     add("--batch", type=int, nargs="+", default=[1], help="batch sizes")
     add("--batches", type=int, default=6, help="batches of each size")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "

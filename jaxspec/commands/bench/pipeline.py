@@ -60,11 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--arrangements", default="1,tp2,pp2,draft", help="separated by commas")
     add("--mode", default="chain:5@3.5", help="plain, or a tree as in bench engine")
-    add(
-        "--draft-shape",
-        choices=SHAPES,
-        help="shape of a draft model; its vocabulary is the target's (default: a head)",
-    )
+    add("--draft-shape", choices=SHAPES, help="shape of a draft model; its vocabulary is the "
+        "target's (default: a head)")  # fmt: skip
     add("--stage-layers", type=layer_counts, metavar="L,L,..", help="layers of each stage of ppN")
     add("--batch", default="2,8,32", help="numbers of requests, separated by commas")
     add("--context", type=int, default=512, help="prompt tokens of each")

@@ -33,11 +33,8 @@ PROMPT, SAMPLING = [1, 2, 3, 4], SamplingParams(max_tokens=16)
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench swap", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="model shape")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="dtype of weights (default: float32 on CPU, else bfloat16)",
-    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of weights "
+        "(default: float32 on CPU, else bfloat16)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

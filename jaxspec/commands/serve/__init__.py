@@ -98,12 +98,8 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
     add("--max-programs", type=int, default=128, help="compiled programs that are kept")
-    add(
-        "--no-trees",
-        action="store_true",
-        help="emit no draft trees, which return_speculation and "
-        "the page show; it saves a little time",
-    )
+    add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
+        "the page show; it saves a little time")  # fmt: skip
     add("--warm-up", choices=("none", "quick", "background", "full"), default="background",
         help="what is compiled before the first request: two sizes of short requests (quick), "
         "these, and then the rest while no request runs (background), or all sizes of all that "

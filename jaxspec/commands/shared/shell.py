@@ -46,11 +46,8 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    parser.add_argument("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id "
+        "(default: the built-in model)")  # fmt: skip
 
 
 def given_option(

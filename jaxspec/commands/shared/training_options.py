@@ -7,12 +7,8 @@ from jaxspec.training.schedule import Schedule, deadline_of
 
 
 def add_suffixes_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="suffixes of the files to read in folders",
-    )
+    parser.add_argument("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES),
+        help="suffixes of the files to read in folders")  # fmt: skip
 
 
 def add_length_options(parser: argparse.ArgumentParser, minutes: str) -> None:

@@ -61,18 +61,11 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     add_suffixes_option(group)
     add = group.add_argument
     add("--length", type=int, default=512, help="tokens of a row")
-    add(
-        "--regenerate",
-        action="store_true",
-        help="let the model write the answers (of a chat, the first one)",
-    )
+    add("--regenerate", action="store_true", help="let the model write the answers (of a chat, the "
+        "first one)")  # fmt: skip
     add("--regenerate-rows", type=int, help="only so many rows (default: all)")
-    add(
-        "--regenerate-temperatures",
-        type=float,
-        nargs="+",
-        help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
-    )
+    add("--regenerate-temperatures", type=float, nargs="+", help="temperatures of the answers; row "
+        "i uses the i-th, cyclically (default: 0 1)")  # fmt: skip
     add("--answers", type=Path, help="--work of an earlier run with --regenerate: "
         "its answers are used as they are, so several heads learn from the same")  # fmt: skip
     add("--regenerate-batch", type=int, help="batch size of it (default: 64)")
