@@ -1,4 +1,4 @@
-"""Writes quantized checkpoints in the formats that others read, too (see quantization/formats/)."""
+"""Writes quantized checkpoints in the formats that others read, too (see checkpoints/formats/)."""
 
 import dataclasses
 import json

@@ -34,7 +34,7 @@ class HeadAdapter:
       length: tokens of a row; longer completions are cut.
 
     Raises ValueError if the LLM does not draft with one head, or is split over devices, and for a
-    head that training does not know (see draft_loss.check_unrolled).
+    head that training does not know (see loss.check_unrolled).
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):

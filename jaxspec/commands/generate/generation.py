@@ -1,4 +1,4 @@
-"""What the command `jaxspec generate` does; its options are in generate.py."""
+"""What the command `jaxspec generate` does; its options are in __init__.py."""
 
 import argparse
 import dataclasses

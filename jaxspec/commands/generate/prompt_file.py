@@ -1,4 +1,4 @@
-"""What `jaxspec generate --out` does; its options are in generate.py."""
+"""What `jaxspec generate --out` does; its options are in __init__.py."""
 
 import argparse
 import asyncio

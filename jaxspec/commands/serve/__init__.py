@@ -3,7 +3,7 @@
 Without arguments, the built-in model is served at http://127.0.0.1:8000/v1.
 """
 
-# The options alone; the work is in serving.py of this folder.
+# The options alone; the work is in server.py.
 
 import argparse
 import math

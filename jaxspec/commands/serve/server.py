@@ -1,4 +1,4 @@
-"""What the command `jaxspec serve` does; its options are in serve.py."""
+"""What the command `jaxspec serve` does; its options are in __init__.py."""
 
 import argparse
 import asyncio

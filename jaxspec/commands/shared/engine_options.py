@@ -12,7 +12,7 @@ SWAP_MEMORY = SNAPSHOT_MEMORY = 4.0  # GiB, as EngineConfig has it
 
 
 def add_tensor_parallel_option(parser: argparse.ArgumentParser) -> None:
-    """``tp``: a number, or a grid (x, y); see sharding.TensorParallel."""
+    """``tp``: a number, or a grid (x, y); see parallel.TensorParallel."""
     parser.add_argument("--tp", type=tensor_parallel, default=1, metavar="N|XxY",
         help="devices that share the model (tensor parallel): N, or a grid of X x Y, in which X "
         "share hidden states, too (when that pays: docs/parallel.md)")  # fmt: skip
@@ -107,14 +107,14 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafter_bits(group: argparse._ActionsContainer) -> None:
-    """The option --drafter-bits, see loading.load."""
+    """The option --drafter-bits, see checkpoints.load."""
     group.add_argument("--drafter-bits", type=int, choices=(4, 8), help="the drafter's matrices as "
         "integers of so many bits, of which fewer bytes are read; the text stays the same "
         "(default: as loaded)")  # fmt: skip
 
 
 def add_kv_dtype(parser: argparse._ActionsContainer) -> None:
-    """The option --kv-dtype, see loading.load."""
+    """The option --kv-dtype, see checkpoints.load."""
     parser.add_argument("--kv-dtype", choices=("fp8",), help="fp8: keys and values as 8-bit floats "
         "(e4m3), which halves the cache; the text may differ a little (default: the dtype of the "
         "weights)")  # fmt: skip

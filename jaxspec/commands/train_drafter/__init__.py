@@ -21,7 +21,7 @@ from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
 from jaxspec.commands.shared.training_options import schedule_of
-from jaxspec.commands.train_drafter import options as train_head_options
+from jaxspec.commands.train_drafter import options
 from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
@@ -54,7 +54,7 @@ MARKOV_RANK = 256  # of the published DSpark heads
 
 
 def make_parser() -> argparse.ArgumentParser:
-    return train_head_options.make_parser(__doc__)
+    return options.make_parser(__doc__)
 
 
 def model_answers(

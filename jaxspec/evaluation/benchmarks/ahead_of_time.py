@@ -161,7 +161,7 @@ class Job:
     Attributes:
       config: of the target.
       head: the drafter's kind; see draft_heads.py.
-      kernels, kv_dtype: see Kernels.parse and loading.load.
+      kernels, kv_dtype: see Kernels.parse and checkpoints.load.
       largest_chunk: most tokens of a row's prompt in a call.
       quantization: of the target but for its LM head; lm_head_quantization: of that;
         drafter_quantization: of the draft head.
@@ -236,7 +236,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    # Weights have a layout, too, see weight_places.weight_place.
+    # Weights have a layout, too, see weight_layout.weight_place.
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)

@@ -43,7 +43,7 @@ def random_decoder(
 ) -> Decoder:
     """A model of random weights, sharded over the mesh's model axis if there is a mesh.
 
-    ``quantization``: of all but the LM head; see quantization.schemes.
+    ``quantization``: of all but the LM head; see models/quantized/schemes.py.
 
     Raises ValueError if ``lm_head_quantization`` is given and the LM head is the embedding table.
     """

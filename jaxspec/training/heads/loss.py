@@ -118,7 +118,7 @@ class LossConfig:
     def __call__(
         self, head: DraftHead, target: Decoder, batch: DraftBatch, attend: Attend, counts: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """See draft_loss."""
+        """(loss, metrics), see draft_loss."""
         return draft_loss(head, target, batch, self, attend, counts)
 
     @classmethod

@@ -61,7 +61,7 @@ class DraftTraining(TrainingRun[DraftRecord]):
     """Training of a head in the folder ``directory``: checkpoints, and log.jsonl of DraftRecords.
 
     Args:
-      head: float32, as made by draft_step.init_head or block_init.init_block_head.
+      head: float32, as step.init_head or block_init.init_block_head makes it.
       target: in the compute dtype.
       data_parallel: devices that each batch is split over.
 
