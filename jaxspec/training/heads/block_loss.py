@@ -99,7 +99,7 @@ class BlockLoss:
     ) -> tuple[Array, dict[str, Array]]:
         """Loss float32 [] of a head on a batch with anchors, and metrics float32 [steps].
 
-        What loss.draft_loss returns, with these metrics; those of a confidence head are ``confidence``, its mean,
+        It is draft_loss with these metrics; a confidence head has ``confidence``, its mean,
         which would be ``overlap`` if it were right, and ``confidence_error``, the mean distance.
         """
         features, hidden = target_states(target, batch, head.capture, attend)
