@@ -132,12 +132,8 @@ def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Reque
         args.model, setup.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
     )
     length = longest(requests)
-    row_pages = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
-    pages = (
-        max(row_pages, int(FEW * args.rows * row_pages))
-        if setup.few_pages
-        else args.rows * row_pages
-    )
+    each = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
+    pages = max(each, int(FEW * args.rows * each)) if setup.few_pages else args.rows * each
     return Engine(
         params,
         CacheConfig(page_size=PAGE_SIZE, max_length=length, num_pages=pages + 1),

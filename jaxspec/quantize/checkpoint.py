@@ -115,9 +115,7 @@ class Checkpoint:
             }
         assert self.config is not None
         kind = layer_kinds(self.config)[int(unit.prefix.split(".")[-2])]
-        stored = {
-            name: tensor for name, tensor in self.stored.items() if name.startswith(unit.prefix)
-        }
+        stored = {name: x for name, x in self.stored.items() if name.startswith(unit.prefix)}
         shape = kind.shape()
         splits = shape.filled(unit.prefix, splitting().with_norms(kind.norm_offset))
         pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(splits), strict=True)
@@ -170,7 +168,7 @@ class Streamed:
     def layer(self, index: int) -> Layer:
         """A layer on the default device, in the format that the checkpoint has."""
         prefix = f"{LAYERS}{index}."
-        stored = {name: tensor for name, tensor in self._stored.items() if name.startswith(prefix)}
+        stored = {name: x for name, x in self._stored.items() if name.startswith(prefix)}
         shapes = layer_kinds(self.config)[index].shape().filled(prefix, choosing(self._kind))
         splits = splitting().with_norms(self.config.norm_offset)
         return self._load(stored, shapes, shapes.filled(prefix, splits))

@@ -38,8 +38,7 @@ def measured_scales(
     llm.generate(list(prompts), with_own_seeds(sampling, len(prompts)))
     pool = llm.engine.programs.state.pool
     target, drafter = (
-        tuple(_scales(layer_cache, margin) for layer_cache in _caches(part))
-        for part in (pool.target, pool.draft)
+        tuple(_scales(kv, margin) for kv in _caches(part)) for part in (pool.target, pool.draft)
     )
     return KVScaleFile(target, drafter)
 
@@ -49,13 +48,13 @@ def _caches(part: Any) -> list[PagedKV]:
     return [node for node in nodes if isinstance(node, PagedKV)]
 
 
-def _scales(layer_cache: PagedKV, margin: float) -> KVScales:
+def _scales(kv: PagedKV, margin: float) -> KVScales:
     def scale(pages: Any) -> Any:
         entries = np.asarray(pages[1:], np.float32)  # page 0 has padding
         largest = np.abs(entries).max(axis=(0, 2, 3))
         return np.maximum(largest * margin / LARGEST, SMALLEST).astype(np.float32)
 
-    return KVScales(k=scale(layer_cache.k), v=scale(layer_cache.v))
+    return KVScales(k=scale(kv.k), v=scale(kv.v))
 
 
 def scores(llm: LLM, rows: Sequence[Sequence[int]]) -> Scores:

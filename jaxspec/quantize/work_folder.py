@@ -50,9 +50,7 @@ class WorkFolder:
     def save(self, index: int, unit: QuantizedLayer) -> None:
         """Write what became of a unit. The file is there once it is whole."""
         changed, projections = jax.device_get((unit.changed, unit.projections))
-        tensors: dict[str, np.ndarray] = {
-            f"changed.{name}": array for name, array in changed.items()
-        }
+        tensors: dict[str, np.ndarray] = {f"changed.{name}": x for name, x in changed.items()}
         for name, rounded in projections.items():
             for field, array in rounded._asdict().items():
                 if array is not None:

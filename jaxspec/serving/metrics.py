@@ -135,14 +135,12 @@ class Metrics:
         return made.labels(**self._labels)
 
     def _metric[T](
-        self, kind: Callable[..., T], name: str, text: str, *labels: str, **options: Any
+        self, kind: Callable[..., T], name: str, text: str, *labels: str, **more: Any
     ) -> T:
         """The engines share a metric, and have labels of their own."""
         if name not in self._made:
             names = (*self._labels, *labels)
-            self._made[name] = kind(
-                f"jaxspec:{name}", text, names, registry=self.registry, **options
-            )
+            self._made[name] = kind(f"jaxspec:{name}", text, names, registry=self.registry, **more)
         return self._made[name]
 
     def _request_metrics(self) -> None:

@@ -19,11 +19,13 @@ from jaxspec.commands.shared import shell
 from jaxspec.commands.shared.program_cache import default_folder
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 
 
 def script_of(command: str) -> str:
     return command.replace(" ", "_").replace("-", "_")
+
+
+SCRIPTS = {script_of(command): command for command in command_line.COMMANDS}
 
 
 def module_of(command: str) -> ModuleType:
@@ -78,8 +80,7 @@ def test_a_script_is_its_command(script: str, monkeypatch, capsys: pytest.Captur
         runpy.run_path(str(path), run_name="__main__")
     assert end.value.code == 0
     usage = " ".join(capsys.readouterr().out.split())
-    [command] = [name for name in command_line.COMMANDS if script_of(name) == script]
-    assert usage.startswith(f"usage: jaxspec {command} [-h]")
+    assert usage.startswith(f"usage: jaxspec {SCRIPTS[script]} [-h]")
     assert len(path.read_text().splitlines()) <= 10
 
 

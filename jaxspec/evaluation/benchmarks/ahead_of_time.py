@@ -87,9 +87,7 @@ def check_wheels(folder: Path) -> None:
     (The compiler of another version would run, but its launches would match neither version.)
     """
     found = importlib.metadata.distributions(path=[str(folder)])
-    versions = {
-        package.metadata["Name"].lower().replace("_", "-"): package.version for package in found
-    }
+    versions = {wheel.metadata["Name"].lower().replace("_", "-"): wheel.version for wheel in found}
     if missing := [name for name in WHEELS if name not in versions]:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(missing)}; run: {install_command(folder)}"

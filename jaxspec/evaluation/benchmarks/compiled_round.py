@@ -109,9 +109,7 @@ def parse_launches(text: str, *, of_loop: bool = True) -> Launches:
     Raises ValueError if it has no loop, but should.
     """
     entries = _nest(text)
-    sizes = collections.Counter(
-        i for entry in entries for i in entry.inside if entries[i].kind == LOOP
-    )
+    sizes = collections.Counter(i for x in entries for i in x.inside if entries[i].kind == LOOP)
     if of_loop and not sizes:
         raise ValueError("no loop in the launches: not a decode program, or XLA unrolled the loop")
     loop = max(sizes, key=lambda index: sizes[index]) if of_loop else None

@@ -77,9 +77,7 @@ def random_pipeline(
     """A random model as a pipeline of so many layers on each mesh."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(meshes))
     shapes = pipeline_shapes(config, dtype, meshes, layers)
-    stages = [
-        _random_tree(*stage) for stage in zip(shapes.stages, meshes[:-1], keys[:-1], strict=True)
-    ]
+    stages = [_random_tree(*job) for job in zip(shapes.stages, meshes[:-1], keys[:-1], strict=True)]
     return Pipeline(tuple(stages), _random_tree(shapes.last, meshes[-1], keys[-1]))
 
 

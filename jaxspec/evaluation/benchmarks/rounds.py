@@ -265,9 +265,7 @@ def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> 
         return most
     slots = max_length + params.speculation.scratch_slots
     mixers = [layer.mixer for layer in params.target.config.layers]
-    heads = max(
-        [mixer.num_heads for mixer in mixers if not isinstance(mixer, GatedDeltaConfig)] or [1]
-    )
+    heads = max([m.num_heads for m in mixers if not isinstance(m, GatedDeltaConfig)] or [1])
     fitting = SCORE_BYTES // (4 * workload.batch * heads * slots)
     return min(most, 1 << max(4, fitting.bit_length() - 1))
 

@@ -73,9 +73,7 @@ def install_command(folder: Path) -> str:
 def check_libtpu(folder: Path) -> None:
     """Raises FileNotFoundError without libtpu, ValueError if it is not for this jax."""
     found = importlib.metadata.distributions(path=[str(folder)])
-    versions = [
-        package.version for package in found if package.metadata["Name"].lower() == "libtpu"
-    ]
+    versions = [wheel.version for wheel in found if wheel.metadata["Name"].lower() == "libtpu"]
     if not versions:
         raise FileNotFoundError(f"{folder} lacks libtpu; run: {install_command(folder)}")
     if not fnmatch.fnmatch(versions[0], libtpu_requirement()):

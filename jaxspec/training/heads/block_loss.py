@@ -113,9 +113,7 @@ class BlockLoss:
         def of_depth(x: tuple[Array, ...]) -> dict[str, Array]:
             outputs, wanted, before, learned, count = x
             values = self._of_logits(head, target, outputs, wanted, before)
-            return {
-                name: jnp.where(learned, value, 0).sum() / count for name, value in values.items()
-            }
+            return {name: jnp.where(learned, v, 0).sum() / count for name, v in values.items()}
 
         by_block = outputs, wanted, before, _learned(batch, self.steps)
         by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in by_block)
