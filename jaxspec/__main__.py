@@ -13,12 +13,12 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "generate": "generate text speculatively, compare with plain decoding, or chat",
         "serve": "serve a model over HTTP, as OpenAI's API does",
-        "train-head": "train a draft head for a model",
+        "train-drafter": "train a draft head for a model",
         "train-lm": "train a small language model from scratch",
         "quantize": "quantize a model or a draft head, by AWQ, GPTQ or rounding",
-        "adapt": "adapt a draft head to a new domain while it serves",
-        "eval": "measure how many draft tokens are accepted",
-        "perplexity": "compare how well models predict held-out text",
+        "adapt-drafter": "adapt a draft head to a new domain while it serves",
+        "eval-drafter": "measure how many draft tokens are accepted",
+        "measure-perplexity": "compare how well models predict held-out text",
         "kv-scales": "measure scales for 8-bit keys and values, and what they cost in perplexity",
         "check-exactness": "compare the tokens of speculative and plain decoding",
         "check-deterministic": "compare the tokens of requests alone and in full batches",
@@ -33,8 +33,19 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench serving": "serve many requests as they arrive, and measure what clients see",
         "bench swap": "time replacing a target's weights in a running engine",
         "compare-runs": "set the figures of benchmarks side by side, of any devices",
-        "profile": "show where the time of one round goes",
+        "profile-round": "show where the time of one round goes",
+        "plot-tree": "draw the draft tree of a round, and what was accepted of it",
         "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",
+    }
+)
+# The former names of commands, which get an error that says the new one.
+FORMER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "adapt": "adapt-drafter",
+        "eval": "eval-drafter",
+        "perplexity": "measure-perplexity",
+        "profile": "profile-round",
+        "train-head": "train-drafter",
     }
 )
 
@@ -83,6 +94,9 @@ def dispatch(words: Sequence[str]) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
+    if words[0] in FORMER_NAMES:
+        name = FORMER_NAMES[words[0]]
+        parser.error(f"the command {words[0]!r} is now {name!r}: run `jaxspec {name}`")
     begun = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     known = f"choose from {', '.join(begun)}" if begun else "`jaxspec --help` lists them"
     parser.error(f"no command {' '.join(words[:2])!r}: {known}")

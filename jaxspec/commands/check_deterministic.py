@@ -104,17 +104,17 @@ def setups(args: argparse.Namespace) -> list[Setup]:
 def make_requests(args: argparse.Namespace) -> list[Request]:
     encode, middle = TextTokenizer(args.model).encode, Lengths(args.prompt_tokens, args.new_tokens)
     lengths = drawn_lengths(args.requests, middle, 0.5, args.seed)
-    wanted = [args.prompt_tokens] * PREFIXES + [own.prompt for own in lengths]
+    wanted = [args.prompt_tokens] * PREFIXES + [length.prompt for length in lengths]
     texts = source_prompts(wanted, encode, args.seed)
     prefixes, prompts = texts[:PREFIXES], texts[PREFIXES:]
     requests = []
-    for index, (prompt, own) in enumerate(zip(prompts, lengths, strict=True)):
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         if index % 4 < 2:  # of both kinds of sampling
             half = len(prompt) // 2
             prompt = prefixes[index % PREFIXES][:half] + prompt[half:]
         temperature = 0.8 if index % 2 else 0.0
         sampling = SamplingParams(
-            temperature=temperature, seed=index, max_tokens=own.new, stop_token_ids=()
+            temperature=temperature, seed=index, max_tokens=length.new, stop_token_ids=()
         )
         requests.append((prompt, sampling))
     return requests
@@ -132,8 +132,8 @@ def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Reque
         args.model, setup.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
     )
     length = longest(requests)
-    own = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
-    pages = max(own, int(FEW * args.rows * own)) if setup.few_pages else args.rows * own
+    each = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
+    pages = max(each, int(FEW * args.rows * each)) if setup.few_pages else args.rows * each
     return Engine(
         params,
         CacheConfig(page_size=PAGE_SIZE, max_length=length, num_pages=pages + 1),
@@ -153,7 +153,7 @@ def make_engines(
     They are compiled side by side.
     """
     checked = setups(args)
-    ordinary = [dataclasses.replace(one, deterministic=False) for one in priced(checked)]
+    ordinary = [dataclasses.replace(setup, deterministic=False) for setup in priced(checked)]
     started = time.perf_counter()
 
     def make(setup: Setup) -> Engine:
@@ -167,11 +167,11 @@ def make_engines(
 
 
 def priced(checked: Sequence[Setup]) -> list[Setup]:
-    return [one for one in checked if not one.few_pages and not one.alone]
+    return [setup for setup in checked if not setup.few_pages and not setup.alone]
 
 
 def full_batch(args: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
-    """As many requests as there are rows, each as long as it may be."""
+    """A request for each row, each as long as it may be."""
     length = longest(requests)
     return [
         (prompt, dataclasses.replace(sampling, max_tokens=length - len(prompt)))
@@ -198,7 +198,7 @@ def run_setup(
     shuffled = [requests[index] for index in order]
     hits, swaps = engine.scheduler.cache_statistics()[1], engine.scheduler.preemptions["swap"]
     started = time.perf_counter()
-    found = generate(engine, [[one] for one in shuffled] if setup.alone else [shuffled])
+    found = generate(engine, [[request] for request in shuffled] if setup.alone else [shuffled])
     seconds = time.perf_counter() - started
     texts = [text for _, text in sorted(zip(order, found, strict=True))]
     result = {
@@ -218,7 +218,7 @@ def price(
 ) -> dict[str, dict[str, float]]:
     """Tokens/s of a full batch in both modes, and the share that is left, by drafter and tree."""
     batch, result = full_batch(args, requests), {}
-    for setup in (one for one in engines if not one.deterministic):
+    for setup in (setup for setup in engines if not setup.deterministic):
         both = {name: engines[dataclasses.replace(setup, deterministic=name == "deterministic")]
                 for name in ("deterministic", "ordinary")}  # fmt: skip
         speeds: dict[str, list[float]] = {name: [] for name in both}
@@ -228,7 +228,7 @@ def price(
                 texts = generate(engine, [batch])
                 seconds = time.perf_counter() - started
                 speeds[name].append(sum(map(len, texts)) / seconds)
-        medians = {name: statistics.median(own) for name, own in speeds.items()}
+        medians = {name: statistics.median(rates) for name, rates in speeds.items()}
         share = medians["deterministic"] / medians["ordinary"]
         result[setup.name] = {**medians, "share": share}
     return result
@@ -237,8 +237,8 @@ def price(
 def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> list[dict[str, Any]]:
     """Where texts differ first. Token 0 comes from reading the prompt, later ones from rounds."""
     shown = []
-    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        place = first_difference(one, other)
+    for index, (tokens, other) in enumerate(zip(expected, found, strict=True)):
+        place = first_difference(tokens, other)
         if place is not None:
             prompt, sampling = requests[index]
             shown.append(
@@ -247,7 +247,7 @@ def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> l
                     "prompt_tokens": len(prompt),
                     "temperature": sampling.temperature,
                     "token": place,
-                    "expected": one[place : place + 4],
+                    "expected": tokens[place : place + 4],
                     "found": other[place : place + 4],
                 }
             )
@@ -262,8 +262,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engines, seconds = make_engines(args, requests)
     progress.print(f"{len(engines)} engines are ready after {seconds:.0f} s")
     cost = price(args, engines, requests)
-    for name, own in cost.items():
-        progress.print(f"{name}: {price_line(own)}")
+    for name, tree_price in cost.items():
+        progress.print(f"{name}: {price_line(tree_price)}")
     facts = {
         **run_facts(),
         "dtype": args.dtype,
@@ -280,22 +280,22 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         expected = expected or texts
         differing = differences(expected, texts, requests)
         result["identical"] = len(texts) - len(differing)
-        result["differing_first_tokens"] = sum(one["token"] == 0 for one in differing)
+        result["differing_first_tokens"] = sum(difference["token"] == 0 for difference in differing)
         result["differences"] = differing[:SHOWN]
         progress.print(
             f"{setup.name}: {result['identical']} of {len(texts)} identical in "
             f"{result['seconds']:.0f} s, {result['hits']} cached tokens, {result['swaps']} swaps"
         )
-        for one in result["differences"]:
-            progress.print(f"  {one}")
+        for difference in result["differences"]:
+            progress.print(f"  {difference}")
         tokens = sum(map(len, expected))
         yield facts | {"tokens": tokens, "runs": [result], "price": cost}
 
 
-def price_line(own: Mapping[str, float]) -> str:
+def price_line(price: Mapping[str, float]) -> str:
     return (
-        f"{own['deterministic']:.0f} tokens/s in deterministic mode, {own['ordinary']:.0f} in "
-        f"ordinary mode ({own['share']:.0%})"
+        f"{price['deterministic']:.0f} tokens/s in deterministic mode, {price['ordinary']:.0f} in "
+        f"ordinary mode ({price['share']:.0%})"
     )
 
 
@@ -309,7 +309,7 @@ def make_table(results: dict[str, Any]) -> Table:
         pages = "few" if row["few_pages"] else "all"
         counts = (row["hits"], row["swaps"], f"{row['tokens_per_second']:.0f}", row["identical"])
         table.add_row(row["name"], pages, *map(str, counts))
-    lines = [f"{name}: {price_line(own)}" for name, own in results["price"].items()]
+    lines = [f"{name}: {price_line(price)}" for name, price in results["price"].items()]
     table.caption = "\n".join(["a full batch:", *lines])
     return table
 

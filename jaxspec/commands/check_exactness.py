@@ -40,11 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_model_option(parser)
     add("--drafter", action="append", help="as in generate; may be repeated (default: ngram)")
-    add(
-        "--mode",
-        action="append",
-        help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: chain:5)",
-    )
+    add("--mode", action="append", help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: "
+        "chain:5)")  # fmt: skip
     add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
         "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
@@ -114,10 +111,10 @@ def measure(arguments: argparse.Namespace) -> dict:
             llm = make_llm(arguments, drafter, tree)
             got = llm.generate(prompts, sampling)
             gaps = []
-            for one, other in zip(expected, got, strict=True):
-                index = first_difference(one.token_ids, other.token_ids)
+            for wanted, other in zip(expected, got, strict=True):
+                index = first_difference(wanted.token_ids, other.token_ids)
                 if index is not None:
-                    gaps.append(logit_gap(plain.params.target, one, other, index))
+                    gaps.append(logit_gap(plain.params.target, wanted, other, index))
             rows.append(
                 {
                     "drafter": drafter,

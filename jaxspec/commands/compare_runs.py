@@ -92,10 +92,10 @@ def plot(runs: Sequence[RunFile], records: Sequence[dict[str, Any]], path: Path)
     rates, shares = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(runs)
     for index, run in enumerate(runs):
-        own = [record for record in records if record["run"] == run.name]
-        places = [cases.index(record["case"]) + index * height for record in own]
-        rates.barh(places, [r["tokens_per_second"] for r in own], height, label=run.name)
-        shares.barh(places, [100 * (r["share_of_floor"] or 0) for r in own], height)
+        of_run = [record for record in records if record["run"] == run.name]
+        places = [cases.index(record["case"]) + index * height for record in of_run]
+        rates.barh(places, [r["tokens_per_second"] for r in of_run], height, label=run.name)
+        shares.barh(places, [100 * (r["share_of_floor"] or 0) for r in of_run], height)
     middle = (len(runs) - 1) * height / 2
     rates.set_yticks([place + middle for place in range(len(cases))], cases, fontsize="small")
     rates.invert_yaxis()

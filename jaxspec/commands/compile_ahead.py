@@ -37,14 +37,7 @@ from jaxspec.commands.shared.compiling_process import (
     run_compiling,
     run_or_compile,
 )
-from jaxspec.commands.shared.engine_options import (
-    add_kv_dtype,
-    add_layers_option,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.shared.head_options import check_head_options
+from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import command_parser, left_table, show_results
 from jaxspec.evaluation.benchmarks import tpu_ahead
 from jaxspec.evaluation.benchmarks.ahead_of_time import (
@@ -56,10 +49,9 @@ from jaxspec.evaluation.benchmarks.ahead_of_time import (
     read_round,
 )
 from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound
-from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import parse_mode
 from jaxspec.evaluation.benchmarks.rounds import LARGEST_CHUNK, Workload
-from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.tpu_ahead import (
     TpuProgram,
     check_libtpu,
@@ -68,7 +60,7 @@ from jaxspec.evaluation.benchmarks.tpu_ahead import (
 )
 from jaxspec.parallel import check_divides, grid_of
 
-NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
+NEW_TOKENS = 256  # slots for new tokens after the context, as in bench_engine
 LOG = "log.txt"
 TABLE_WIDTH = 100  # where the output is not a terminal
 
@@ -76,25 +68,12 @@ TABLE_WIDTH = 100  # where the output is not a terminal
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("compile-ahead", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add_shape_options(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
-    add_layers_option(parser)
     add("--batch", type=int, default=1, help="number of sequences")
-    add("--context", type=int, default=512, help="prompt tokens of each sequence")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
-    add_kv_dtype(parser)
-    add_tensor_parallel_option(parser)
-    add_sequence_parallel_option(parser)
-    add_quantization_options(parser)
-    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
-    add(
-        "--sampling",
-        choices=("greedy", "general"),
-        default="greedy",
-        help="the program for greedy rows only, or the one for any sampling",
-    )
-    add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
+    add("--sampling", choices=("greedy", "general"), default="greedy", help="the program for "
+        "greedy rows only, or the one for any sampling")  # fmt: skip
     add_compiler_options(parser)
     add("--tpu", metavar="TOPOLOGY", help="compile for TPUs of this topology, such as v5e:2x2")
     add("--program", choices=PROGRAMS, default="decode", help="rounds, or the reading of prompts")

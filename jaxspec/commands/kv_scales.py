@@ -18,7 +18,6 @@ from rich.table import Table
 from jaxspec import LLM
 from jaxspec.checkpoints.kv_scale_file import KVScaleFile
 from jaxspec.checkpoints.load import resolve_dtype
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
@@ -26,6 +25,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.number_format import span
 from jaxspec.evaluation.perplexity import difference, summarize
@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_suffixes_option(parser)
     add("--rows", type=int, default=64, help="held-out rows; every second one is scored")
     add("--tokens", type=int, default=512, help="tokens of a row")
-    add("--margin", type=float, default=MARGIN, help="room above the largest entry that is seen")
+    add("--margin", type=float, default=MARGIN, help="margin above the largest entry that is seen")
     add("--batch", type=int, default=8, help="rows read together")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--out", type=Path, metavar="FILE", help="write the scales")
@@ -110,13 +110,13 @@ def compare(
 ) -> list[dict[str, Any]]:
     """The rows' perplexity with each cache, one model after the other."""
     results, wide = [], None
-    for name, kv_dtype, own in (
+    for name, kv_dtype, scale_file in (
         (resolve_dtype(args.dtype).name, None, None),
         (f"{FP8}, scales of 1", FP8, None),
         (f"{FP8}, measured scales", FP8, scales),
     ):
         progress.print(f"scoring {len(rows)} rows, {name}")
-        found = scores(make_llm(args, "none", kv_dtype, own), rows)
+        found = scores(make_llm(args, "none", kv_dtype, scale_file), rows)
         wide = found if wide is None else wide
         increase, interval = difference(wide, found)
         results.append(

@@ -19,7 +19,6 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.engine_options import add_program_options, check_program_options
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.shared.shell import (
@@ -30,6 +29,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     typed_command,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.evaluation.perplexity import difference, summarize
 from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.parallel.bytes import megabytes
@@ -145,7 +145,9 @@ def quantize(args: argparse.Namespace, console: Console, started: float) -> Repo
     directory = resolve_directory(args.model)
     checkpoint = Checkpoint(directory)
     if args.data is not None and checkpoint.config is None:
-        raise ValueError("a draft head is rounded without text: no --data; see jaxspec eval")
+        raise ValueError(
+            "a draft head is rounded without text: no --data; see jaxspec eval-drafter"
+        )
     rows = read_text(args, directory, console)
     text = None if rows is None else calibration_text(rows[0], args.batch)
     run = Quantization(checkpoint, plan, text, work)

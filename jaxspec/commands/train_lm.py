@@ -9,8 +9,13 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import command_parser, given_option, run_command, typed_command
+from jaxspec.commands.shared.training_options import (
+    add_length_options,
+    add_optimizer_options,
+    add_suffixes_option,
+    schedule_of,
+)
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.json.values import read_json
@@ -18,10 +23,9 @@ from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import data
 from jaxspec.training.lm.model import TrainConfig, num_parameters
 from jaxspec.training.lm.report import Card, export
-from jaxspec.training.lm.run import Pretraining, Record, sample
+from jaxspec.training.lm.run import LMRecord, Pretraining, sample
 from jaxspec.training.precision import resolve_precision
 from jaxspec.training.progress import follow
-from jaxspec.training.schedule import Schedule, deadline_of
 from jaxspec.training.vocabulary import Vocabulary, vocabulary_of
 
 EXPORT_SHARE = 0.05  # share of a time budget, reserved for the sample and the last export
@@ -37,15 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--work", type=Path, default=Path("runs/lm"), help="cached tokens, checkpoints, log")
     add_suffixes_option(parser)
     add("--resume", action="store_true", help="resume from the last checkpoint in --work")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, help="training steps")
-    length.add_argument("--minutes", type=float, help="for everything, with start-up and export")
-    add(
-        "--config",
-        type=Path,
-        help="config.json of any supported family (docs/models.md), instead of the sizes below; "
-        "its vocabulary and end of text become the tokenizer's",
-    )
+    add_length_options(parser, "for everything, with start-up and export")
+    add("--config", type=Path, help="config.json of any supported family (docs/models.md), instead "
+        "of the sizes below; its vocabulary and end of text become the tokenizer's")  # fmt: skip
     add("--hidden", type=int, default=256, help="width of the hidden states")
     add("--layers", type=int, default=8, help="layers of the model")
     add("--heads", type=int, default=4, help="query heads")
@@ -53,43 +51,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--head-dim", type=int, default=64, help="width of a head")
     add("--ff", type=int, default=448, help="width of the MLP")
     add("--vocab", type=int, default=4096, help="vocabulary of the tokenizer, which is trained too")
-    add(
-        "--draft-for",
-        metavar="MODEL",
-        help="directory or hub id of a model that the new one shall draft for: its tokenizer and "
-        "vocabulary are taken, and none is trained",
-    )
+    add("--draft-for", metavar="MODEL", help="directory or hub id of a model that the new one "
+        "shall draft for: its tokenizer and vocabulary are taken, and none is trained")  # fmt: skip
     add("--max-position", type=int, default=2048, help="longest text that the model allows")
     add("--context", type=int, default=1024, help="tokens of a training row")
-    add("--batch", type=int, default=128, help="rows of a step")
-    add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--warmup", type=int, default=200, help="steps of learning rate warm-up")
-    add("--seed", type=int, default=0, help="seed of all random numbers")
-    add(
-        "--attention",
-        choices=("auto", "xla", "cudnn"),
-        default="auto",
-        help="implementation of attention; auto: cudnn where it runs, else xla",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
-    )
-    add("--steps-per-call", type=int, default=20, help="most steps between log records")
-    add(
-        "--evaluate-every",
-        type=int,
-        default=500,
-        help="steps between evaluations on held-out files",
-    )
-    add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
-    add(
-        "--prompt",
-        default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
-        help="prompt of the sample in the model card (default: the beginning of a Python file)",
-    )
+    add_optimizer_options(parser, batch=128, lr=3e-3, warmup=200, steps_per_call=20)
+    add("--prompt", default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
+        help="prompt of the sample in the model card (default: the beginning of a Python "
+        "file)")  # fmt: skip
     add("--sample-tokens", type=int, default=128, help="tokens of that sample")
     add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
     return parser
@@ -110,7 +79,7 @@ def model_config(
     if model.mtp is not None:
         raise ValueError(
             f"{args.config}: set its number of MTP layers to 0; they are trained afterwards, by "
-            "jaxspec train-head --method mtp"
+            "jaxspec train-drafter --method mtp"
         )
     _check_context(args.context, "the longest position", model.max_position)
     return model, raw
@@ -165,7 +134,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     )
 
 
-def describe(record: Record) -> str:
+def describe(record: LMRecord) -> str:
     """One line: step, losses, speed."""
     parts = [f"step {record.step}/{record.total_steps or '?'}"]
     if record.loss is not None:
@@ -212,13 +181,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     if not prompt:
         raise ValueError("--prompt is empty")
     model, hf_config = model_config(args, corpus.vocabulary)
-    schedule = Schedule(
-        steps=args.steps,
-        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
-        steps_per_call=args.steps_per_call,
-        evaluate_every=args.evaluate_every,
-        save_every=args.save_every,
-    )
+    schedule = schedule_of(args, started, EXPORT_SHARE)
     run = Pretraining(
         model,
         config,

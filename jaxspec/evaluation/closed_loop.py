@@ -64,17 +64,17 @@ class Clients:
     def __init__(self, engine: Engine, requests: Requests):
         self.engine, self.requests = engine, requests
 
-    def run(self, phase: Phase, tokens: int, *, settle: int = 0) -> Outcome:
+    def run(self, phase: Phase, tokens: int, *, warm_up_tokens: int = 0) -> Outcome:
         """Serve the clients until they have so many tokens, all together.
 
-        With ``settle``, that many come before, and are not counted. The requests that are left at
+        ``warm_up_tokens`` come before, and are not counted. The requests that are left at
         the end are cancelled. Acceptance depends on seeds and positions, so it is the same again
         whatever the trees are.
 
         Raises RuntimeError if a request fails.
         """
         loop = _Loop(self.engine, self.requests, phase)
-        loop.step_until(settle)
+        loop.step_until(warm_up_tokens)
         before, rounds = loop.tokens, self.engine.shapes.rounds.copy()
         started = time.perf_counter()
         loop.step_until(before + tokens)
@@ -88,7 +88,7 @@ class _Loop:
 
     def __init__(self, engine: Engine, requests: Requests, phase: Phase):
         self.engine, self._ended_tokens = engine, 0
-        self._coming = [requests.of_client(one, phase.level) for one in range(phase.clients)]
+        self._coming = [requests.of_client(client, phase.level) for client in range(phase.clients)]
         self._current = [self._next(client) for client in range(phase.clients)]
 
     def _next(self, client: int) -> Generation:
@@ -96,7 +96,7 @@ class _Loop:
 
     @property
     def tokens(self) -> int:
-        return self._ended_tokens + sum(len(one.token_ids) for one in self._current)
+        return self._ended_tokens + sum(len(generation.token_ids) for generation in self._current)
 
     def step_until(self, tokens: int) -> None:
         while self.tokens < tokens:

@@ -248,9 +248,9 @@ class LoadTest:
         }
 
     def _by_kind(self, started: float) -> dict[str, Any]:
-        """Of requests with a structured output, and of the others."""
+        """Figures of requests with a structured output, and of the others."""
         clients = [client for client in self.clients if client.times]
-        own = [client for client in clients if client.is_structured]
+        structured = [client for client in clients if client.is_structured]
         others = [client for client in clients if not client.is_structured]
         seconds = max([client.times[-1] for client in others], default=started) - started
         tokens = sum(client.seen for client in others)
@@ -258,7 +258,9 @@ class LoadTest:
             "structured": sum(client.is_structured for client in self.clients),
             "unstructured_seconds": seconds,
             "unstructured_per_second": tokens / seconds if seconds else 0.0,
-            "structured_between_tokens": percentiles([client.between_tokens for client in own]),
+            "structured_between_tokens": percentiles(
+                [client.between_tokens for client in structured]
+            ),
             "unstructured_between_tokens": percentiles(
                 [client.between_tokens for client in others]
             ),
@@ -266,8 +268,8 @@ class LoadTest:
 
     def _rounds(self) -> dict[str, Any]:
         statistics = [client.generation.statistics for client in self.clients]
-        rounds = sum(own.rounds for own in statistics)
-        accepted = np.sum([own.accepted for own in statistics], axis=0)[1:]
+        rounds = sum(counts.rounds for counts in statistics)
+        accepted = np.sum([counts.accepted for counts in statistics], axis=0)[1:]
         committed = sum(max(0, client.seen - 1) for client in self.clients)
         return {
             "tokens_per_round": committed / max(1, rounds),
@@ -276,7 +278,7 @@ class LoadTest:
 
 
 def rounds_by_name(rounds: Mapping[TreeShape, int]) -> dict[str, int]:
-    """Those of smaller trees first."""
+    """The rounds by the names of their trees, smaller ones first."""
     shapes = sorted(rounds, key=lambda shape: (shape.num_nodes, shape.max_depth))
     return {shape.name: rounds[shape] for shape in shapes}
 

@@ -68,7 +68,7 @@ def race(
     Raises ValueError for texts that end with their first token, as no round is timed then.
     """
     laps = _run(engines, batches, sampling)
-    return [_result(laps[0], own) for own in laps]
+    return [_result(laps[0], of_engine) for of_engine in laps]
 
 
 def compile_race(
@@ -127,10 +127,10 @@ def _run(
     laps: list[list[Lap]] = [[] for _ in engines]
     for turn, batch in enumerate([batches[0], *batches]):  # the first is the warm-up
         params = with_own_seeds(sampling, len(batch))
-        for engine, own in zip(engines, laps, strict=True):
+        for engine, of_engine in zip(engines, laps, strict=True):
             completions = engine.generate(batch, params)
             if turn > 0:
-                own.append(completions)
+                of_engine.append(completions)
     return laps
 
 
@@ -146,7 +146,7 @@ def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
         speedups=tuple(ratios),
         speedup=statistics.median(ratios),
         acceptance=summarize([completion for lap in laps for completion in lap]),
-        identical=sum(one.token_ids == other.token_ids for one, other in pairs),
+        identical=sum(found.token_ids == other.token_ids for found, other in pairs),
         texts=len(pairs),
     )
 
@@ -156,14 +156,14 @@ def _round_ms(lap: Lap) -> float:
 
 
 def _pairs(base: list[Lap], laps: list[Lap]) -> Iterator[tuple[Completion, Completion]]:
-    for one, other in zip(base, laps, strict=True):
-        yield from zip(one, other, strict=True)
+    for lap, other in zip(base, laps, strict=True):
+        yield from zip(lap, other, strict=True)
 
 
 def first_difference(first: list[int], second: list[int]) -> int | None:
     """Index of the first token that differs, or None."""
-    for index, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for index, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
             return index
     return None if len(first) == len(second) else min(len(first), len(second))
 

@@ -61,14 +61,14 @@ def clip_limits(weight: Array, hessian: Array, grid: Grid) -> Array:
     grouped = by_group(weight, grid)  # [out, n, group]
     count, size = grouped.shape[1:]
     blocks = hessian.reshape(count, size, count, size)
-    own = blocks[jnp.arange(count), :, jnp.arange(count)]  # [n, group, group]
+    diagonal = blocks[jnp.arange(count), :, jnp.arange(count)]  # [n, group, group]
     largest = jnp.max(jnp.abs(grouped), axis=-1)
 
     def error(limit: Array) -> Array:
         clipped = jnp.clip(grouped, -limit[..., None], limit[..., None])
         scale, zero = (part[..., None] for part in fit(clipped, grid))
         change = (nearest(clipped, scale, zero, grid) - zero) * scale - grouped
-        product = jnp.einsum("ong,ngh->onh", change, own, precision="highest")
+        product = jnp.einsum("ong,ngh->onh", change, diagonal, precision="highest")
         return jnp.sum(product * change, axis=-1)
 
     def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -80,7 +80,7 @@ class Checkpoint:
         if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")
         mixers = [layer.mixer for layer in layers]
-        if any(not isinstance(one, AttentionConfig) or one.gated for one in mixers):
+        if any(not isinstance(mixer, AttentionConfig) or mixer.gated for mixer in mixers):
             raise ValueError(
                 f"{directory} has recurrent layers, or attention that is gated or over latents, "
                 "which are not quantized"
@@ -98,8 +98,8 @@ class Checkpoint:
         head = [Unit("", ("lm_head",))] if lm_head else []
         if self.config is None:
             names = (name.removesuffix(".weight") for name in sorted(self.stored))
-            own = tuple(name for name in names if name.split(".")[-1] in PROJECTIONS)
-            return [Unit("", own), *head]
+            projections = tuple(name for name in names if name.split(".")[-1] in PROJECTIONS)
+            return [Unit("", projections), *head]
         layers = enumerate(layer_kinds(self.config))
         return [Unit(f"{LAYERS}{i}.", tuple(kind.names())) for i, kind in layers] + head
 
@@ -115,13 +115,15 @@ class Checkpoint:
             }
         assert self.config is not None
         kind = layer_kinds(self.config)[int(unit.prefix.split(".")[-2])]
-        own = {name: one for name, one in self.stored.items() if name.startswith(unit.prefix)}
+        stored = {name: x for name, x in self.stored.items() if name.startswith(unit.prefix)}
         shape = kind.shape()
         splits = shape.filled(unit.prefix, splitting().with_norms(kind.norm_offset))
         pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(splits), strict=True)
         expected = tensor_shapes(pairs)
-        check_tensors(own, expected)
-        return {name.removeprefix(unit.prefix): jnp.asarray(own[name].read()) for name in expected}
+        check_tensors(stored, expected)
+        return {
+            name.removeprefix(unit.prefix): jnp.asarray(stored[name].read()) for name in expected
+        }
 
     def embedding(self) -> np.ndarray:
         """The table of embeddings [V, H], as layers read it."""
@@ -137,7 +139,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Changes with the config and the sizes of files; contents are not read."""
         parts = [json.dumps(self.raw, sort_keys=True)]
-        parts += [f"{one}" for one in sorted(map(_described, self.stored.values()))]
+        parts += [f"{tensor}" for tensor in sorted(map(_described, self.stored.values()))]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -149,7 +151,7 @@ def _described(tensor: StoredTensor) -> tuple[Any, ...]:
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
     """What the layers of a model are; those that are alike are equal, and share programs."""
     shared = config.hidden_size, config.rms_norm_eps, config.norm_offset
-    return [LayerKind(one, *shared) for one in config.layers]
+    return [LayerKind(layer, *shared) for layer in config.layers]
 
 
 class Streamed:
@@ -160,20 +162,20 @@ class Streamed:
         self.config = with_stored_head(load_model_config(directory), stored, directory)
         stored = unfused(stored, self.config)
         others = mtp_tensors(self.config, stored)
-        self._stored = {name: one for name, one in stored.items() if name not in others}
+        self._stored = {name: tensor for name, tensor in stored.items() if name not in others}
         self._kind = as_stored(self._stored, ONE_SHARD)
 
     def layer(self, index: int) -> Layer:
         """A layer on the default device, in the format that the checkpoint has."""
         prefix = f"{LAYERS}{index}."
-        own = {name: one for name, one in self._stored.items() if name.startswith(prefix)}
+        stored = {name: x for name, x in self._stored.items() if name.startswith(prefix)}
         shapes = layer_kinds(self.config)[index].shape().filled(prefix, choosing(self._kind))
         splits = splitting().with_norms(self.config.norm_offset)
-        return self._load(own, shapes, shapes.filled(prefix, splits))
+        return self._load(stored, shapes, shapes.filled(prefix, splits))
 
     def ends(self) -> Decoder:
         """The embeddings, the last norm and the LM head: a decoder without layers."""
-        rest = {n: one for n, one in self._stored.items() if not n.startswith(LAYERS)}
+        rest = {n: tensor for n, tensor in self._stored.items() if not n.startswith(LAYERS)}
         if self.config.tie_word_embeddings:
             rest.pop(HEAD, None)  # a copy of the embeddings
         shapes = decoder_shapes(self.config, FLOAT32).replace(layers=())

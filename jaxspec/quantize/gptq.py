@@ -114,9 +114,9 @@ def round_columns(weight: Array, order: Array, factor: Array, grid: Grid, kind: 
     def round_block(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         columns, values, scale, zero = carry
         start = index * block
-        own = lax.dynamic_slice_in_dim(columns, start, block, 1)
+        weights = lax.dynamic_slice_in_dim(columns, start, block, 1)
         if moves:
-            fitted = fit(own, grid)
+            fitted = fit(weights, grid)
             scale, zero = (
                 lax.dynamic_update_slice_in_dim(whole, part[:, None], index, 1)
                 for whole, part in zip((scale, zero), fitted, strict=True)
@@ -124,7 +124,7 @@ def round_columns(weight: Array, order: Array, factor: Array, grid: Grid, kind: 
         members = lax.dynamic_slice_in_dim(group_of, start, block)
         rows = lax.dynamic_slice_in_dim(factor, start, block, 0)  # [block, in]
         square = lax.dynamic_slice_in_dim(rows, start, block, 1)
-        chosen, errors = _round_block(own, square, scale[:, members], zero[:, members], grid)
+        chosen, errors = _round_block(weights, square, scale[:, members], zero[:, members], grid)
         values = lax.dynamic_update_slice_in_dim(values, chosen, start, 1)
         later = jnp.where(jnp.arange(size) >= start + block, rows, 0.0)
         columns = columns - jnp.matmul(errors, later, precision="highest")

@@ -14,7 +14,7 @@ from jaxspec.llm.llm import LLM
 from jaxspec.models.quantized.kv_cache import has_float8_cache
 from pallas_kernels.float8 import LARGEST
 
-MARGIN = 1.25  # room above the largest entry that was seen; larger ones saturate
+MARGIN = 1.25  # margin above the largest entry that was seen; larger ones saturate
 SMALLEST = 1e-6  # a scale, for heads whose entries are all 0
 NEW_TOKENS = 16  # generated after each prompt, so that a drafter drafts
 
@@ -38,7 +38,7 @@ def measured_scales(
     llm.generate(list(prompts), with_own_seeds(sampling, len(prompts)))
     pool = llm.engine.programs.state.pool
     target, drafter = (
-        tuple(_scales(own, margin) for own in _caches(part)) for part in (pool.target, pool.draft)
+        tuple(_scales(kv, margin) for kv in _caches(part)) for part in (pool.target, pool.draft)
     )
     return KVScaleFile(target, drafter)
 
@@ -48,17 +48,17 @@ def _caches(part: Any) -> list[PagedKV]:
     return [node for node in nodes if isinstance(node, PagedKV)]
 
 
-def _scales(own: PagedKV, margin: float) -> KVScales:
+def _scales(kv: PagedKV, margin: float) -> KVScales:
     def scale(pages: Any) -> Any:
         entries = np.asarray(pages[1:], np.float32)  # page 0 has padding
         largest = np.abs(entries).max(axis=(0, 2, 3))
         return np.maximum(largest * margin / LARGEST, SMALLEST).astype(np.float32)
 
-    return KVScales(k=scale(own.k), v=scale(own.v))
+    return KVScales(k=scale(kv.k), v=scale(kv.v))
 
 
 def scores(llm: LLM, rows: Sequence[Sequence[int]]) -> Scores:
-    """Of each token but the first of every row, read through the cache.
+    """The scores of each token but the first of every row, read through the cache.
 
     Raises ValueError if a row could not be read.
     """
@@ -67,6 +67,6 @@ def scores(llm: LLM, rows: Sequence[Sequence[int]]) -> Scores:
     for completion in llm.generate(list(rows), sampling):
         if completion.error or completion.prompt_logprobs is None:
             raise ValueError(f"a row could not be read: {completion.error}")
-        own = completion.prompt_logprobs[1:]
-        nats.append(-sum(one.logprob for one in own if one is not None))
+        entries = completion.prompt_logprobs[1:]
+        nats.append(-sum(entry.logprob for entry in entries if entry is not None))
     return Scores(np.array(nats), np.array([len(row) - 1 for row in rows]))

@@ -177,7 +177,7 @@ class InputStatistics(NamedTuple):
 
 
 def statistics_of(inputs: Array, valid: Array) -> InputStatistics:
-    """Of inputs [B, T, in]; those that are not ``valid`` [B, T] do not count."""
+    """Sums over inputs [B, T, in]; those that are not ``valid`` [B, T] do not count."""
     kept = jnp.where(valid[..., None], inputs, 0.0).reshape(-1, inputs.shape[-1])
     hessian = jnp.matmul(kept.T, kept, precision="highest")
     return InputStatistics(hessian, jnp.abs(kept).sum(0), valid.sum().astype(jnp.float32))
@@ -205,7 +205,7 @@ def _add_batch(
     groups: tuple[Shared, ...],
 ) -> tuple[InputStatistics, ...]:
     inputs = inputs_of(tensors, states, kind, groups)
-    return tuple(added(own, x, valid) for own, x in zip(total, inputs, strict=True))
+    return tuple(added(sums, x, valid) for sums, x in zip(total, inputs, strict=True))
 
 
 def observe(
@@ -223,7 +223,7 @@ def observe(
 def advance(tensors: Tensors, batches: Sequence[Batch], kind: LayerKind) -> list[Batch]:
     """The batches after a layer."""
     after = on_host(layer_output(tensors, batch.states, kind) for batch in batches)
-    return [batch._replace(states=own) for batch, own in zip(batches, after, strict=True)]
+    return [batch._replace(states=states) for batch, states in zip(batches, after, strict=True)]
 
 
 def on_host(results: Iterable[Array]) -> Iterator[np.ndarray]:

@@ -54,7 +54,7 @@ class QuantizedLayer:
 @program
 def dense_weights(projections: dict[str, Rounded]) -> dict[str, Array]:
     """The float32 weights that quantized projections stand for, by their tensors' names."""
-    return {f"{name}.weight": one.dense() for name, one in projections.items()}
+    return {f"{name}.weight": projection.dense() for name, projection in projections.items()}
 
 
 def quantize_layer(
@@ -114,7 +114,7 @@ def by_awq(
         hessian, scale = statistics[shared].hessian, by_group.get(shared)
         parts.append(round_part(weights, hessian, scale, grid, frozenset(clipped)))
     names = {f"{name}.weight" for shared in SHARED for name in shared.projections}
-    return joined(parts, {name: own for name, own in changed.items() if name not in names})
+    return joined(parts, {name: tensor for name, tensor in changed.items() if name not in names})
 
 
 class Part(NamedTuple):
@@ -131,9 +131,9 @@ def joined(parts: Sequence[Part], changed: dict[str, Array]) -> QuantizedLayer:
     """
     found = QuantizedLayer({}, changed, {})
     errors = jax.device_get([part.errors for part in parts])
-    for part, own in zip(parts, errors, strict=True):
+    for part, part_errors in zip(parts, errors, strict=True):
         found.projections.update(part.projections)
-        found.errors.update({name: float(error) for name, error in own.items()})
+        found.errors.update({name: float(error) for name, error in part_errors.items()})
     for name, error in found.errors.items():
         if not np.isfinite(error):
             raise ValueError(f"{name}: calibration gave inputs that are not finite")
@@ -217,12 +217,12 @@ def _candidates(
     candidates, errors = list[Array](), list[Array]()
     for shared, inputs in zip(groups, statistics, strict=True):
         together = jnp.concatenate([weight_of(tensors, name) for name in shared.projections])
-        own = candidate_scales(together, inputs.magnitude / inputs.count, grid)
-        candidates.append(own)
+        scales = candidate_scales(together, inputs.magnitude / inputs.count, grid)
+        candidates.append(scales)
         if shared.block is None:
-            errors.append(scale_errors(together, inputs.hessian, own, grid))
+            errors.append(scale_errors(together, inputs.hessian, scales, grid))
         else:
-            errors.append(jnp.zeros(len(own)))
+            errors.append(jnp.zeros(len(scales)))
     return tuple(candidates), tuple(errors)
 
 
@@ -260,11 +260,11 @@ def block_errors(
     wanted = block_output(tensors, normed, kind, shared)
 
     def error(scale: Array) -> Array:
-        own = {
+        tried = {
             f"{name}.weight": rounded_under_scale(weight_of(tensors, name), scale, grid)
             for name in shared.projections
         }
-        change = block_output({**tensors, **own}, normed, kind, shared) - wanted
+        change = block_output({**tensors, **tried}, normed, kind, shared) - wanted
         return jnp.sum(jnp.where(valid[..., None], change * change, 0.0))
 
     return lax.map(error, candidates)
@@ -279,10 +279,10 @@ def _apply_best(
 ) -> tuple[tuple[Array, ...], dict[str, Array]]:
     """See best_scales."""
     scaled, scales = dict(tensors), list[Array]()
-    for shared, own, error in zip(groups, candidates, errors, strict=True):
-        scales.append(exact_scale(tensors[f"{shared.before}.weight"], own[jnp.argmin(error)]))
+    for shared, tried, error in zip(groups, candidates, errors, strict=True):
+        scales.append(exact_scale(tensors[f"{shared.before}.weight"], tried[jnp.argmin(error)]))
         scaled = apply_scale(scaled, shared, scales[-1])
-    changed = {name: own for name, own in scaled.items() if own is not tensors[name]}
+    changed = {name: tensor for name, tensor in scaled.items() if tensor is not tensors[name]}
     return tuple(scales), changed
 
 

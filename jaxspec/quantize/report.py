@@ -14,7 +14,7 @@ from jaxspec.parallel.bytes import megabytes
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Of one quantized checkpoint.
+    """What is known of a quantized checkpoint.
 
     Attributes:
       errors: of each projection, by its whole name: the mean square of the change in its outputs
@@ -91,8 +91,8 @@ def perplexity_lines(report: Report) -> list[str]:
     ]
     for name, found in (("original", report.before), ("quantized", report.after)):
         nats = with_interval(found.nats, found.nats_interval, ".4f")
-        own = with_interval(found.perplexity, found.perplexity_interval, ".3f")
-        lines.append(f"| {name} | {nats} | {own} |")
+        perplexity = with_interval(found.perplexity, found.perplexity_interval, ".3f")
+        lines.append(f"| {name} | {nats} | {perplexity} |")
     worse, interval = report.worse
     return [
         *lines,

@@ -129,8 +129,8 @@ class Quantization:
                 named |= module_tensors(module, rounded, self._plan)
                 del rest[f"{module}.weight"]
             for name in [name for name in rest if unit.prefix and name.startswith(unit.prefix)]:
-                own = found.changed.get(name.removeprefix(unit.prefix))
-                named[name] = np.asarray(own) if own is not None else rest[name].read()
+                changed = found.changed.get(name.removeprefix(unit.prefix))
+                named[name] = np.asarray(changed) if changed is not None else rest[name].read()
                 del rest[name]
             yield named
         for name, tensor in rest.items():
@@ -170,7 +170,7 @@ def _nearest(weights: dict[str, Array], grid: Grid) -> dict[str, Rounded]:
 
 
 def _normed_statistics(batches: Sequence[Batch], norm: Array, kind: LayerKind) -> InputStatistics:
-    """Of the inputs of the LM head."""
+    """Sums over the inputs of the LM head."""
     [total] = nothing_seen((len(norm),))
     for batch in batches:
         total = _add_normed(total, batch.states, batch.valid, norm, kind.eps)

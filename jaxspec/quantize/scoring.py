@@ -48,7 +48,9 @@ def score(
         if report is not None:
             report(index + 1, len(kinds))
     pairs = zip(states, rows, strict=True)
-    nats = on_host(_nats(ends, own[:, :-1], tokens[each, 1:], counted[each]) for own, each in pairs)
+    nats = on_host(
+        _nats(ends, hidden[:, :-1], tokens[each, 1:], counted[each]) for hidden, each in pairs
+    )
     return Scores(np.concatenate(list(nats)).astype(np.float64), counted.sum(1))
 
 
@@ -62,8 +64,8 @@ def _nats(ends: Decoder, states: Array, targets: Array, counted: Array) -> Array
     """Sums over the counted targets, [B, T] each, of states [B, T, H] before the last norm."""
 
     def of_row(row: tuple[Array, Array, Array]) -> Array:
-        own, wanted, kept = row
-        normed = rms_norm(own, ends.norm, ends.config.rms_norm_eps)
+        hidden, wanted, kept = row
+        normed = rms_norm(hidden, ends.norm, ends.config.rms_norm_eps)
         scores = jax.nn.log_softmax(decoder.logits(ends, normed))
         chosen = jnp.take_along_axis(scores, wanted[:, None], axis=-1)[:, 0]
         return -jnp.sum(jnp.where(kept, chosen, 0.0))

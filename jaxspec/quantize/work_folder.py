@@ -29,18 +29,20 @@ class WorkFolder:
     def __init__(self, directory: Path, fingerprint: dict[str, Any]):
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        path, own = directory / STATE, json.loads(json.dumps(fingerprint))
+        path, wanted = directory / STATE, json.loads(json.dumps(fingerprint))
         if path.exists():
             found = json.loads(path.read_text())
-            names = sorted({*found, *own})
-            differing = [name for name in names if found.get(name) != own.get(name)]
+            names = sorted({*found, *wanted})
+            differing = [name for name in names if found.get(name) != wanted.get(name)]
             if differing:
                 raise ValueError(
                     f"{directory} holds another run, which differs in {', '.join(differing)}: "
                     "choose another folder, or delete it"
                 )
         else:
-            _write(path, lambda temporary: temporary.write_text(json.dumps(own, indent=2) + "\n"))
+            _write(
+                path, lambda temporary: temporary.write_text(json.dumps(wanted, indent=2) + "\n")
+            )
 
     def has(self, index: int) -> bool:
         return self._path(index).exists()
@@ -48,7 +50,7 @@ class WorkFolder:
     def save(self, index: int, unit: QuantizedLayer) -> None:
         """Write what became of a unit. The file is there once it is whole."""
         changed, projections = jax.device_get((unit.changed, unit.projections))
-        tensors: dict[str, np.ndarray] = {f"changed.{name}": own for name, own in changed.items()}
+        tensors: dict[str, np.ndarray] = {f"changed.{name}": x for name, x in changed.items()}
         for name, rounded in projections.items():
             for field, array in rounded._asdict().items():
                 if array is not None:
@@ -60,9 +62,9 @@ class WorkFolder:
         """What ``save`` was given, as NumPy arrays."""
         parts: dict[str, dict[str, Any]] = {}
         for name, array in load_file(self._path(index)).items():
-            kind, _, own = name.partition(".")
+            kind, _, key = name.partition(".")
             array = array.view(E4M3) if array.dtype == np.uint8 else array
-            parts.setdefault(kind, {})[own] = array
+            parts.setdefault(kind, {})[key] = array
         with safe_open(self._path(index), framework="numpy") as file:
             errors = json.loads(file.metadata()["errors"])
         zeros: dict[str, Any] = parts.get("zero", {})

@@ -1,4 +1,4 @@
-"""Writes quantized checkpoints in the formats that others read, too (see quantization/formats/)."""
+"""Writes quantized checkpoints in the formats that others read, too (see checkpoints/formats/)."""
 
 import dataclasses
 import json
@@ -240,8 +240,8 @@ def _compressed_config(plan: Plan) -> dict[str, Any]:
 
 def module_tensors(module: str, rounded: Rounded, plan: Plan) -> Named:
     """The tensors of one quantized projection, by their whole names."""
-    own = TENSORS[plan.format](rounded, plan)
-    return {f"{module}.{suffix}": tensor for suffix, tensor in own.items()}
+    tensors = TENSORS[plan.format](rounded, plan)
+    return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
 def write_checkpoint(
@@ -264,20 +264,20 @@ def write_checkpoint(
         sizes |= {name: tensor.nbytes for name, tensor in part.items()}
     _name_parts(out, parts, sum(sizes.values()))
     config = dict(raw)
-    if (own := quantization_config(plan)) is not None:
-        config["quantization_config"] = own
+    if (quantization := quantization_config(plan)) is not None:
+        config["quantization_config"] = quantization
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _filled(tensors: Iterable[Named]) -> Iterator[Named]:
-    """The same tensors, in dicts of about MAX_FILE_BYTES."""
+    """The tensors, in dicts of about MAX_FILE_BYTES."""
     part: Named = {}
-    for own in tensors:
-        total = sum(tensor.nbytes for one in (part, own) for tensor in one.values())
+    for tensors_of_unit in tensors:
+        total = sum(x.nbytes for named in (part, tensors_of_unit) for x in named.values())
         if part and total > MAX_FILE_BYTES:
             yield part
             part = {}
-        part |= own
+        part |= tensors_of_unit
     if part:
         yield part
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec._version import __version__
-from jaxspec.serving import chat, completions, models, tokens
+from jaxspec.serving import chat, completions, models, prepared, tokens
 from jaxspec.serving.draining import Draining
 from jaxspec.serving.errors import ApiError, add_handlers
 from jaxspec.serving.metrics import Metrics
@@ -118,9 +118,9 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         if service.is_loaded:
-            for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
-                await llm.run(own.read)
-                own.failed(llm.engine.failures)
+            for llm, member in zip(service.llm.replicas, metrics.members, strict=True):
+                await llm.run(member.read)
+                member.failed(llm.engine.failures)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -139,16 +139,14 @@ def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
     @app.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         spend = partial(rates.spend, client_of(request.scope))
-        if body.stream:
-            return await _streamed(request, completions.stream(service, body, spend))
-        return await _answered(request, completions.complete(service, body, spend))
+        prepare = partial(completions.prepare, service, body)
+        return await _respond(request, prepare, spend, streams=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
     async def answer(body: ChatRequest, request: Request) -> Response:
         spend = partial(rates.spend, client_of(request.scope))
-        if body.stream:
-            return await _streamed(request, chat.stream(service, body, spend))
-        return await _answered(request, chat.chat(service, body, spend))
+        prepare = partial(chat.prepare, service, body)
+        return await _respond(request, prepare, spend, streams=bool(body.stream))
 
 
 def _add_tokens(app: APIRouter, service: Service) -> None:
@@ -173,6 +171,19 @@ def _shows(file: Path) -> Callable[[], Coroutine[Any, Any, Response]]:
         return FileResponse(file)
 
     return show
+
+
+async def _respond(
+    request: Request,
+    prepare: prepared.Preparing[Any],
+    spend: Callable[[int], None],
+    *,
+    streams: bool,
+) -> Response:
+    """The answer to a request, in chunks if it streams."""
+    if streams:
+        return await _streamed(request, prepared.stream(prepare, spend))
+    return await _answered(request, prepared.answer(prepare, spend))
 
 
 async def _answered(request: Request, work: Coroutine[Any, Any, BaseModel]) -> Response:

@@ -59,9 +59,9 @@ async def warm_in_background(llm: AsyncLLM, goes_on: Callable[[], bool] = lambda
 
 
 def missing_programs(engine: Engine) -> list[Key]:
-    """Those that serve every request and are not ready, the likeliest first.
+    """Programs that serve every request and are not ready, the likeliest first.
 
-    No more than may be kept.
+    There are no more than may be kept.
     """
     keys = [*_keys(engine, SAMPLED), *_keys(engine, FULL), *_keys(engine, MASKED)]
     keys += [*_keys(engine, dataclasses.replace(FULL, plain=True)), *_keys(engine, PROMPT)]
@@ -72,8 +72,8 @@ def missing_programs(engine: Engine) -> list[Key]:
 
 
 def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
-    """Of requests like this: in several sizes if they are the usual ones, else in the largest, and
-    the smallest number of rows. Prompts of the others are read one after the other."""
+    """Programs of requests like this: in several sizes if they are the usual ones, else in the
+    largest, and the smallest number of rows. Prompts of the others are read one after the other."""
     most = engine.programs.sizes.num_rows // engine.programs.shards
     is_usual, longest = sampling == SAMPLED, engine.limits.max_length
     few = steps(1, most) if is_usual else [1]
@@ -89,12 +89,12 @@ def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
 
 
 def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]) -> Coverage:
-    """Of requests like this alone; those without a drafter have no tree."""
+    """What requests like this need; those without a drafter have no tree."""
     shapes: tuple[TreeShape, ...] = engine.shapes.choices or (
         engine.params.round_options(engine.shape).speculation.shape,
     )
-    own = (PLAIN,) if sampling.plain else shapes
-    return coverage(engine.programs, engine.limits, own, (sampling,), tokens, few)
+    trees = (PLAIN,) if sampling.plain else shapes
+    return coverage(engine.programs, engine.limits, trees, (sampling,), tokens, few)
 
 
 def _is_idle(engine: Engine) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +12,7 @@ from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving import chat, completions
 from jaxspec.serving.errors import ApiError, api_error
+from jaxspec.serving.prepared import answer
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.completions import CompletionRequest
@@ -54,10 +56,10 @@ class BatchLines:
         body = _checked_body(line)
         body = {"seed": (self.seed + index) % 2**32, **body}
         if line["url"] == PATHS[0]:
-            return await completions.complete(
-                self.service, _validated(CompletionRequest, body), _free
-            )
-        return await chat.chat(self.service, _validated(ChatRequest, body), _free)
+            request = _validated(CompletionRequest, body)
+            return await answer(partial(completions.prepare, self.service, request), _free)
+        request = _validated(ChatRequest, body)
+        return await answer(partial(chat.prepare, self.service, request), _free)
 
 
 def _free(_: int) -> None:
@@ -90,14 +92,14 @@ def _validated[T: BaseModel](kind: type[T], body: dict[str, Any]) -> T:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        errors = [{**details, "loc": ("body", *details["loc"])} for details in error.errors()]
         raise RequestValidationError(errors) from error
 
 
 def batch_lines(
     llm: AsyncLLM | ReplicatedLLM, names: tuple[str, ...], chat_template: str | None, seed: int
 ) -> BatchLines:
-    """Of a model by these names."""
+    """What answers lines for a model by these names."""
     service = Service(names, chat_template)
     service.start(llm)
     return BatchLines(service, seed)

@@ -1,20 +1,18 @@
 """`/v1/chat/completions`: answers to conversations, which may call tools."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import JSON_KINDS, StructuredOutput
 from jaxspec.engine.generation import TokenLogprob
-from jaxspec.llm.completion import Completion, TextChunk, TextOptions
-from jaxspec.llm.tree_text import RoundTexts
+from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.serving import results
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.messages import template_messages, template_variables
+from jaxspec.serving.prepared import ChoiceWriter, PreparedRequest
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import (
     ChatChoice,
@@ -29,7 +27,6 @@ from jaxspec.serving.protocol.chat import (
     ToolCall,
     TopLogprob,
 )
-from jaxspec.serving.protocol.sampling import Speculation
 from jaxspec.serving.sampling import (
     MOST_CHARACTERS,
     check_stream,
@@ -44,8 +41,8 @@ from jaxspec.serving.tools import Part, ToolFormat, ToolParser, offered_tools, t
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A request, ready for the engine.
+class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
+    """A conversation, ready for the engine.
 
     Attributes:
       form: how tools are called, if they may be.
@@ -53,83 +50,81 @@ class _Plan:
         them, as chat templates leave a blank line after reasoning.
     """
 
-    request: ChatRequest
-    service: Service
-    prompt: list[int]
-    sampling: SamplingParams
-    options: TextOptions
     form: ToolFormat | None
     trims: bool
-    id: str
-    created: int
 
-    def response(self, kind: Any, choices: list[ChatChoice]) -> ChatResponse:
-        name = self.service.name
+    def response(self, choices: list[ChatChoice], *, chunk: bool = False) -> ChatResponse:
         return ChatResponse(
-            id=self.id, object=kind, created=self.created, model=name, choices=choices
+            id=self.id,
+            object="chat.completion.chunk" if chunk else "chat.completion",
+            created=self.created,
+            model=self.service.name,
+            choices=choices,
         )
 
-    def text_logprobs(
-        self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
-    ) -> Sequence[TokenLogprob]:
-        return results.without_stop(self.service.llm.llm, self.sampling, entries, token_ids)
+    def choice(self, index: int, completion: Completion) -> ChatChoice:
+        texts = self.service.texts
+        reason = results.finish_reason(completion)
+        text = completion.text.lstrip("\n") if self.trims else completion.text
+        message = ChatMessage(content=text)
+        if self.form is not None:
+            parser = ToolParser(self.form)
+            message = _message(parser.push(text, last=True))
+        if message.tool_calls and reason == "stop":
+            reason = "tool_calls"
+        choice = ChatChoice(index=index, message=message, finish_reason=reason)
+        if completion.logprobs is not None and self.request.logprobs:
+            entries = self.text_logprobs(completion.logprobs, completion.token_ids)
+            choice.logprobs = chat_logprobs(texts, entries)
+        results.add_asked(choice, self.request, completion, self.service.llm.llm, texts)
+        return choice
+
+    def writer(self, index: int) -> "ChatWriter":
+        return ChatWriter(self, index)
 
 
-async def chat(
-    service: Service, request: ChatRequest, spend: Callable[[int], None]
-) -> ChatResponse:
-    """The whole answer. ``spend`` is told of the tokens, as they come.
+class ChatWriter(ChoiceWriter[ChatChoice]):
+    """Writes the chunks of one choice of a conversation."""
 
-    Raises ApiError, and what AsyncLLM.generate raises.
-    """
-    plan = await _plan(service, request)
-    spend(len(plan.prompt))
-    completions = await service.llm.generate(
-        [plan.prompt],
-        plan.sampling,
-        timeout=service.request_timeout,
-        options=plan.options,
-        on_tokens=spend,
-    )
-    choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
-    response = plan.response("chat.completion", choices)
-    response.usage = results.usage(completions, len(completions))
-    return response
+    def __init__(self, prepared: PreparedChat, index: int):
+        super().__init__(prepared, index)
+        self._begun = False
+        self._trims = prepared.trims  # until there is more than line breaks
+        self._parser = None if prepared.form is None else ToolParser(prepared.form)
 
+    def chunks(self, event: TextChunk) -> list[ChatChoice]:
+        deltas = self._deltas(event)
+        if not self._begun:
+            self._begun = True
+            beginning = deltas[0] if deltas and deltas[0].tool_calls is None else ChatDelta()
+            deltas = deltas[1:] if beginning in deltas else deltas
+            beginning.role, beginning.content = "assistant", beginning.content or ""
+            deltas = [beginning, *deltas]
+        if not deltas and (event.logprobs or event.trees):
+            deltas = [ChatDelta(content="")]
+        choices = [ChatChoice(index=self.index, delta=delta) for delta in deltas]
+        if choices:
+            self.add_tokens(choices[0], event)
+        return choices
 
-async def stream(
-    service: Service, request: ChatRequest, spend: Callable[[int], None]
-) -> AsyncGenerator[ChatResponse, None]:
-    """The answer in chunks, those of several choices as they come."""
-    plan = await _plan(service, request)
-    spend(len(plan.prompt))
-    options, generated = request.stream_options, 0
-    writers = [_Writer(plan, index) for index in range(plan.sampling.n)]
-    completions: list[Completion] = []
-    events = service.llm.stream(
-        [plan.prompt], plan.sampling, timeout=service.request_timeout, options=plan.options
-    )
-    async with contextlib.aclosing(events):
-        async for event in events:
-            if isinstance(event, Completion):
-                choices = [writers[len(completions)].last(event)]
-                completions.append(event)
-            else:
-                generated += len(event.token_ids)
-                spend(len(event.token_ids))
-                choices = writers[event.index].chunks(event)
-            for choice in choices:
-                response = plan.response("chat.completion.chunk", [choice])
-                if options is not None and options.continuous_usage_stats:
-                    response.usage = results.partial_usage(len(plan.prompt), generated, 0)
-                yield response
-    if options is not None and options.include_usage:
-        response = plan.response("chat.completion.chunk", [])
-        response.usage = results.usage(completions, len(completions))
-        yield response
+    def _deltas(self, event: TextChunk) -> list[ChatDelta]:
+        text = event.text.lstrip("\n") if self._trims else event.text
+        self._trims = self._trims and not text
+        if self._parser is None:
+            return [ChatDelta(content=text)] if text else []
+        return [_delta(part) for part in self._parser.push(text, last=event.done)]
+
+    def ending(self, reason: str) -> ChatChoice:
+        if self._parser is not None and self._parser.calls and reason == "stop":
+            reason = "tool_calls"
+        return ChatChoice(index=self.index, delta=ChatDelta(), finish_reason=reason)
+
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+        return chat_logprobs(self.prepared.service.texts, entries)
 
 
-async def _plan(service: Service, request: ChatRequest) -> _Plan:
+async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
+    """The request as the engine takes it. Raises ApiError for one that cannot be served."""
     service.check_ready()
     service.check_model(request.model)
     _check_together(request)
@@ -164,8 +159,8 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
     options = text_options(request)
     if form is not None:  # calls may be written with special tokens
         options = dataclasses.replace(options, skip_special=False)
-    ids, created = results.new_id("chatcmpl"), results.now()
-    return _Plan(request, service, prompt, sampling, options, form, trims, ids, created)
+    name = results.new_id("chatcmpl")
+    return PreparedChat(request, service, [prompt], [sampling], options, name, form, trims)
 
 
 async def _tool_grammar(
@@ -224,27 +219,6 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     return prompt if keep is None else prompt[-keep:]
 
 
-# Answers.
-
-
-def _choice(plan: _Plan, index: int, completion: Completion) -> ChatChoice:
-    request, texts = plan.request, plan.service.texts
-    reason = results.finish_reason(completion)
-    text = completion.text.lstrip("\n") if plan.trims else completion.text
-    message = ChatMessage(content=text)
-    if plan.form is not None:
-        parser = ToolParser(plan.form)
-        message = _message(parser.push(text, last=True))
-    if message.tool_calls and reason == "stop":
-        reason = "tool_calls"
-    choice = ChatChoice(index=index, message=message, finish_reason=reason)
-    if completion.logprobs is not None and request.logprobs:
-        own = plan.text_logprobs(completion.logprobs, completion.token_ids)
-        choice.logprobs = chat_logprobs(texts, own)
-    results.add_asked(choice, request, completion, plan.service.llm.llm, texts)
-    return choice
-
-
 def _message(parts: Sequence[Part]) -> ChatMessage:
     content = "".join(part.text for part in parts if part.call is None)
     names = {part.call: part.name for part in parts if part.name is not None}
@@ -261,55 +235,6 @@ def _message(parts: Sequence[Part]) -> ChatMessage:
     return ChatMessage(content=content or (None if calls else ""), tool_calls=calls or None)
 
 
-class _Writer:
-    """Chunks of one choice of a stream."""
-
-    def __init__(self, plan: _Plan, index: int):
-        self._plan, self._index, self._begun = plan, index, False
-        self._trims = plan.trims  # until there is more than line breaks
-        self._parser = None if plan.form is None else ToolParser(plan.form)
-
-    @functools.cached_property
-    def _rounds(self) -> RoundTexts:
-        return RoundTexts(self._plan.service.llm.llm.detokenize, self._plan.prompt)
-
-    def chunks(self, event: TextChunk) -> list[ChatChoice]:
-        deltas = self._deltas(event)
-        if not self._begun:
-            self._begun = True
-            beginning = deltas[0] if deltas and deltas[0].tool_calls is None else ChatDelta()
-            deltas = deltas[1:] if beginning in deltas else deltas
-            beginning.role, beginning.content = "assistant", beginning.content or ""
-            deltas = [beginning, *deltas]
-        if not deltas and (event.logprobs or event.trees):
-            deltas = [ChatDelta(content="")]
-        choices = [ChatChoice(index=self._index, delta=delta) for delta in deltas]
-        if choices and event.logprobs is not None:
-            own = self._plan.text_logprobs(event.logprobs, event.token_ids)
-            choices[0].logprobs = chat_logprobs(self._plan.service.texts, own)
-        if choices and self._plan.request.return_token_ids:
-            choices[0].token_ids = event.token_ids
-        if choices and event.trees is not None:
-            choices[0].speculation = Speculation(trees=self._rounds.add(event.trees))
-        return choices
-
-    def _deltas(self, event: TextChunk) -> list[ChatDelta]:
-        text = event.text.lstrip("\n") if self._trims else event.text
-        self._trims = self._trims and not text
-        if self._parser is None:
-            return [ChatDelta(content=text)] if text else []
-        return [_delta(part) for part in self._parser.push(text, last=event.done)]
-
-    def last(self, completion: Completion) -> ChatChoice:
-        reason = results.finish_reason(completion)
-        if self._parser is not None and self._parser.calls and reason == "stop":
-            reason = "tool_calls"
-        choice = ChatChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)
-        if self._plan.request.return_speculation:
-            choice.speculation = results.speculation(completion)
-        return choice
-
-
 def _delta(part: Part) -> ChatDelta:
     if part.call is None:
         return ChatDelta(content=part.text)
@@ -324,7 +249,7 @@ def chat_logprobs(texts: results.TokenTexts, entries: Sequence[TokenLogprob]) ->
         content=[
             ChatLogprob(
                 **_logprob(texts, entry.token_id, entry.logprob),
-                top_logprobs=[TopLogprob(**_logprob(texts, *one)) for one in entry.top],
+                top_logprobs=[TopLogprob(**_logprob(texts, *likely)) for likely in entry.top],
             )
             for entry in entries
         ]

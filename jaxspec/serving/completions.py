@@ -1,17 +1,15 @@
 """`/v1/completions`: prompts as text or token ids, one or many, each continued n times."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
-from jaxspec.llm.tree_text import RoundTexts
 from jaxspec.serving import results
+from jaxspec.serving.prepared import ChoiceWriter, PreparedRequest
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.completions import (
     DEFAULT_MAX_TOKENS,
@@ -20,7 +18,6 @@ from jaxspec.serving.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from jaxspec.serving.protocol.sampling import Speculation
 from jaxspec.serving.sampling import (
     check_length,
     check_stream,
@@ -33,37 +30,54 @@ from jaxspec.serving.structured import structured_output
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A request, ready for the engine: token ids and sampling of each prompt."""
+class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, CompletionResponse]):
+    """Prompts to continue, ready for the engine."""
 
-    request: CompletionRequest
-    service: Service
-    prompts: list[list[int]]
-    sampling: list[SamplingParams]
-    id: str
-    created: int
-
-    @property
-    def samples(self) -> int:
-        return self.request.n or 1
-
-    def response(self, choices: list[CompletionChoice]) -> CompletionResponse:
+    def response(
+        self, choices: list[CompletionChoice], *, chunk: bool = False
+    ) -> CompletionResponse:
         name = self.service.name
         return CompletionResponse(id=self.id, created=self.created, model=name, choices=choices)
 
-    def text_logprobs(
-        self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
-    ) -> Sequence[TokenLogprob]:
-        return results.without_stop(self.service.llm.llm, self.sampling[0], entries, token_ids)
+    def choice(self, index: int, completion: Completion) -> CompletionChoice:
+        texts, request = self.service.texts, self.request
+        choice = CompletionChoice(
+            index=index,
+            text=self.echoed(index) + completion.text,
+            finish_reason=results.finish_reason(completion),
+        )
+        if request.logprobs is not None:
+            choice.logprobs = self._all_logprobs(index, completion)
+        results.add_asked(choice, request, completion, self.service.llm.llm, texts)
+        return choice
+
+    def writer(self, index: int) -> "CompletionWriter":
+        return CompletionWriter(self, index)
+
+    def _all_logprobs(self, index: int, completion: Completion) -> CompletionLogprobs:
+        texts = self.service.texts
+        entries = self.text_logprobs(completion.logprobs or [], completion.token_ids)
+        found = texts.logprobs(entries, self.places(index))
+        if not self.request.echo:
+            return found
+        first, places = completion.prompt_token_ids[0], self._prompt_places()
+        begin = places.next(first)
+        prompt = texts.logprobs(completion.prompt_logprobs or [], places)
+        return CompletionLogprobs(
+            tokens=[texts.of(first), *prompt.tokens, *found.tokens],
+            token_logprobs=[None, *prompt.token_logprobs, *found.token_logprobs],
+            top_logprobs=[None, *prompt.top_logprobs, *found.top_logprobs],
+            text_offset=[begin, *prompt.text_offset, *found.text_offset],
+        )
 
     def places(self, index: int) -> results.TokenPlaces:
         """Where the tokens begin that a choice adds to its prompt."""
-        skip = text_options(self.request).skip_special
+        skip = self.options.skip_special
         decode = functools.partial(self.service.llm.llm.detokenize, skip_special=skip)
-        before = self.prompts[index // self.samples]
-        return results.TokenPlaces(Detokenizer(decode, before), len(self.echoed(index)))
+        before = Detokenizer(decode, self.prompt_of(index))
+        return results.TokenPlaces(before, len(self.echoed(index)))
 
-    def prompt_places(self) -> results.TokenPlaces:
+    def _prompt_places(self) -> results.TokenPlaces:
         """Where the tokens of an echoed prompt begin; a prompt of token ids shows special ones."""
         skip = isinstance(self.request.prompt, str)
         decode = functools.partial(self.service.llm.llm.detokenize, skip_special=skip)
@@ -76,63 +90,36 @@ class _Plan:
         prompt = self.request.prompt
         if isinstance(prompt, str) and self.request.truncate_prompt_tokens is None:
             return prompt
-        return self.service.llm.llm.detokenize(self.prompts[index // self.samples])
+        return self.service.llm.llm.detokenize(self.prompt_of(index))
 
 
-async def complete(
-    service: Service, request: CompletionRequest, spend: Callable[[int], None]
-) -> CompletionResponse:
-    """The whole answer. ``spend`` is told of the tokens, as they come.
+class CompletionWriter(ChoiceWriter[CompletionChoice]):
+    """Writes the chunks of one choice of a prompt."""
 
-    Raises ApiError, and what AsyncLLM.generate raises.
-    """
-    plan = await _plan(service, request)
-    spend(sum(map(len, plan.prompts)))
-    completions = await service.llm.generate(
-        plan.prompts,
-        plan.sampling,
-        timeout=service.request_timeout,
-        options=text_options(request),
-        on_tokens=spend,
-    )
-    choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
-    response = plan.response(choices)
-    response.usage = results.usage(completions, plan.samples)
-    return response
+    def __init__(self, prepared: PreparedCompletion, index: int):
+        super().__init__(prepared, index)
+        self._echoed = prepared.echoed(index)  # until the first chunk
+        self._prepared = prepared
 
+    @functools.cached_property
+    def _places(self) -> results.TokenPlaces:
+        return self._prepared.places(self.index)
 
-async def stream(
-    service: Service, request: CompletionRequest, spend: Callable[[int], None]
-) -> AsyncGenerator[CompletionResponse, None]:
-    """The answer in chunks, those of several choices as they come."""
-    plan = await _plan(service, request)
-    options = request.stream_options
-    writers = [_Writer(plan, index) for index in range(len(plan.prompts) * plan.samples)]
-    generated, completions = 0, []
-    prompt_tokens = sum(map(len, plan.prompts))
-    spend(prompt_tokens)
-    chunks = service.llm.stream(
-        plan.prompts, plan.sampling, timeout=service.request_timeout, options=text_options(request)
-    )
-    async with contextlib.aclosing(chunks):
-        async for event in chunks:
-            if isinstance(event, Completion):
-                completions.append(event)
-                response = plan.response([_last_chunk(plan, len(completions) - 1, event)])
-            else:
-                generated += len(event.token_ids)
-                spend(len(event.token_ids))
-                response = plan.response([writers[event.index].chunk(event)])
-            if options is not None and options.continuous_usage_stats:
-                response.usage = results.partial_usage(prompt_tokens, generated, 0)
-            yield response
-    if options is not None and options.include_usage:
-        response = plan.response([])
-        response.usage = results.usage(completions, plan.samples)
-        yield response
+    def chunks(self, event: TextChunk) -> list[CompletionChoice]:
+        choice = CompletionChoice(index=self.index, text=self._echoed + event.text)
+        self._echoed = ""
+        self.add_tokens(choice, event)
+        return [choice]
+
+    def ending(self, reason: str) -> CompletionChoice:
+        return CompletionChoice(index=self.index, text="", finish_reason=reason)
+
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        return self.prepared.service.texts.logprobs(entries, self._places)
 
 
-async def _plan(service: Service, request: CompletionRequest) -> _Plan:
+async def prepare(service: Service, request: CompletionRequest) -> PreparedCompletion:
+    """The request as the engine takes it. Raises ApiError for one that cannot be served."""
     service.check_ready()
     service.check_model(request.model)
     _check_together(request)
@@ -157,7 +144,9 @@ async def _plan(service: Service, request: CompletionRequest) -> _Plan:
         )
         for ids in tokens
     ]
-    return _Plan(request, service, tokens, sampling, results.new_id("cmpl"), results.now())
+    options = text_options(request)
+    name = results.new_id("cmpl")
+    return PreparedCompletion(request, service, tokens, sampling, options, name)
 
 
 def _check_together(request: CompletionRequest) -> None:
@@ -171,77 +160,10 @@ def _check_together(request: CompletionRequest) -> None:
 
 def _prompts(request: CompletionRequest, max_length: int) -> Sequence[str | list[int]]:
     given: Any = request.prompt
-    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    prompts: list[str | list[int]] = [given] if is_one else list(given)
+    is_single = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts: list[str | list[int]] = [given] if is_single else list(given)
     if not prompts or not all(prompts):
         raise FieldError("prompt", "a prompt is empty: give at least one token")
     for prompt in prompts:
         check_length("prompt", prompt, max_length)
     return prompts
-
-
-def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
-    texts, request = plan.service.texts, plan.request
-    choice = CompletionChoice(
-        index=index,
-        text=plan.echoed(index) + completion.text,
-        finish_reason=results.finish_reason(completion),
-    )
-    if request.logprobs is not None:
-        choice.logprobs = _all_logprobs(plan, index, completion)
-    results.add_asked(choice, request, completion, plan.service.llm.llm, texts)
-    return choice
-
-
-def _all_logprobs(plan: _Plan, index: int, completion: Completion) -> CompletionLogprobs:
-    texts = plan.service.texts
-    own = plan.text_logprobs(completion.logprobs or [], completion.token_ids)
-    found = texts.logprobs(own, plan.places(index))
-    if not plan.request.echo:
-        return found
-    first, places = completion.prompt_token_ids[0], plan.prompt_places()
-    begin = places.next(first)
-    prompt = texts.logprobs(completion.prompt_logprobs or [], places)
-    return CompletionLogprobs(
-        tokens=[texts.of(first), *prompt.tokens, *found.tokens],
-        token_logprobs=[None, *prompt.token_logprobs, *found.token_logprobs],
-        top_logprobs=[None, *prompt.top_logprobs, *found.top_logprobs],
-        text_offset=[begin, *prompt.text_offset, *found.text_offset],
-    )
-
-
-class _Writer:
-    """Chunks of one choice of a stream."""
-
-    def __init__(self, plan: _Plan, index: int):
-        self._plan, self._index, self._begun = plan, index, False
-
-    @functools.cached_property
-    def _places(self) -> results.TokenPlaces:
-        return self._plan.places(self._index)
-
-    @functools.cached_property
-    def _rounds(self) -> RoundTexts:
-        prompt = self._plan.prompts[self._index // self._plan.samples]
-        return RoundTexts(self._plan.service.llm.llm.detokenize, prompt)
-
-    def chunk(self, event: TextChunk) -> CompletionChoice:
-        echoed = "" if self._begun else self._plan.echoed(self._index)
-        self._begun = True
-        choice = CompletionChoice(index=self._index, text=echoed + event.text)
-        if event.logprobs is not None:
-            own = self._plan.text_logprobs(event.logprobs, event.token_ids)
-            choice.logprobs = self._plan.service.texts.logprobs(own, self._places)
-        if self._plan.request.return_token_ids:
-            choice.token_ids = event.token_ids
-        if event.trees is not None:
-            choice.speculation = Speculation(trees=self._rounds.add(event.trees))
-        return choice
-
-
-def _last_chunk(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
-    reason = results.finish_reason(completion)
-    choice = CompletionChoice(index=index, text="", finish_reason=reason)
-    if plan.request.return_speculation:
-        choice.speculation = results.speculation(completion)
-    return choice

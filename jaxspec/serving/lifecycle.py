@@ -100,7 +100,7 @@ async def serve(
     _end_on_signals(server, service, signalled)
     draining = asyncio.create_task(_drain(server, service, signalled, drain_seconds))
     sockets = [listen(host, port)]
-    own_port = sockets[0].getsockname()[1]
+    open_port = sockets[0].getsockname()[1]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     loading = _in_a_thread(load)
     try:
@@ -109,7 +109,7 @@ async def serve(
             service.start(loading.result())
             if not signalled.is_set():
                 shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-                on_ready(f"http://{shown}:{own_port}")
+                on_ready(f"http://{shown}:{open_port}")
         await serving
     finally:
         server.should_exit = True
@@ -128,7 +128,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
-    """Its result. The thread is a daemon: the process may end before it has."""
+    """The result of a function that runs in a thread.
+
+    The thread is a daemon: the process may end before it has.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -176,5 +179,5 @@ def _end_on_signals(server: uvicorn.Server, service: Service, signalled: asyncio
             server.force_exit = server.should_exit = True
         signalled.set()
 
-    for one in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(one, end)
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, end)

@@ -61,7 +61,7 @@ class DeviceTime:
 
     @property
     def idle_share(self) -> float:
-        """Of the time since the start."""
+        """The share of the time since the start in which no call was in flight."""
         return max(0.0, 1 - self.busy / max(1e-9, time.perf_counter() - self.started))
 
     def _wait(self) -> None:
@@ -104,7 +104,7 @@ class Metrics:
         self._engine_metrics()
 
     def beside(self) -> "Metrics":
-        """Those of the next engine: the same names with another label."""
+        """The metrics of the next engine: the same names with another label."""
         return Metrics(self._model, self)
 
     def watch(self, engine: Engine) -> None:
@@ -135,12 +135,12 @@ class Metrics:
         return made.labels(**self._labels)
 
     def _metric[T](
-        self, kind: Callable[..., T], name: str, text: str, *labels: str, **own: Any
+        self, kind: Callable[..., T], name: str, text: str, *labels: str, **more: Any
     ) -> T:
         """The engines share a metric, and have labels of their own."""
         if name not in self._made:
             names = (*self._labels, *labels)
-            self._made[name] = kind(f"jaxspec:{name}", text, names, registry=self.registry, **own)
+            self._made[name] = kind(f"jaxspec:{name}", text, names, registry=self.registry, **more)
         return self._made[name]
 
     def _request_metrics(self) -> None:
@@ -203,7 +203,7 @@ class Metrics:
     def _step(self, plan: Plan, deliveries: list[Delivery]) -> None:
         """What an engine read and generated in a step, of one call or several."""
         read = sum(read.count for read in plan.reads)
-        self._steps.observe(read + sum(len(one.tokens) for one in deliveries))
+        self._steps.observe(read + sum(len(delivery.tokens) for delivery in deliveries))
 
     def rejected(self) -> None:
         """A request was refused, as too many wait."""

@@ -24,7 +24,7 @@ from jaxspec.serving.protocol.sampling import (
     Usage,
 )
 
-# Of a request that ended with an error: its HTTP status, and the error's ``code``.
+# The HTTP status and the ``code`` of errors with which requests end.
 _ERRORS: Mapping[ErrorKind, tuple[int, str | None]] = MappingProxyType(
     {
         ErrorKind.NOT_FINITE: (500, None),
@@ -47,13 +47,13 @@ def now() -> int:
 
 
 def usage(completions: Sequence[Completion], samples: int) -> Usage:
-    """Of all prompts of a request, of each of which there are ``samples`` completions in a row.
+    """The tokens of a request. Each prompt has ``samples`` completions in a row.
 
     What best_of has left out was generated, too, and counts, as OpenAI counts it.
     """
     prompts = completions[::samples]
-    read = sum(len(one.prompt_token_ids) for one in prompts)
-    cached = sum(one.cached_tokens for one in prompts)
+    read = sum(len(completion.prompt_token_ids) for completion in prompts)
+    cached = sum(completion.cached_tokens for completion in prompts)
     return partial_usage(read, generated_tokens(completions), cached)
 
 
@@ -77,10 +77,10 @@ def speculation(completion: Completion) -> Speculation:
 
 def speculation_with_trees(llm: LLM, completion: Completion) -> Speculation:
     """The trees only if they were asked for, and the engine emits them."""
-    own = speculation(completion)
+    found = speculation(completion)
     if completion.trees is not None:
-        own.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
-    return own
+        found.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
+    return found
 
 
 def add_asked(
@@ -103,7 +103,7 @@ def add_asked(
 def without_stop(
     llm: LLM, sampling: SamplingParams, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
 ) -> Sequence[TokenLogprob]:
-    """Those of the text: the token that ends it is no part of it."""
+    """The entries of the text: a stop token that ends it is no part of it."""
     ended = token_ids and token_ids[-1] in llm.engine.stop_ids(sampling)
     return entries[:-1] if ended else entries
 

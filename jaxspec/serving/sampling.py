@@ -53,8 +53,8 @@ def sampling_params(
     if request.stop:
         values["stop"] = request.stop
     if request.stop_token_ids:
-        own = () if request.ignore_eos else model_stops
-        values["stop_token_ids"] = tuple(dict.fromkeys((*request.stop_token_ids, *own)))
+        further = () if request.ignore_eos else model_stops
+        values["stop_token_ids"] = tuple(dict.fromkeys((*request.stop_token_ids, *further)))
     values |= {"logprobs": logprobs, "structured": structured, **other}
     try:
         return SamplingParams(**values)
@@ -75,17 +75,18 @@ def tokens_left(
 
     Raises ApiError if the prompt, or it and what is asked for, are too long.
     """
-    room, max_length = service.max_length - len(prompt), service.max_length
-    if room < 1 or (wanted or 0) > room:
+    max_length = service.max_length
+    fitting = max_length - len(prompt)
+    if fitting < 1 or (wanted or 0) > fitting:
         asked = "" if wanted is None else f" and {wanted} new ones"
         raise ApiError(
             400,
             f"the prompt's {len(prompt)} tokens{asked} do not fit {max_length}: shorten the prompt"
             + ("" if wanted is None else ", or ask for fewer tokens"),
-            param="prompt" if room < 1 else "max_tokens",
+            param="prompt" if fitting < 1 else "max_tokens",
             code="context_length_exceeded",
         )
-    most = room if service.max_new_tokens is None else min(room, service.max_new_tokens)
+    most = fitting if service.max_new_tokens is None else min(fitting, service.max_new_tokens)
     if wanted is not None and wanted > most:
         raise FieldError("max_tokens", f"at most {most} tokens may be asked for, got {wanted}")
     if wanted is not None:

@@ -129,5 +129,5 @@ async def take_rest(receive: Receive) -> None:
 
 
 def _as_http(error: ApiError) -> HTTPException:
-    """Of the kind that FastAPI passes on while it reads a body."""
+    """A body is too large or too slow, as an error that FastAPI passes on while it reads one."""
     return HTTPException(error.status, error.message, headers=error.headers)

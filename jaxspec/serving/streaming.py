@@ -31,8 +31,8 @@ async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientGone
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for started in (task, gone):
+            started.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 

@@ -94,7 +94,7 @@ class ToolParser:
 
     @property
     def calls(self) -> int:
-        """That have begun."""
+        """The number of calls that have begun."""
         return self._calls
 
     def push(self, piece: str, last: bool = False) -> list[Part]:

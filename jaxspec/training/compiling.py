@@ -27,5 +27,5 @@ def compile_together(programs: Sequence[Program]) -> None:
     """
     with ThreadPoolExecutor(len(programs)) as pool:
         compiled = pool.map(lambda program: program.lowered.compile(), programs)
-        for program, own in zip(programs, compiled, strict=True):
-            memory.check_program(own, program.name, program.advice)
+        for program, executable in zip(programs, compiled, strict=True):
+            memory.check_program(executable, program.name, program.advice)

@@ -34,7 +34,7 @@ class HeadAdapter:
       length: tokens of a row; longer completions are cut.
 
     Raises ValueError if the LLM does not draft with one head, or is split over devices, and for a
-    head that training does not know (see draft_loss.check_unrolled).
+    head that training does not know (see loss.check_unrolled).
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
@@ -69,9 +69,9 @@ class HeadAdapter:
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
         head = _as_served(self.state.head, self._drafter.head)
-        own, drafter = self.llm.params.drafter, self._drafter.replace(head=head)
+        current, drafter = self.llm.params.drafter, self._drafter.replace(head=head)
         self.llm.use_drafter(
-            own.replace(model=drafter) if isinstance(own, MixedDrafter) else drafter
+            current.replace(model=drafter) if isinstance(current, MixedDrafter) else drafter
         )
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
 
@@ -99,4 +99,4 @@ def _as_served(trained: DraftHead, served: DraftHead) -> DraftHead:
     """A copy of trained weights in the dtypes that they are served in: of most weights the model's,
     but attention sinks stay float32."""
     like = without_kv_scales(served)
-    return jax.tree.map(lambda x, own: jnp.array(x, own.dtype), trained, like)
+    return jax.tree.map(lambda x, served_leaf: jnp.array(x, served_leaf.dtype), trained, like)

@@ -25,6 +25,7 @@ class RunFolder:
     """
 
     def __init__(self, directory: Path, fingerprint: dict[str, Any], resume: bool):
+        directory.mkdir(parents=True, exist_ok=True)
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._log = directory / "log.jsonl"
         self._manager = ocp.CheckpointManager(

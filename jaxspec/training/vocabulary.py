@@ -124,10 +124,10 @@ def vocabulary_of(model: str | Path) -> Vocabulary:
     if not isinstance(end, str):
         raise ValueError(f"the tokenizer of {model} names no eos_token to end documents with")
     owner = Owner(str(model), tokenizer, load_model_config(directory).vocab_size)
-    own = Tokenizer.from_str(tokenizer_json(tokenizer))
-    own.no_truncation()
-    own.no_padding()
-    return Vocabulary(own, end, owner)
+    copy = Tokenizer.from_str(tokenizer_json(tokenizer))
+    copy.no_truncation()
+    copy.no_padding()
+    return Vocabulary(copy, end, owner)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

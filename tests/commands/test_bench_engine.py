@@ -17,7 +17,10 @@ def test_every_mode_is_timed_beside_its_floor(sampling, capsys):
     printed = capsys.readouterr()
     results = joined(printed.out, "timings")
     assert results["own_kernels"] == "none"
-    assert len(results["config"]["layers"]) == 2 and "tiny, 2 layers, float32" in printed.err
+    assert printed.out.count('"config"') == 1, "with the first timing alone"
+    [layer] = results["config"]["layers"]
+    assert layer["indices"] == [0, 1] and layer["mixer"]["num_heads"] == 8
+    assert "tiny, 2 layers, float32" in printed.err
     assert f"sampling: {sampling}; kernels: none" in printed.err
     timings = results["timings"]
     assert [row["mode"] for row in timings] == ["plain", "tree:3:1:2@2"]

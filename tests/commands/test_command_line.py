@@ -14,41 +14,22 @@ from rich.console import Console
 
 import jaxspec
 import jaxspec.__main__ as command_line
-from jaxspec.commands.generate import run as generation
+from jaxspec.commands.generate import generation
 from jaxspec.commands.shared import shell
 from jaxspec.commands.shared.program_cache import default_folder
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = {
-    "generate": "generate",
-    "train_drafter": "train-head",
-    "train_lm": "train-lm",
-    "quantize": "quantize",
-    "adapt_drafter": "adapt",
-    "eval_drafter": "eval",
-    "check_deterministic": "check-deterministic",
-    "check_exactness": "check-exactness",
-    "kv_scales": "kv-scales",
-    "measure_perplexity": "perplexity",
-    "bench_drafters": "bench drafters",
-    "bench_engine": "bench engine",
-    "bench_http": "bench http",
-    "bench_exchange": "bench exchange",
-    "bench_kernels": "bench kernels",
-    "bench_pipeline": "bench pipeline",
-    "bench_adaptive": "bench adaptive",
-    "bench_serving": "bench serving",
-    "serve": "serve",
-    "bench_collectives": "bench collectives",
-    "bench_swap": "bench swap",
-    "profile_round": "profile",
-    "compile_ahead": "compile-ahead",
-    "compare_runs": "compare-runs",
-}
+
+
+def script_of(command: str) -> str:
+    return command.replace(" ", "_").replace("-", "_")
+
+
+SCRIPTS = {script_of(command): command for command in command_line.COMMANDS}
 
 
 def module_of(command: str) -> ModuleType:
-    name = command.replace(" ", "_").replace("-", "_")
+    name = command.replace(" ", ".").replace("-", "_")
     return importlib.import_module(f"jaxspec.commands.{name}")
 
 
@@ -78,6 +59,14 @@ def test_an_unknown_command_is_refused(words: list[str], capsys: pytest.CaptureF
     assert f"no command '{' '.join(words)}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("former", "name"), command_line.FORMER_NAMES.items())
+def test_a_former_name_says_the_new_one(former: str, name: str, capsys: pytest.CaptureFixture[str]):
+    assert name in command_line.COMMANDS
+    assert ended([former, "--steps", "3"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == f"jaxspec: error: the command '{former}' is now '{name}': run `jaxspec {name}`"
+
+
 def test_no_command_shows_the_list(capsys: pytest.CaptureFixture[str]):
     assert command_line.main([]) == 2
     assert "bench engine" in capsys.readouterr().err
@@ -96,7 +85,7 @@ def test_a_script_is_its_command(script: str, monkeypatch, capsys: pytest.Captur
 
 
 def test_every_command_has_a_script():
-    assert set(SCRIPTS.values()) == set(command_line.COMMANDS)
+    assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("command", command_line.COMMANDS)
@@ -115,7 +104,7 @@ def test_every_option_says_what_it_does_and_its_default(command: str):
 
 def test_generate_loads_nothing_of_training():
     code = (
-        "import sys, jaxspec.commands.generate.run\n"
+        "import sys, jaxspec.commands.generate.generation\n"
         "names = ('jaxspec.training', 'optax', 'matplotlib', 'flax', 'transformers', 'jinja2')\n"
         "assert not set(names) & set(sys.modules), sys.modules.keys()"
     )
@@ -128,8 +117,8 @@ def test_generate_loads_nothing_of_training():
 @pytest.mark.parametrize(
     ("command", "module", "package", "extra"),
     [
-        ("train-head", "train_head", "optax", "train"),
-        ("serve", "serving", "fastapi", "serve"),
+        ("train-drafter", "train_drafter", "optax", "train"),
+        ("serve", "serve", "fastapi", "serve"),
     ],
 )
 def test_a_missing_extra_is_one_line(
@@ -163,7 +152,7 @@ def test_ctrl_c_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]
     [
         (["/bin/jaxspec", "generate", "--prompt", "a b"], "jaxspec generate --prompt 'a b'"),
         (["scripts/train_lm.py", "--steps", "3"], "python3 scripts/train_lm.py --steps 3"),
-        (["/lib/jaxspec/__main__.py", "eval"], "python3 -m jaxspec eval"),
+        (["/lib/jaxspec/__main__.py", "eval-drafter"], "python3 -m jaxspec eval-drafter"),
     ],
 )
 def test_records_hold_the_command_as_it_was_typed(words, typed, monkeypatch):

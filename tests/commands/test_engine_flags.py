@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from jaxspec.commands import check_exactness, generate, serve
-from jaxspec.commands.serve import run as serving
+from jaxspec.commands.serve import server as serving
 from jaxspec.commands.shared import engine_options
 from jaxspec.commands.shared.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.config.engine import EngineConfig, Preemption

@@ -12,8 +12,7 @@ import pytest
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import generate
-from jaxspec.commands.generate import chat
-from jaxspec.commands.generate import run as generation
+from jaxspec.commands.generate import chat, generation
 from jaxspec.commands.shared import program_cache
 from jaxspec.commands.shared.engine_config import speculation_config
 from jaxspec.llm.tokenizer import TextTokenizer

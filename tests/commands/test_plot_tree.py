@@ -1,44 +1,37 @@
-"""scripts/plot_tree.py draws a round that the engine would run."""
+"""jaxspec plot-tree draws a round that the engine would run."""
 
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import jaxspec
-from jaxspec import SpeculationConfig
-from jaxspec.decoding.acceptance import Accepted
-from jaxspec.decoding.trees.tree import make_tree
-from scripts import plot_tree
-from tests.helpers.random_models import make_params
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.commands import plot_tree
+from tests.helpers.checkpoints import tiny_byte_llama
 
-PROMPT = [3, 5, 7, 11, 13]
 PNG = b"\x89PNG"
 
 
 @pytest.mark.slow
-def test_the_round_that_is_drawn_is_the_next_one():
-    params = make_params("eagle3", SpeculationConfig.parse("tree:8:3:2"))
-    depths = set()
+def test_the_round_that_is_drawn_follows_the_skipped_ones(tmp_path: Path):
+    engine = EngineConfig(max_rows=1, trees=True)
+    model, chain = tiny_byte_llama(tmp_path / "model"), SpeculationConfig.chain(2)
+    llm = LLM(model, "ngram", speculation=chain, engine=engine)
+    sampling = SamplingParams(temperature=0.5, seed=1, max_tokens=16, trees=True)
+    [completion] = llm.generate(["abcabcabc"], sampling)
+    trees = completion.trees
+    assert trees is not None
     for skip in (0, 2):
-        state = plot_tree.start(params, PROMPT, skip, temperature=0.5, seed=1)
-        tree, accepted = plot_tree.run_round(params, state)
-        _, emitted = jaxspec.decode(params, state, 1)
-        depth = int(accepted.depth[0])
-        committed = np.asarray(accepted.tokens)[0, : depth + 1]
-        expected = np.asarray(emitted.tokens)[0, 0, : int(emitted.counts[0, 0])]
-        assert committed.tolist() == expected.tolist()
-        path = np.asarray(accepted.path)[0, 1 : depth + 1]
-        assert np.asarray(tree.tokens)[0, path].tolist() == expected[:-1].tolist()
-        depths.add(depth)
-    assert max(depths) > 0, "nothing was accepted: the test shows little"
+        drawn = plot_tree.decode_round(llm, "abcabcabc", skip, temperature=0.5, seed=1)
+        assert [node["token"] for node in drawn["nodes"]] == list(trees[skip].tokens)
+        assert drawn["path"] == list(trees[skip].path)
+        before = 1 + sum(tree.committed for tree in trees[:skip])
+        assert drawn["before"] == "abcabcabc" + llm.detokenize(completion.token_ids[:before])
 
 
 def test_more_rounds_than_the_model_has_positions_are_refused():
-    params = make_params("ngram", SpeculationConfig.chain(2))
+    assert plot_tree.most_tokens(rounds=9, max_depth=5, max_position=1024) == 55
     with pytest.raises(ValueError, match="smaller --skip"):
-        plot_tree.start(params, PROMPT, 1024, temperature=0.0, seed=0)
+        plot_tree.most_tokens(rounds=1000, max_depth=5, max_position=1024)
 
 
 def test_leaves_stand_below_one_another_and_parents_in_between():
@@ -55,12 +48,10 @@ def test_labels_show_spaces(text: str, shown: str):
 
 
 def test_a_path_that_ends_inside_the_tree_is_drawn(tmp_path: Path):
-    tree = make_tree(jnp.array([[1, 2, 3, 4]]), jnp.array([[-1, 0, 1, 1]]), jnp.array([4]), 2)
-    accepted = Accepted(
-        path=jnp.array([[0, 1, 0]]), depth=jnp.array([1]), tokens=jnp.array([[2, 5, 0]])
-    )
+    parents = (-1, 0, 1, 1)
+    nodes = [{"token": n, "text": "token", "parent": parent} for n, parent in enumerate(parents)]
     out = tmp_path / "tree.png"
-    plot_tree.draw(tree, accepted, dict.fromkeys(range(6), "token"), out)
+    plot_tree.draw({"nodes": nodes, "path": [0, 1], "bonus": {"token": 5, "text": ""}}, out)
     assert out.read_bytes().startswith(PNG)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.commands import profile
+from jaxspec.commands import profile_round
 
 TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "float32"]
 
@@ -18,7 +18,7 @@ def test_a_round_is_split_into_its_phases(devices, tmp_path: Path, capsys):
     plot = tmp_path / "round.png"
     arguments = [*TINY, "--layers", "2", "--mode", "tree:3:1:2@1.5", "--rounds", "3"]
     arguments += ["--plot", str(plot), "--json"]
-    assert profile.main([*arguments, *devices]) == 0
+    assert profile_round.main([*arguments, *devices]) == 0
     printed = capsys.readouterr()
     results = json.loads(printed.out)
     assert results["profiled_rounds"] == 4
@@ -54,6 +54,6 @@ def test_a_round_is_split_into_its_phases(devices, tmp_path: Path, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert profile.main([*TINY, *arguments]) == 2
+    assert profile_round.main([*TINY, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("jaxspec profile: ") and message in line
+    assert line.startswith("jaxspec profile-round: ") and message in line

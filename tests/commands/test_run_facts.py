@@ -1,12 +1,14 @@
 """Which sources a run was of, for its records."""
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from jaxspec.commands.shared import run_facts
-from jaxspec.commands.shared.run_facts import source_commit
+from jaxspec.commands.shared.run_facts import config_facts, source_commit
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +66,14 @@ def test_records_have_it_if_it_is_known(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(run_facts, "source_commit", lambda commit=commit: commit)
         assert run_facts.run_facts().get("commit") == commit
         assert ("commit" in run_facts.run_facts()) == (commit is not None)
+
+
+def test_equal_layers_of_a_config_stand_there_once():
+    facts = config_facts(SHAPES["llama-3.1-8b"])
+    [layer] = facts["layers"]
+    assert layer["indices"] == list(range(32)) and layer["mixer"]["num_kv_heads"] == 8
+    assert facts["hidden_size"] == 4096
+    assert len(json.dumps(facts)) < 1000
+    mixed = config_facts(SHAPES["qwen3.5-9b"])["layers"]
+    assert sorted(index for layer in mixed for index in layer["indices"]) == list(range(32))
+    assert len(mixed) == 2

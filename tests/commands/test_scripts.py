@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import BUILT_IN_MODEL
 from jaxspec.commands import generate
-from jaxspec.commands.generate import run as generation
+from jaxspec.commands.generate import generation
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parents[2]

@@ -92,7 +92,7 @@ def test_each_task_of_an_array_does_its_shard(tmp_path: Path):
 
 def test_training_goes_on_from_its_last_checkpoint(tmp_path: Path):
     started = run(tmp_path, TRAIN, "work", "--data", "d e", env=environment())
-    assert started.stdout == "train-head --work work --data d e\n"
+    assert started.stdout == "train-drafter --work work --data d e\n"
     (tmp_path / "work/checkpoints/12").mkdir(parents=True)
     env = environment(TRAIN="train-lm")
     again = run(tmp_path, TRAIN, "work", "--steps", "20", env=env)

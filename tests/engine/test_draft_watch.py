@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL
-from jaxspec.commands import eval as eval_command
+from jaxspec.commands import eval_drafter
 from jaxspec.commands.shared.shell import command_parser, run_command
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -161,7 +161,9 @@ def test_eval_says_it_once(tmp_path: Path, sources: Path, capsys: pytest.Capture
     options = ["--modes", "chain:2,chain:3", "--rules", "coupled", "--temperatures", "0"]
     options += ["--prompts", "4", "--prompt-tokens", "16", "--max-tokens", "64"]
     options += ["--drafter", str(tmp_path / "head"), "--data", str(sources)]
-    assert eval_command.main(options) == 0
+    assert eval_drafter.main(options) == 0
     output = capsys.readouterr().err
     assert output.count("is of no use here") == 1
-    assert "jaxspec eval: warning: " in output and "embed_tokens.weight differs from" in output
+    assert (
+        "jaxspec eval-drafter: warning: " in output and "embed_tokens.weight differs from" in output
+    )

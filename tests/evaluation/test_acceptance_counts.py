@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, Completion
-from jaxspec.commands import eval as eval_command
+from jaxspec.commands import eval_drafter
 from jaxspec.engine.generation import Timings
 from jaxspec.evaluation.acceptance import summarize
 
@@ -58,7 +58,7 @@ def test_texts_without_a_round_count_for_nothing():
 
 @pytest.mark.slow
 def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixture[str]):
-    code = eval_command.main(
+    code = eval_drafter.main(
         ["--data", str(sources), "--modes", "chain:3", "--prompts", "2", "--json",
          "--prompt-tokens", "16", "--max-tokens", "24", "--rules", "coupled", "rejection"]
     )  # fmt: skip
@@ -91,6 +91,6 @@ def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixt
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
     data = [] if "--data" in arguments else ["--data", str(sources)]
     small = [] if "--prompts" in arguments else ["--prompts", "2"]
-    assert eval_command.main([*data, *small, "--prompt-tokens", "16", *arguments]) == 2
+    assert eval_drafter.main([*data, *small, "--prompt-tokens", "16", *arguments]) == 2
     line = [line for line in capsys.readouterr().err.splitlines() if line.strip()][-1]
-    assert line.startswith("jaxspec eval: ") and message in line
+    assert line.startswith("jaxspec eval-drafter: ") and message in line

@@ -174,7 +174,7 @@ def test_tensors_are_written_as_they_were_read(checkpoint, tmp_path: Path):
 
 @pytest.mark.slow
 def test_texts_are_scored_layer_by_layer(checkpoint, tmp_path: Path):
-    """By jaxspec perplexity, with fused experts and an MTP layer in the checkpoint."""
+    """By jaxspec measure-perplexity, with fused experts and an MTP layer in the checkpoint."""
     plain, tokens, logits = checkpoint("qwen3_5_moe_text")
     for path in (plain / "config.json", plain / "model.safetensors"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

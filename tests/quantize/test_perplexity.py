@@ -1,11 +1,11 @@
-"""`jaxspec perplexity`: models on the same held-out rows."""
+"""`jaxspec measure-perplexity`: models on the same held-out rows."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from jaxspec.commands import perplexity, quantize
+from jaxspec.commands import measure_perplexity, quantize
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
 
 
@@ -36,7 +36,7 @@ def test_models_are_compared_with_the_first(
     words.append("--no-compilation-cache")
     assert quantize.main(words) == 0
     capsys.readouterr()
-    assert perplexity.main([*options(data, model, rounded, model), "--json"]) == 0
+    assert measure_perplexity.main([*options(data, model, rounded, model), "--json"]) == 0
     output = capsys.readouterr()
     first, other, again = json.loads(output.out)["results"]
     assert first["worse"] == 0 and again["perplexity"] == first["perplexity"]
@@ -53,7 +53,7 @@ def test_models_are_compared_with_the_first(
 def test_bad_values_are_named(
     model: Path, data: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert perplexity.main([*options(data, model), word, "0"]) == 2
+    assert measure_perplexity.main([*options(data, model), word, "0"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -61,5 +61,5 @@ def test_models_must_share_a_vocabulary(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     other = tiny_llama(tmp_path, vocab_size=96)
-    assert perplexity.main(options(data, model, other)) == 2
+    assert measure_perplexity.main(options(data, model, other)) == 2
     assert "the models have vocabularies of" in capsys.readouterr().err

@@ -207,7 +207,7 @@ def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("jaxspec.commands.serve.run")]:
+    for name in [name for name in sys.modules if name.startswith("jaxspec.commands.serve.server")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith("jaxspec.serving")]:
         monkeypatch.delitem(sys.modules, name)

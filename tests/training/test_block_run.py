@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.block import load_block_head, save_block_head
-from jaxspec.commands import train_head
+from jaxspec.commands import train_drafter
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import BlockHead, block_layers, default_block_capture
 from jaxspec.models.json.values import read_json
@@ -22,7 +22,7 @@ from jaxspec.training.heads.block_init import default_mask, init_block_head, new
 from jaxspec.training.heads.block_loss import BlockLoss
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.heads.loss import DraftBatch
-from jaxspec.training.heads.run import DraftTraining
+from jaxspec.training.heads.run import DraftData, DraftTraining
 from jaxspec.training.heads.states import StoredStates, capture_states
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
@@ -73,8 +73,8 @@ def config_of(method: Any, **changes: Any) -> DraftTrainConfig:
 
 def start(method: str, directory: Path, *, states: StoredStates | None = None, **options: Any):
     return DraftTraining(
-        make_head(method), TARGET, config_of(method), TRAIN, HELD_OUT, SCHEDULE, directory,
-        states=states, **options,
+        make_head(method), TARGET, config_of(method), DraftData(TRAIN, HELD_OUT, states), SCHEDULE,
+        directory, **options,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         *("--data", str(sources), "--out", str(tmp_path / "o"), "--steps", "1"),
         *("--work", str(tmp_path / "w"), "--ff", "64", "--length", "64", "--batch", "4"),
     ]
-    assert train_head.main([*fixed, *arguments]) == 2
+    assert train_drafter.main([*fixed, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
 
@@ -218,14 +218,14 @@ def test_the_script_trains_exports_and_goes_on(
         *("--block-size", "5", "--layers", "1", "--ff", "32", "--store-states"),
     ]
     out = tmp_path / "head"
-    assert train_head.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
+    assert train_drafter.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
     card = (out / "README.md").read_text()
     assert f"parameter {method.upper()} draft head" in card and "at up to 6 places of a row" in card
     assert ("| confidence |" in card) == (method == "dspark")
     assert (out / "training.png").stat().st_size > 10_000
     assert read_json(out / "config.json")["block_size"] == 5
     again = tmp_path / "again"
-    assert train_head.main([*arguments, "--resume", "--out", str(again)]) == 0
+    assert train_drafter.main([*arguments, "--resume", "--out", str(again)]) == 0
     weights = "model.safetensors"
     assert (again / weights).read_bytes() == (out / weights).read_bytes()
     llm = LLM(model, out, speculation=SpeculationConfig.chain(3), max_length=64)
@@ -248,7 +248,7 @@ def test_a_head_of_the_built_in_model_drafts_better_than_at_the_start(
     lengths = []
     for steps in ("1", "60"):
         out = tmp_path / steps
-        assert train_head.main([*arguments, "--steps", steps, "--out", str(out)]) == 0
+        assert train_drafter.main([*arguments, "--steps", steps, "--out", str(out)]) == 0
         llm = LLM(drafter=out, speculation=SpeculationConfig.chain(3), max_length=128)
         [completion] = llm.generate([prompt], SamplingParams(max_tokens=40))
         lengths.append(completion.acceptance_length)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import load_eagle_head, save_eagle_head
 from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
-from jaxspec.commands import train_head
+from jaxspec.commands import train_drafter
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.decoding.trees.tree import DraftTree
@@ -31,7 +31,7 @@ from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.heads.loss import DraftBatch, LossConfig
 from jaxspec.training.heads.report import plot_training
-from jaxspec.training.heads.run import DraftRecord, DraftTraining
+from jaxspec.training.heads.run import DraftData, DraftRecord, DraftTraining
 from jaxspec.training.heads.states import StoredStates, capture_states
 from jaxspec.training.heads.step import DraftTrainConfig, init_head, init_mtp_layer, train_step
 from jaxspec.training.precision import cast_weights
@@ -79,8 +79,8 @@ def make_head(method: str = "eagle3"):
 def start(directory: Path, *, resume: bool = False, states: StoredStates | None = None, **changes):
     config = dataclasses.replace(TRAIN_CONFIG, **changes)
     return DraftTraining(
-        make_head(), TARGET, config, TRAIN, HELD_OUT, SCHEDULE, directory,
-        states=states, resume=resume,
+        make_head(), TARGET, config, DraftData(TRAIN, HELD_OUT, states), SCHEDULE, directory,
+        resume=resume,
     )  # fmt: skip
 
 
@@ -158,8 +158,8 @@ def test_few_held_out_rows_are_evaluated_on_every_device(tmp_path):
     held_out = random_examples(3, 2)
     runs = [
         DraftTraining(
-            make_head(), TARGET, TRAIN_CONFIG, TRAIN, held_out, SCHEDULE, tmp_path / str(devices),
-            data_parallel=devices,
+            make_head(), TARGET, TRAIN_CONFIG, DraftData(TRAIN, held_out), SCHEDULE,
+            tmp_path / str(devices), data_parallel=devices,
         )
         for devices in (1, 4)
     ]  # fmt: skip
@@ -190,7 +190,13 @@ def test_reordered_rows_and_scaled_weights_are_other_data(uninterrupted, tmp_pat
     for target, rows in ((TARGET, swapped), (louder, TRAIN)):
         with pytest.raises(ValueError, match="another model, data"):
             DraftTraining(
-                make_head(), target, TRAIN_CONFIG, rows, HELD_OUT, SCHEDULE, tmp_path, resume=True
+                make_head(),
+                target,
+                TRAIN_CONFIG,
+                DraftData(rows, HELD_OUT),
+                SCHEDULE,
+                tmp_path,
+                resume=True,
             )
 
 
@@ -260,7 +266,13 @@ def test_stored_states_that_would_take_too_long_are_an_error(tmp_path):
 @pytest.mark.slow
 def test_devices_share_a_batch(uninterrupted, tmp_path):
     run = DraftTraining(
-        make_head(), TARGET, TRAIN_CONFIG, TRAIN, HELD_OUT, SCHEDULE, tmp_path, data_parallel=4
+        make_head(),
+        TARGET,
+        TRAIN_CONFIG,
+        DraftData(TRAIN, HELD_OUT),
+        SCHEDULE,
+        tmp_path,
+        data_parallel=4,
     )
     list(run.run())
     np.testing.assert_allclose(total_losses(run), total_losses(uninterrupted), rtol=1e-3)
@@ -366,7 +378,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, tmp_
     fixed += ["--ff", "64"]
     sizes = [] if "--batch" in arguments else ["--batch", "8"]
     sizes += [] if "--length" in arguments else ["--length", "64"]
-    assert train_head.main([*fixed, *sizes, *arguments]) == 2
+    assert train_drafter.main([*fixed, *sizes, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
 
@@ -381,12 +393,12 @@ def test_the_script_trains_exports_and_goes_on(sources, tmp_path, capsys):
         *("--draft-vocab", "60", "--store-states", "--license-note", "Free."),
     ]
     out = tmp_path / "head"
-    assert train_head.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
+    assert train_drafter.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
     assert len((out / "log.jsonl").read_text().splitlines()) >= 2
     card = (out / "README.md").read_text()
     assert "60 tokens" in card and "Free." in card and "4 steps of 8 rows" in card
     again = tmp_path / "again"
-    assert train_head.main([*arguments, "--resume", "--out", str(again)]) == 0
+    assert train_drafter.main([*arguments, "--resume", "--out", str(again)]) == 0
     weights = "model.safetensors"
     assert (again / weights).read_bytes() == (out / weights).read_bytes()
     llm = LLM(model, out, speculation=SpeculationConfig.chain(3), max_length=64)

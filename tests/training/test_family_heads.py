@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
 from jaxspec.checkpoints.safetensors_io import load_decoder
-from jaxspec.commands import train_head
+from jaxspec.commands import train_drafter
 from jaxspec.config.mtp import AFTER, BEFORE_AFTER, MtpConfig
 from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.models.from_config.model import load_model_config, parse_model_config, with_mtp_layer
@@ -64,7 +64,7 @@ def train(model: Path, method: str, tmp_path: Path, capsys: Any) -> Path:
         *("--work", str(tmp_path / "work"), "--method", method, "--steps", "2"),
         *("--length", "32", "--batch", "8", "--unroll", "2"),
     ]
-    assert train_head.main(arguments) == 0, capsys.readouterr().err
+    assert train_drafter.main(arguments) == 0, capsys.readouterr().err
     return out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands import adapt
+from jaxspec.commands import adapt_drafter
 from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
@@ -75,7 +75,7 @@ def test_only_a_head_learns(model):
 
 @pytest.mark.slow
 def test_the_script_measures_before_and_after(model, head, sources, tmp_path, capsys):
-    code = adapt.main(
+    code = adapt_drafter.main(
         ["--model", str(model), "--drafter", str(head), "--data", str(sources), "--batch", "4",
          "--batches", "3", "--steps-per-batch", "40", "--lr", "1e-2", "--prompt-tokens", "8",
          "--max-tokens", "24", "--held-out", "8", "--mode", "chain:3", "--json",
@@ -102,6 +102,6 @@ def test_the_script_measures_before_and_after(model, head, sources, tmp_path, ca
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
     data = [] if "--data" in arguments else ["--data", str(sources)]
-    assert adapt.main([*data, *arguments]) == 2
+    assert adapt_drafter.main([*data, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("jaxspec adapt: ") and message in line
+    assert line.startswith("jaxspec adapt-drafter: ") and message in line

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands import train_head
+from jaxspec.commands import train_drafter
 from jaxspec.config.engine import EngineConfig
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.regenerate import regenerate
@@ -91,19 +91,19 @@ def test_a_time_budget_bounds_the_answers_and_a_resumed_run_keeps_to_them(
     model = tiny_byte_llama(tmp_path / "model")
 
     def prepare(*more: str) -> tuple[Examples, Examples]:
-        args = train_head.make_parser().parse_args(
+        args = train_drafter.make_parser().parse_args(
             ["--model", str(model), "--data", str(sources), "--out", "-",
              "--work", str(tmp_path / "work"), "--length", "32", "--prompt-tokens", "8",
              "--regenerate", "--regenerate-rows", "9", "--regenerate-batch", "4", *more]
         )  # fmt: skip
-        train, held_out, report = train_head.prepare_rows(
+        train, held_out, report = train_drafter.prepare_rows(
             args, Console(soft_wrap=True), time.monotonic()
         )
         assert (report.train_rows, report.held_out_rows) == (len(train), len(held_out))
         return train, held_out
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_head, "ANSWERS_UNTIL", {"held-out": 0.0, "train": 0.0})
+        patch.setattr(train_drafter, "ANSWERS_UNTIL", {"held-out": 0.0, "train": 0.0})
         begun = prepare("--minutes", "600")
     assert [len(part) for part in begun] == [4, 4]
     assert "answers, train: 4 of 9 rows written in 0% of --minutes" in capsys.readouterr().out

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from jaxspec.engine import memory
 from jaxspec.training import data, held_out, progress, schedule
+from jaxspec.training import run as training_run
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
 from jaxspec.training.lm import model as lm
-from jaxspec.training.lm import run as pretrain
 from jaxspec.training.lm.model import TrainConfig
-from jaxspec.training.lm.run import Pretraining, Record
+from jaxspec.training.lm.run import LMRecord, Pretraining
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.schedule import EVALUATION_SHARE, SLACK, UNKNOWN_STEPS, Pace, Schedule
 from tests.training.tiny_lm import tiny_lm
@@ -33,7 +33,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
         module = types.SimpleNamespace(monotonic=lambda: self.now)
-        for user in (schedule, held_out, pretrain, progress):
+        for user in (schedule, held_out, training_run, progress):
             monkeypatch.setattr(user, "time", module)
 
 
@@ -178,13 +178,13 @@ def test_an_evaluation_takes_a_share_of_the_time_and_later_ones_take_the_same_ba
     assert seconds_of(HeldOut(batches, Schedule(deadline=1.0)), 5.0) == everything[:1]
 
 
-def record(step: int, held_out_loss: float | None = None) -> Record:
-    return Record(step, 9, 0, 0.0, None, None, None, None, held_out_loss=held_out_loss)
+def record(step: int, held_out_loss: float | None = None) -> LMRecord:
+    return LMRecord(step, 9, 0, 0.0, None, None, None, None, held_out_loss=held_out_loss)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_is_being_done_is_shown_from_the_start(clock: Clock, terminal: bool):
-    def run(note: Any) -> Iterator[Record]:
+    def run(note: Any) -> Iterator[LMRecord]:
         note("compiling the training step")
         clock.now += 30
         yield record(0, 5.0)

@@ -171,7 +171,7 @@ class Bench:
         self.trees[ADAPTIVE] = None
 
     def round_ms(self) -> dict[str, dict[str, float]]:
-        """As warm-up measured them: by tree and number of clients."""
+        """Costs of rounds that the warm-up measured, by tree and number of clients."""
         shapes = self.clients.engine.shapes
         return {
             tree.name: {
@@ -189,13 +189,13 @@ class Bench:
         for count in self.choices.clients:
             for index, level in enumerate(self.choices.levels):
                 rates, rounds, phase = {}, {}, Phase(count, index)
-                work, settle = (
+                work, warm_up_tokens = (
                     self._tokens(count, seconds)
                     for seconds in (self.args.seconds, self.args.settle)
                 )
                 for name in self.trees:
                     self._use(name)
-                    outcome = self.clients.run(phase, work, settle=settle)
+                    outcome = self.clients.run(phase, work, warm_up_tokens=warm_up_tokens)
                     rates[name], rounds = outcome.rate, rounds_by_name(outcome.rounds)
                 best = best_fixed(rates)
                 row = {

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +80,8 @@ def count_here(args: argparse.Namespace) -> None:
     jax.devices()  # makes the CPU the backend before the plugin is loaded
     for grid in parse_grids(args.grids, args.sp):
         for tokens, program, job in programs(args, grid):
-            one, two = (count(program, job, layers) for layers in (1, 2))
-            layer = difference(two, one)
+            one_layer, two = (count(program, job, layers) for layers in (1, 2))
+            layer = difference(two, one_layer)
             line = {"tp": shown_size(grid), "tokens": tokens, "layer": layer}
             print(json.dumps(line), flush=True)
 
@@ -106,7 +107,7 @@ def programs(
 
 
 def count(program: Callable[[Job, Sequence[Any]], Program], job: Job, layers: int) -> Counts:
-    """Of a model with so many layers."""
+    """What devices send in a model with so many layers."""
     config = dataclasses.replace(job.config, layers=job.config.layers[:1] * layers)
     made = program(dataclasses.replace(job, config=config), make_devices(job.num_devices))
     return totals(parse_collectives(compile_ahead(made.function, made.arguments).as_text()))
@@ -126,13 +127,13 @@ def make_table(counts: Sequence[dict[str, Any]], shape: str, sequence_parallel: 
     table = left_table(f"{shape}, bfloat16{shared}: a layer of one device")
     for name in ("tokens", "--tp", *KINDS, "collectives", "KiB sent", "KiB a token"):
         table.add_column(name, justify="right")
-    for one in sorted(counts, key=lambda one: one["tokens"]):
-        layer = {kind: one["layer"].get(kind, (0, 0.0)) for kind in KINDS}
+    for found in sorted(counts, key=operator.itemgetter("tokens")):
+        layer = {kind: found["layer"].get(kind, (0, 0.0)) for kind in KINDS}
         parts = [f"{number}: {sent / 2**10:.1f}" for number, sent in layer.values()]
         number = sum(number for number, _ in layer.values())
         sent = sum(sent for _, sent in layer.values()) / 2**10
-        each = f"{sent / one['tokens']:.2f}"
-        table.add_row(str(one["tokens"]), one["tp"], *parts, str(number), f"{sent:.1f}", each)
+        each = f"{sent / found['tokens']:.2f}"
+        table.add_row(str(found["tokens"]), found["tp"], *parts, str(number), f"{sent:.1f}", each)
     return table
 
 

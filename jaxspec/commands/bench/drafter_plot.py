@@ -70,11 +70,11 @@ def styles_of(rows: Sequence[Row]) -> Styles:
 
 def draw_speedups(axes: Axes, runs: Sequence[Sequence[Row]], styles: Styles) -> None:
     """Lines over the batch sizes, which stand at even distances."""
-    sizes = list(dict.fromkeys(row["batch"] for own in runs for row in own))
-    for index, own in enumerate(runs):
+    sizes = list(dict.fromkeys(row["batch"] for run in runs for row in run))
+    for index, run in enumerate(runs):
         shift = SPREAD * ((index + 0.5) / len(runs) - 0.5)
-        places = [sizes.index(row["batch"]) + shift for row in own]
-        axes.plot(places, [row["speedup"] for row in own], **styles[run_of(own[0])])
+        places = [sizes.index(row["batch"]) + shift for row in run]
+        axes.plot(places, [row["speedup"] for row in run], **styles[run_of(run[0])])
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     axes.set_ylabel("speed-up over plain decoding")
@@ -84,8 +84,8 @@ def draw_speedups(axes: Axes, runs: Sequence[Sequence[Row]], styles: Styles) -> 
 def draw_depths(axes: Axes, runs: Sequence[Sequence[Row]], styles: Styles) -> None:
     """Shares of rounds, with intervals, in the most texts that there are of a run."""
     deepest = 1
-    for index, own in enumerate(runs):
-        row = most_texts(own)
+    for index, run in enumerate(runs):
+        row = most_texts(run)
         found = row["acceptance"]
         shares, shift = found["by_depth"], SPREAD * ((index + 0.5) / len(runs) - 0.5)
         pairs = list(zip(shares, found["by_depth_intervals"], strict=True))

@@ -25,22 +25,22 @@ def run_names(rows: Sequence[Row]) -> dict[Run, str]:
     """What each run is called: of a drafter's path the last part, or as many of the last parts as
     no other drafter's path ends with."""
     names = {}
-    own = {run: split_mixed(run[0]) for run in dict.fromkeys(map(run_of, rows))}
-    tails = distinct_tails([path for _, path in own.values()])
-    for run, (mixed, path) in own.items():
+    drafters = {run: split_mixed(run[0]) for run in dict.fromkeys(map(run_of, rows))}
+    tails = distinct_tails([path for _, path in drafters.values()])
+    for run, (mixed, path) in drafters.items():
         names[run] = "plain" if run[1] == "plain" else f"{mixed}{tails[path]} {run[1]}"
     return names
 
 
 def distinct_tails(paths: Iterable[str]) -> dict[str, str]:
-    """Of each path the shortest end, at least its last part, that is no other one's end."""
+    """The shortest end of each path, its last part at least, in which no other path ends."""
     parts = {path: Path(path).parts for path in paths}
     tails = {}
-    for path, own in parts.items():
-        others = [other for other in parts.values() if other != own]
-        lengths = range(1, len(own))
-        alone = (n for n in lengths if all(other[-n:] != own[-n:] for other in others))
-        tails[path] = str(Path(*own[-next(alone, len(own)) :]))
+    for path, words in parts.items():
+        others = [other for other in parts.values() if other != words]
+        lengths = range(1, len(words))
+        alone = (n for n in lengths if all(other[-n:] != words[-n:] for other in others))
+        tails[path] = str(Path(*words[-next(alone, len(words)) :]))
     return tails
 
 
@@ -92,13 +92,13 @@ def speed_table(title: str, rows: Sequence[Row], names: Names) -> Table:
     for size in dict.fromkeys(row["batch"] for row in rows):
         table.add_column(f"batch {size}", justify="right", no_wrap=True)
     table.add_column("identical", justify="right", no_wrap=True)
-    for own in by_run(rows):
+    for run in by_run(rows):
         cells = (
             f"{row['tokens_per_second']:,.0f} {row['round_ms']:7.2f} {row['speedup']:5.2f}x"
-            for row in own
+            for row in run
         )
-        identical, texts = (sum(row[name] for row in own) for name in ("identical", "texts"))
-        table.add_row(names[run_of(own[0])], *cells, f"{identical} of {texts}")
+        identical, texts = (sum(row[name] for row in run) for name in ("identical", "texts"))
+        table.add_row(names[run_of(run[0])], *cells, f"{identical} of {texts}")
     return table
 
 
@@ -109,8 +109,8 @@ def acceptance_table(title: str, rows: Sequence[Row], names: Names) -> Table:
     table.add_column("drafter", no_wrap=True)
     table.add_column("tokens a round", justify="right", no_wrap=True)
     table.add_column("% of rounds that accept 1, 2, ... drafted tokens")
-    for own in by_run(rows):
-        row = most_texts(own)
+    for run in by_run(rows):
+        row = most_texts(run)
         if row["mode"] == "plain":
             continue
         found = row["acceptance"]
@@ -132,8 +132,8 @@ def memory_table(results: Mapping[str, Any], names: Names) -> Table:
     table.add_column("model", no_wrap=True)
     table.add_column("weights, MB", justify="right")
     table.add_column("cache, bytes a token", justify="right")
-    own = results["target_weight_bytes"], results["target_token_bytes"]
-    table.add_row("target", *_memory(*own))
+    sizes = results["target_weight_bytes"], results["target_token_bytes"]
+    table.add_row("target", *_memory(*sizes))
     for row in (rows[0] for rows in by_run(results["rows"])):
         if row["mode"] != "plain":
             table.add_row(names[run_of(row)], *_memory(row["weight_bytes"], row["token_bytes"]))

@@ -22,7 +22,6 @@ from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.load_drafter import choose_drafter
 from jaxspec.commands.bench.drafter_plot import plot_drafters
 from jaxspec.commands.bench.drafter_tables import full_width, make_tables
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, make_folder
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
@@ -36,6 +35,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     table_console,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.memory import bytes_of_token
 from jaxspec.evaluation.speedup import compile_race, race
@@ -61,14 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--from", type=Path, dest="measured", metavar="FILE", help="measure "
         "nothing: tables and picture of what an earlier run printed with --json")  # fmt: skip
     add_suffixes_option(parser)
-    add(
-        "--run",
-        nargs="+",
-        action="append",
-        metavar=("DRAFTER", "MODE"),
-        help="a drafter and its modes; may be repeated (default: ngram and the default drafter, "
-        "each with chain:5)",
-    )
+    add("--run", nargs="+", action="append", metavar=("DRAFTER", "MODE"), help="a drafter and its "
+        "modes; may be repeated (default: ngram and the default drafter, each with "
+        "chain:5)")  # fmt: skip
     add("--batch", type=int, nargs="+", default=[1], help="batch sizes")
     add("--batches", type=int, default=6, help="batches of each size")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "

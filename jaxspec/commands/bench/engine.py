@@ -24,15 +24,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.commands.shared.engine_options import (
-    add_kv_dtype,
-    add_layers_option,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.shared.head_options import check_head_options
-from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.run_facts import config_facts, run_facts
+from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     collect_parts,
@@ -45,11 +38,10 @@ from jaxspec.commands.shared.shell import (
 )
 from jaxspec.config.model import ModelConfig
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
-from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_mode
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
 from jaxspec.evaluation.benchmarks.rounds import SAMPLING, Bench, Timing, Workload, time_mode
-from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import Bandwidth, measure_bandwidth
 from jaxspec.evaluation.number_format import or_blank
 from jaxspec.models.decoder import Decoder
@@ -67,25 +59,16 @@ DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench engine", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add_layers_option(parser)
+    add_shape_options(parser)
     add("--modes", default=DEFAULT_MODES, help="modes, separated by commas")
     add("--batch", default="1", help="batch sizes, separated by commas")
-    add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--new-tokens", type=int, default=256, help="new tokens of a sequence in a timed call")
     add("--chunk", type=int, help="prompt tokens of a sequence in a call (default: at most 512)")
     add("--repeats", type=int, default=5, help="timed calls; the median is reported")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
-    add_kv_dtype(parser)
-    add_tensor_parallel_option(parser)
-    add_sequence_parallel_option(parser)
     add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
-    add_quantization_options(parser)
-    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
@@ -127,7 +110,8 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """One timing after the other, each with everything needed to read it later."""
+    """One timing after the other, each with what is needed to read it later; the model's config
+    stands with the first."""
     x, y = grid_of(args.tp)
     config = model_shape(args.shape, args.layers)
     chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
@@ -138,13 +122,14 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         **run_facts(),
         "own_kernels": str(kernels),
         "arguments": vars(args),
-        "config": dataclasses.asdict(config),
         "bandwidth": dataclasses.asdict(bandwidth),
     }
+    model = {"config": config_facts(config)}  # in the first part alone
     for timing in measure_modes(args, config, console, chosen, kernels):
         memory = jax.devices()[0].memory_stats() or {}
         peak = {"peak_bytes": memory.get("peak_bytes_in_use")}
-        yield facts | peak | {"timings": [as_row(timing, bandwidth)]}
+        yield facts | model | peak | {"timings": [as_row(timing, bandwidth)]}
+        model = {}
 
 
 def measure_modes(
@@ -157,8 +142,8 @@ def measure_modes(
     [mesh] = replica_meshes(1, args.tp, args.sp)
     dtype = jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
-    own = args.quantization, args.lm_head_quantization
-    target, head = random_decoder(config, dtype, mesh, 0, *own), None
+    schemes = args.quantization, args.lm_head_quantization
+    target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if any(mode.speculation for _, mode in chosen):
         head = random_head_of_kind(
             args.draft_head,
@@ -189,8 +174,8 @@ def compile_all(
     """All programs, compiled side by side before anything is timed."""
     one_state = threading.Lock()
 
-    def compiled(one: tuple[Workload, Mode]) -> Bench:
-        workload, mode = one
+    def compiled(case: tuple[Workload, Mode]) -> Bench:
+        workload, mode = case
         return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
 
     benches = []

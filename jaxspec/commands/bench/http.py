@@ -70,9 +70,9 @@ class Streams:
         ]
 
     def bodies(self) -> list[dict[str, Any]]:
-        own = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": self.salt}
+        fixed = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": self.salt}
         return [
-            {**self.fields, **own, "prompt": prompt, "seed": index}
+            {**self.fields, **fixed, "prompt": prompt, "seed": index}
             for index, prompt in enumerate(self.prompts)
         ]
 
@@ -80,32 +80,33 @@ class Streams:
 async def from_engine(llm: AsyncLLM, streams: Streams) -> float:
     """Tokens a second of streams of tokens, each with a task of its own."""
 
-    async def one(index: int) -> int:
+    async def count_tokens(index: int) -> int:
         chunks = llm.engine.generate(streams.prompts[index], streams.sampling[index])
         return sum([len(chunk.token_ids) async for chunk in chunks])
 
-    return await _rate(one, len(streams.prompts))
+    return await _rate(count_tokens, len(streams.prompts))
 
 
 async def from_text(llm: AsyncLLM, streams: Streams) -> float:
-    """The same as text."""
+    """Tokens a second of streams of text."""
 
-    async def one(index: int) -> int:
+    async def count_tokens(index: int) -> int:
         events = llm.stream([streams.prompts[index]], [streams.sampling[index]])
         ids = [event.token_ids async for event in events]
         return len(ids[-1])  # of the completion
 
-    return await _rate(one, len(streams.prompts))
+    return await _rate(count_tokens, len(streams.prompts))
 
 
-async def _rate(one: Callable[[int], Awaitable[int]], count: int) -> float:
+async def _rate(count_tokens: Callable[[int], Awaitable[int]], count: int) -> float:
     started = time.perf_counter()
-    tokens = sum(await asyncio.gather(*map(one, range(count))))
+    tokens = sum(await asyncio.gather(*map(count_tokens, range(count))))
     return tokens / (time.perf_counter() - started)
 
 
 async def from_server(address: str, streams: Streams) -> tuple[float, float]:
-    """The same over HTTP; and the share of the time in which this thread, the server's, computed.
+    """Tokens a second of streams over HTTP, and the share of the time in which this thread, which
+    serves, computed.
 
     Raises RuntimeError if a request fails.
     """
@@ -160,12 +161,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     vocab = llm.params.target.config.vocab_size
     metrics = Metrics("bench")
     metrics.watch(llm.engine)
-    own = AsyncLLM(llm, on_chunk=metrics.observe)
-    async with serving(own, metrics) as address:
+    async_llm = AsyncLLM(llm, on_chunk=metrics.observe)
+    async with serving(async_llm, metrics) as address:
         for run in range(arguments.repeats + 1):
-            engine = await from_engine(own, Streams(arguments, vocab, 3 * run))
-            text = await from_text(own, Streams(arguments, vocab, 3 * run + 1))
-            http, own_busy = await from_server(address, Streams(arguments, vocab, 3 * run + 2))
+            engine = await from_engine(async_llm, Streams(arguments, vocab, 3 * run))
+            text = await from_text(async_llm, Streams(arguments, vocab, 3 * run + 1))
+            http, share = await from_server(address, Streams(arguments, vocab, 3 * run + 2))
             found = engine, text, http
             console.print(
                 ", ".join(f"{name} {rate:,.0f}" for name, rate in zip(NAMES, found, strict=True))
@@ -173,10 +174,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if run:  # the first one warms up
                 for name, rate in zip(NAMES, found, strict=True):
                     rates[name].append(rate)
-                busy.append(own_busy)
+                busy.append(share)
     metrics.close()
-    turns = {name: np.divide(own, rates["engine"]).tolist() for name, own in rates.items()}
-    shares = {name: statistics.median(own) for name, own in turns.items()}
+    turns = {name: np.divide(values, rates["engine"]).tolist() for name, values in rates.items()}
+    shares = {name: statistics.median(values) for name, values in turns.items()}
     options = {"streams": arguments.streams, "new_tokens": arguments.new_tokens}
     return {**run_facts(), **options, "tokens_per_second": rates} | {
         "of_engine": shares,
@@ -191,8 +192,10 @@ def make_table(results: dict[str, Any]) -> Table:
     for heading in ("", "tokens/s", "lowest", "highest", "of the engine's, in its turn"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, text in zip(NAMES, MEANING, strict=True):
-        own = results["tokens_per_second"][name]
-        figures = [f"{value:,.0f}" for value in (statistics.median(own), min(own), max(own))]
+        values = results["tokens_per_second"][name]
+        figures = [
+            f"{value:,.0f}" for value in (statistics.median(values), min(values), max(values))
+        ]
         table.add_row(text, *figures, f"{results['of_engine'][name]:.1%}")
     return table
 

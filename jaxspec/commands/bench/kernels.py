@@ -136,14 +136,14 @@ def compile_all(
 ) -> list[tuple[str, CompiledBenchmark]]:
     """All cases, each with its operation; compiled side by side, before anything is timed."""
 
-    def compiled_case(one: tuple[str, Benchmark]) -> tuple[str, CompiledBenchmark]:
-        operation, benchmark = one
+    def compiled_case(chosen_case: tuple[str, Benchmark]) -> tuple[str, CompiledBenchmark]:
+        operation, benchmark = chosen_case
         return operation, compile_benchmark(benchmark, peaks, plan)
 
     compiled = []
-    for one in compile_side_by_side(compiled_case, chosen, "cases", MOST_JOBS, progress.print):
-        compiled.append(one)
-        operation, case = one
+    for found in compile_side_by_side(compiled_case, chosen, "cases", MOST_JOBS, progress.print):
+        compiled.append(found)
+        operation, case = found
         progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {case.benchmark.name}")
     return compiled
 

@@ -60,11 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--arrangements", default="1,tp2,pp2,draft", help="separated by commas")
     add("--mode", default="chain:5@3.5", help="plain, or a tree as in bench engine")
-    add(
-        "--draft-shape",
-        choices=SHAPES,
-        help="shape of a draft model; its vocabulary is the target's (default: a head)",
-    )
+    add("--draft-shape", choices=SHAPES, help="shape of a draft model; its vocabulary is the "
+        "target's (default: a head)")  # fmt: skip
     add("--stage-layers", type=layer_counts, metavar="L,L,..", help="layers of each stage of ppN")
     add("--batch", default="2,8,32", help="numbers of requests, separated by commas")
     add("--context", type=int, default=512, help="prompt tokens of each")
@@ -82,13 +79,14 @@ class Arrangement:
     """Devices of a model.
 
     Attributes:
-      apart: drafter, embeddings and LM head have a device of their own after those of the target.
+      separate_drafter: drafter, embeddings and LM head have another device, after those of the
+        target.
     """
 
     name: str
     tp: int = 1
     pp: int = 1
-    apart: bool = False
+    separate_drafter: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Arrangement":
@@ -98,12 +96,15 @@ class Arrangement:
             raise ValueError(f"arrangement {text!r} must be 1, tpN, ppN, ppNxM, draft or draftN")
         tp, pp, each, target = found.groups()
         if target is not None:
-            return cls(text, tp=int(target or 1), apart=True)
+            return cls(text, tp=int(target or 1), separate_drafter=True)
         return cls(text, tp=int(tp or each or 1), pp=int(pp or 1))
 
     def meshes(self) -> tuple[Any, ...]:
-        """Of each stage; None: the default device. Raises ValueError for too few devices."""
-        if self.apart:
+        """The mesh of each stage; None: the default device.
+
+        Raises ValueError for too few devices.
+        """
+        if self.separate_drafter:
             devices = jax.devices()[self.tp : self.tp + 1]
             if not devices:
                 raise ValueError(f"arrangement {self.name} needs {self.tp + 1} devices")
@@ -119,8 +120,8 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
     kernels = Kernels.parse(args.kernels, sharing=arrangement.tp)
     draft = head = None
     if args.draft_shape is not None:
-        own = dataclasses.replace(SHAPES[args.draft_shape], vocab_size=config.vocab_size)
-        draft = random_decoder(own, dtype, meshes[-1], seed=1)
+        draft_config = dataclasses.replace(SHAPES[args.draft_shape], vocab_size=config.vocab_size)
+        draft = random_decoder(draft_config, dtype, meshes[-1], seed=1)
     elif mode.speculation is not None:
         head = random_head(config, dtype, meshes[-1], seed=1)
     if len(meshes) == 1:
@@ -128,9 +129,11 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
     else:
         depth = 0 if mode.speculation is None else mode.speculation.max_depth
         layers = args.stage_layers
-        if layers is None or arrangement.apart:
+        if layers is None or arrangement.separate_drafter:
             drafted = depth * local_bytes((draft, head))
-            layers = chosen_layers(config, dtype, meshes, drafted, apart=arrangement.apart)
+            layers = chosen_layers(
+                config, dtype, meshes, drafted, apart=arrangement.separate_drafter
+            )
         check_layers(layers, config, len(meshes))
         stages, target = random_pipeline(config, dtype, meshes, layers, seed=0)
     if draft is None:
@@ -182,15 +185,15 @@ def time_requests(args: argparse.Namespace, params: EngineParams, batch: int) ->
     for _ in range(1 + args.repeats):  # the first one compiles
         generations = engine.add_all(prompts, sampling)
         started = time.perf_counter()
-        while not all(one.token_ids for one in generations):
+        while not all(request.token_ids for request in generations):
             engine.step()
         read, rounds = time.perf_counter(), most_rounds(generations)
         engine.finish(generations)
         seconds = time.perf_counter() - read
-        if any(one.error for one in generations):
+        if any(request.error for request in generations):
             raise RuntimeError(f"a request failed: {generations[0].error}")
         rounds = most_rounds(generations) - rounds
-        tokens = sum(len(one.token_ids) for one in generations)
+        tokens = sum(len(request.token_ids) for request in generations)
         runs.append((seconds / rounds, read - started, tokens / (read - started + seconds)))
     round_seconds, read_seconds, rate = min(runs[1:])
     programs, stages, busy = engine.programs, None, None
@@ -201,8 +204,8 @@ def time_requests(args: argparse.Namespace, params: EngineParams, batch: int) ->
         "round_ms": 1e3 * round_seconds,
         "prefill_ms": 1e3 * read_seconds,
         "tokens_per_second": rate,
-        "stage_ms": None if stages is None else [1e3 * one for one in stages],
-        "layers": [*(len(one.layers) for one in params.stages), len(params.target.layers)],
+        "stage_ms": None if stages is None else [1e3 * seconds for seconds in stages],
+        "layers": [*(len(stage.layers) for stage in params.stages), len(params.target.layers)],
         "idle": None
         if stages is None
         else 1 - groups * sum(stages) / (len(stages) * round_seconds),
@@ -212,7 +215,7 @@ def time_requests(args: argparse.Namespace, params: EngineParams, batch: int) ->
 
 
 def most_rounds(generations: Sequence[Generation]) -> int:
-    return max(one.statistics.rounds for one in generations)
+    return max(request.statistics.rounds for request in generations)
 
 
 def measured_stages(
@@ -223,15 +226,15 @@ def measured_stages(
 ) -> list[float]:
     """Seconds of each stage for a round of one group, the fastest of a few."""
     generations = engine.add_all(prompts, sampling)
-    while not all(one.token_ids for one in generations):
+    while not all(request.token_ids for request in generations):
         engine.step(1)
     jax.block_until_ready(programs.state)
     rows, shape = range(len(prompts)), programs.params.round_options().speculation.shape
     tokens = len(prompts[0]) + int(sampling[0].max_tokens)
     key = programs.rounds_key(rows, tokens, Load(), shape, Kind.GREEDY, rounds=1)
     timed = [programs.stage_seconds(key, rows, ROUNDS) for _ in range(MEASURED)]
-    for one in generations:
-        engine.cancel(one)
+    for request in generations:
+        engine.cancel(request)
     return [min(times) for times in zip(*timed, strict=True)]
 
 
@@ -259,7 +262,7 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{row['prefill_ms']:.1f}",
             f"{row['round_ms']:.3f}",
             f"{row['tokens_per_second']:,.0f}",
-            " + ".join(f"{one:.2f}" for one in stages),
+            " + ".join(f"{ms:.2f}" for ms in stages),
             percent(row["idle"]),
             percent(row["steps_idle"]),
             percent(row["fill"]),

@@ -162,13 +162,13 @@ class Models:
 
     def _random_weights(self, mesh: Mesh | None) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
-        own = self.args.drafter_quantization
+        draft_scheme = self.args.drafter_quantization
         layers, lm_head = self.args.quantization, self.args.lm_head_quantization
         target = random_decoder(config, dtype, mesh, 0, layers, lm_head)
-        return target, random_head(config, dtype, mesh, seed=1, quantization=own)
+        return target, random_head(config, dtype, mesh, seed=1, quantization=draft_scheme)
 
     def mode(self, name: str) -> Mode:
-        """Of random weights: how a run decodes."""
+        """How a run with random weights decodes."""
         if name == "plain":
             return parse_mode(name)
         bits = EIGHT_BITS if self.args.drafter_bits else ""
@@ -184,13 +184,13 @@ class Models:
             kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
             params = make_params(self.mode(name), *self._random[replica], mesh, kernels)
             return with_kv_dtype(params, args.kv_dtype)
-        own = functools.partial(
+        load_drafter = functools.partial(
             load, args.model, dtype=args.dtype, kv_dtype=args.kv_dtype, mesh=mesh
         )
         if name == "plain":
-            return own("none", kernels=args.kernels)
+            return load_drafter("none", kernels=args.kernels)
         tree = None if args.tree is None else SpeculationConfig.parse(args.tree)
-        return own(
+        return load_drafter(
             args.drafter,
             speculation=tree,
             drafter_bits=args.drafter_bits,
@@ -230,10 +230,10 @@ class Run(NamedTuple):
         return self.mode, len(self.clients), self.rate
 
     def as_record(self) -> dict[str, Any]:
-        own = {"mode": self.mode, "rate": self.rate, "prefix_cache": self.prefix_cache}
+        settings = {"mode": self.mode, "rate": self.rate, "prefix_cache": self.prefix_cache}
         more = {"bare": self.bare, "beside": self.beside}
         given = {name: value for name, value in more.items() if value}
-        return own | dataclasses.asdict(self.result) | given
+        return settings | dataclasses.asdict(self.result) | given
 
 
 def measure(
@@ -242,13 +242,15 @@ def measure(
     """One run after the other, each with everything needed to read it later; ``runs`` gets all."""
     check_options(args)
     workloads = [make_arrivals(args, count, args.rate) for count in requests_of(args)]
-    longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
+    longest = max(
+        len(arrival.prompt) + arrival.new_tokens for arrival in itertools.chain(*workloads)
+    )
     console.print("loading")
     models = Models(args)
     first = "plain" if args.tree == "plain" else "speculative"
     first = "adaptive" if args.adaptive else first
     caches = [not args.no_prefix_cache, *([False] if "uncached" in args.compare else [])]
-    for name in dict.fromkeys([first, *(one for one in args.compare if one != "uncached")]):
+    for name in dict.fromkeys([first, *(mode for mode in args.compare if mode != "uncached")]):
         params = models.params(name)
         bare = bare_rounds(args, params[0], models.mode(name), console) if args.bare else {}
         for cached in caches:
@@ -302,22 +304,22 @@ def beside(run: Run, earlier: Sequence[Run]) -> dict[str, Any]:
     wanted = (0, cached) if structured else (0, True)
     for other in earlier:
         if other.kind == run.kind and (other.result.structured, other.prefix_cache) == wanted:
-            own, base = run.result, other.result
+            result, base = run.result, other.result
             return {
                 "run": other.name,
-                "first_token": ratios(own.first_token, base.first_token),
+                "first_token": ratios(result.first_token, base.first_token),
                 "unstructured_between_tokens": ratios(
-                    own.unstructured_between_tokens, base.unstructured_between_tokens
+                    result.unstructured_between_tokens, base.unstructured_between_tokens
                 ),
-                "unstructured_per_second": own.unstructured_per_second
+                "unstructured_per_second": result.unstructured_per_second
                 / base.unstructured_per_second,
             }
     return {}
 
 
-def ratios(own: Mapping[str, float], base: Mapping[str, float]) -> dict[str, float | None]:
+def ratios(figures: Mapping[str, float], base: Mapping[str, float]) -> dict[str, float | None]:
     """None where there is nothing to compare with."""
-    return {name: value / base[name] if base[name] else None for name, value in own.items()}
+    return {name: value / base[name] if base[name] else None for name, value in figures.items()}
 
 
 def summary(run: Run) -> str:

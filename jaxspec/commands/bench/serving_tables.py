@@ -21,7 +21,7 @@ def as_times(ratios: dict[str, float | None]) -> str:
 
 
 def structured_lines(run: dict[str, Any]) -> dict[str, str]:
-    """Of a run that has requests with a structured output."""
+    """Lines about a run that has requests with a structured output."""
     if not run["structured"]:
         return {}
     return {
@@ -34,7 +34,7 @@ def structured_lines(run: dict[str, Any]) -> dict[str, str]:
 
 
 def beside_lines(run: dict[str, Any]) -> dict[str, str]:
-    """Of a run that was compared with another; requests with structured output do not count."""
+    """Lines about a run that was compared with another; structured outputs do not count."""
     beside = run.get("beside")
     if not beside:
         return {}
@@ -112,9 +112,9 @@ def plot_times(
     figure = Figure(figsize=(9, 4), layout="constrained")
     first, between = figure.subplots(1, 2)
     for name, clients in runs:
-        own = [client for client in clients if client.times]
-        first.ecdf([client.first_token for client in own], label=name)
-        between.ecdf([1e3 * client.between_tokens for client in own])
+        served = [client for client in clients if client.times]
+        first.ecdf([client.first_token for client in served], label=name)
+        between.ecdf([1e3 * client.between_tokens for client in served])
     first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
     between.set(xlabel="mean time between tokens, ms", xlim=(0, None))
     first.legend()

@@ -117,7 +117,7 @@ def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]],
     else:
         middle = Lengths(args.prompt_tokens, args.new_tokens)
         lengths = workloads.drawn_lengths(count, middle, args.spread, args.seed)
-    wanted = [args.shared_prefix, *(own.prompt for own in lengths)]
+    wanted = [args.shared_prefix, *(length.prompt for length in lengths)]
     if args.shape:
         vocab_size = SHAPES[args.shape].vocab_size
         prefix, *prompts = workloads.random_prompts(wanted, vocab_size, args.seed)
@@ -125,7 +125,7 @@ def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]],
         assert encode is not None
         prefix, *cut = workloads.source_prompts(wanted, encode, args.seed)
         prompts = prompts or cut
-    return [prefix + prompt for prompt in prompts], [own.new for own in lengths]
+    return [prefix + prompt for prompt in prompts], [length.new for length in lengths]
 
 
 def make_matchers(

@@ -33,11 +33,8 @@ PROMPT, SAMPLING = [1, 2, 3, 4], SamplingParams(max_tokens=16)
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench swap", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="model shape")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="dtype of weights (default: float32 on CPU, else bfloat16)",
-    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of weights "
+        "(default: float32 on CPU, else bfloat16)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -52,9 +49,9 @@ def flax_tree(like: Decoder) -> tuple[dict[str, Any], dict[str, str]]:
         shape = tensor.shape
         is_kernel = name.endswith("proj.weight") or name == "lm_head.weight"
         path = name.replace("weight", "kernel") if is_kernel else name
-        names[name], own = path, shape[::-1] if is_kernel else shape
-        noise = jax.random.normal(jax.random.key(index, impl="rbg"), own, like.dtype)
-        tree[path] = 1 + 0.1 * noise if len(own) == 1 else noise * own[0] ** -0.5
+        names[name], array_shape = path, shape[::-1] if is_kernel else shape
+        noise = jax.random.normal(jax.random.key(index, impl="rbg"), array_shape, like.dtype)
+        tree[path] = 1 + 0.1 * noise if len(array_shape) == 1 else noise * array_shape[0] ** -0.5
     return tree, names
 
 
@@ -74,7 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         getattr(engine.programs, name) for name in ("admit_rows", "prefill", "decode")
     ]
     traces = [program._cache_size() for program in programs]
-    swaps = [functools.partial(engine.use_target, one) for one in (second, first)]
+    swaps = [functools.partial(engine.use_target, target) for target in (second, first)]
     seconds = {"Decoder": [timed(swap, engine) for swap in swaps]}
     del first, second, params, swaps  # frees memory: only the engine's weights are needed now
     tree, names = flax_tree(engine.params.target)

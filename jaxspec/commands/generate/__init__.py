@@ -38,23 +38,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("generate", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add(
-        "--drafter",
-        default="auto",
-        help="none, ngram, suffix, mtp (the model's own layers for multi-token prediction; mtp:1: "
-        "the first alone; mtp:before, mtp:after, mtp:before-after, mtp:after-before: the hidden "
-        "states that they read, in place of the family's), directory or hub id of an EAGLE head, "
-        "of MTP layers, of a block head (DFlash, DSpark) or of a draft model, or ngram+ or suffix+ "
-        "and one of these but the first three: lookup's draft where it finds a long match, else "
-        "the other's; suffix:N and suffix:N+ look up the last N tokens of past outputs, too, 65536 "
-        "for example: others can tell from the speed what was written before (default: ngram+ the "
-        "built-in head for the built-in model, mtp where there are such layers, else ngram)",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
-    )
+    add("--drafter", default="auto", help="none, ngram, suffix, mtp (the model's own layers for "
+        "multi-token prediction; mtp:1: the first alone; mtp:before, mtp:after, mtp:before-after, "
+        "mtp:after-before: the hidden states that they read, in place of the family's), directory "
+        "or hub id of an EAGLE head, of MTP layers, of a block head (DFlash, DSpark) or of a draft "
+        "model, or ngram+ or suffix+ and one of these but the first three: lookup's draft where it "
+        "finds a long match, else the other's; suffix:N and suffix:N+ look up the last N tokens of "
+        "past outputs, too, 65536 for example: others can tell from the speed what was written "
+        "before (default: ngram+ the built-in head for the built-in model, mtp where there are "
+        "such layers, else ngram)")  # fmt: skip
+    add("--dtype", choices=("float32", "bfloat16"), help="dtype of weights and cache (default: "
+        "float32 on CPU, else bfloat16)")  # fmt: skip
     add_kv_options(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
@@ -62,12 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--verbose", action="store_true", help="also print the tokens that end the text")
-    add(
-        "--show-trees",
-        type=Path,
-        metavar="FILE",
-        help="write an HTML page that shows the draft tree of every round and how each token came",
-    )
+    add("--show-trees", type=Path, metavar="FILE", help="write an HTML page that shows the draft "
+        "tree of every round and how each token came")  # fmt: skip
     add_prompt_options(parser)
     add_batch_options(parser)
     add_comparison_options(parser)
@@ -82,17 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt").add_mutually_exclusive_group()
     group.add_argument("--prompt", help="text to continue (default: a built-in one)")
-    group.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the text to continue; with --out, prompts as JSON lines (default: none)",
-    )
-    group.add_argument(
-        "--chat",
-        action="store_true",
-        help="chat on the terminal, through the model's chat template; /exit or Ctrl-D ends it",
-    )
+    group.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the text to "
+        "continue; with --out, prompts as JSON lines (default: none)")  # fmt: skip
+    group.add_argument("--chat", action="store_true", help="chat on the terminal, through the "
+        "model's chat template; /exit or Ctrl-D ends it")  # fmt: skip
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:
@@ -113,11 +96,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("comparison")
-    group.add_argument(
-        "--compare",
-        action="store_true",
-        help="also decode plainly; report the speed-up and whether the tokens are identical",
-    )
+    group.add_argument("--compare", action="store_true", help="also decode plainly; report the "
+        "speed-up and whether the tokens are identical")  # fmt: skip
     group.add_argument(
         "--pairs",
         type=int,
@@ -142,11 +122,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
-    group.add_argument(
-        "--max-length",
-        type=int,
-        help="most tokens, prompt included (default: what the model allows, at most 2048)",
-    )
+    group.add_argument("--max-length", type=int, help="most tokens, prompt included (default: what "
+        "the model allows, at most 2048)")  # fmt: skip
     group.add_argument("--num-pages", type=int, help="of the KV cache (default: as needed)")
     add_program_options(group)
 
@@ -199,7 +176,7 @@ def run(arguments: argparse.Namespace) -> None:
         import_command("jaxspec.commands.generate.prompt_file", "jaxspec generate").run(arguments)
         return
     prompt = None if arguments.chat else read_prompt(arguments)
-    generation = import_command("jaxspec.commands.generate.run", "jaxspec generate")
+    generation = import_command("jaxspec.commands.generate.generation", "jaxspec generate")
     generation.run(arguments, prompt)
 
 

@@ -1,4 +1,4 @@
-"""What `jaxspec generate --out` does; its options are in generate.py."""
+"""What `jaxspec generate --out` does; its options are in __init__.py."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.generate.run import make_llm, own_program_folder, sampling_params
+from jaxspec.commands.generate.generation import local_program_folder, make_llm, sampling_params
 from jaxspec.commands.shared.importing import MissingExtra, import_command
 from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs
@@ -53,12 +53,12 @@ class Job:
 
     def record(self) -> dict[str, Any]:
         """What the results depend on."""
-        own, template = self.arguments, self.template
-        scales = own.kv_scales and read_text(own.kv_scales)
+        arguments, template = self.arguments, self.template
+        scales = arguments.kv_scales and read_text(arguments.kv_scales)
         return {
             "prompt_file_sha256": self.prompts.digest,
             "part": [self.part.start, self.part.stop],
-            **{name: getattr(own, name) for name in RECORDED},
+            **{name: getattr(arguments, name) for name in RECORDED},
             "chat_template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
             "kv_scales_sha256": scales and hashlib.sha256(scales.encode()).hexdigest(),
         }
@@ -131,7 +131,7 @@ def generate(
 
 def load(arguments: argparse.Namespace, processes: Processes | None) -> list[LLM]:
     """An engine for each of --dp. Raises ValueError where there are too few devices."""
-    keep_compiled_programs(own_program_folder(arguments))
+    keep_compiled_programs(local_program_folder(arguments))
     replicas = 1 if arguments.dp is None else arguments.dp
     meshes = engine_meshes(arguments, replicas)
     model, tokenizer = arguments.model, TextTokenizer(arguments.model)

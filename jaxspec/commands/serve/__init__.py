@@ -3,7 +3,7 @@
 Without arguments, the built-in model is served at http://127.0.0.1:8000/v1.
 """
 
-# The options alone; the work is in serving.py of this folder.
+# The options alone; the work is in server.py.
 
 import argparse
 import math
@@ -98,12 +98,8 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
     add("--max-programs", type=int, default=128, help="compiled programs that are kept")
-    add(
-        "--no-trees",
-        action="store_true",
-        help="emit no draft trees, which return_speculation and "
-        "the page show; it saves a little time",
-    )
+    add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
+        "the page show; it saves a little time")  # fmt: skip
     add("--warm-up", choices=("none", "quick", "background", "full"), default="background",
         help="what is compiled before the first request: two sizes of short requests (quick), "
         "these, and then the rest while no request runs (background), or all sizes of all that "
@@ -113,7 +109,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Of an option: bytes, such as 2GiB, 500MB or 1000000."""
+    """An option's value: bytes, such as 2GiB, 500MB or 1000000."""
     number = text.strip().upper().removesuffix("B")
     unit = number.lstrip("0123456789.").strip()
     try:
@@ -126,7 +122,7 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Of an option: a number of at least 1."""
+    """An option's value: a number of at least 1."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
@@ -140,7 +136,7 @@ def whole_seconds(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Of an option: a time above 0."""
+    """An option's value: a time above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -152,7 +148,7 @@ def seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     check_program_options(arguments)
-    import_command("jaxspec.commands.serve.run", "jaxspec serve").run(arguments)
+    import_command("jaxspec.commands.serve.server", "jaxspec serve").run(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,10 +52,10 @@ def run_or_compile(
 ) -> int:
     """The command's exit status: of ``run``, which gets the arguments, too, to pass them on; or, in
     the process that it starts with them, of ``compile_here``."""
-    own = list(sys.argv[1:] if arguments is None else arguments)
-    args = parser.parse_args(own)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(words)
     if args.in_this_process:
         compile_here(args)
         return 0
     expected = (ValueError, OSError, RuntimeError)
-    return run_command(parser, lambda args: run(args, own), own, expected)
+    return run_command(parser, lambda args: run(args, words), words, expected)

@@ -14,7 +14,7 @@ from pallas_kernels.selection import default_device
 
 
 def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) -> EngineConfig:
-    """Of a command with add_mode_options. Raises ValueError for bad values.
+    """The engine config of a command with add_mode_options. Raises ValueError for bad values.
 
     Args:
       plain: there is no drafter, and so no tree to choose.
@@ -28,7 +28,7 @@ def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) 
 
 
 def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
-    """Of a command with add_memory_options, too. Raises ValueError for bad values."""
+    """A config with the values of add_memory_options. Raises ValueError for bad values."""
     return dataclasses.replace(
         config,
         preemption=arguments.preemption,
@@ -38,7 +38,7 @@ def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineCo
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
-    """Of a command with add_tree_options. Raises ValueError for bad values."""
+    """The tree that add_tree_options asks for. Raises ValueError for bad values."""
     if arguments.tree is None:
         tree = default_speculation(
             default_device().platform,

@@ -12,37 +12,16 @@ SWAP_MEMORY = SNAPSHOT_MEMORY = 4.0  # GiB, as EngineConfig has it
 
 
 def add_tensor_parallel_option(parser: argparse.ArgumentParser) -> None:
-    """``tp``: a number, or a grid (x, y); see sharding.TensorParallel."""
-    parser.add_argument(
-        "--tp",
-        type=tensor_parallel,
-        default=1,
-        metavar="N|XxY",
+    """``tp``: a number, or a grid (x, y); see parallel.TensorParallel."""
+    parser.add_argument("--tp", type=tensor_parallel, default=1, metavar="N|XxY",
         help="devices that share the model (tensor parallel): N, or a grid of X x Y, in which X "
-        "share hidden states, too (when that pays: docs/parallel.md)",
-    )
+        "share hidden states, too (when that pays: docs/parallel.md)")  # fmt: skip
 
 
 def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that share each sequence, its KV cache and the reading of its prompt "
-        "(sequence parallel); each has the model, or with --tp its part of it; N must divide the "
-        "page size",
-    )
-
-
-def add_layers_option(parser: argparse.ArgumentParser) -> None:
-    """The option --layers of a benchmark: see benchmarking.shapes.model_shape."""
-    parser.add_argument(
-        "--layers",
-        type=int,
-        help="layers of the target; fewer compile faster and need less memory (default: the "
-        "shape's)",
-    )
+    parser.add_argument("--sp", type=int, default=1, metavar="N", help="devices that share each "
+        "sequence, its KV cache and the reading of its prompt (sequence parallel); each has the "
+        "model, or with --tp its part of it; N must divide the page size")  # fmt: skip
 
 
 def add_quantization_options(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +34,9 @@ def add_quantization_options(parser: argparse.ArgumentParser) -> None:
 
 def add_program_options(group: argparse._ActionsContainer) -> None:
     """Where compiled programs are kept; see program_cache.program_folder."""
-    group.add_argument(
-        "--compilation-cache",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of compiled programs, for faster later starts (default: "
-        "$JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxspec/compilation, else "
-        "~/.cache/jaxspec/compilation)",
-    )
+    group.add_argument("--compilation-cache", type=Path, metavar="FOLDER", help="folder of "
+        "compiled programs, for faster later starts (default: $JAX_COMPILATION_CACHE_DIR, else "
+        "$XDG_CACHE_HOME/jaxspec/compilation, else ~/.cache/jaxspec/compilation)")  # fmt: skip
     group.add_argument("--no-compilation-cache", action="store_true", help="store no programs")
 
 
@@ -75,27 +49,12 @@ def check_program_options(arguments: argparse.Namespace) -> None:
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     """``pp``, ``stage_layers`` and ``drafter_devices``; see commands.meshes."""
     add = parser.add_argument_group("pipeline").add_argument
-    add(
-        "--pp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="stages (pipeline parallel), each with some of the layers on devices of its own; with "
-        "--tp N each stage has N devices",
-    )
-    add(
-        "--stage-layers",
-        type=layer_counts,
-        metavar="L,L,..",
-        help="layers of each stage (default: so many that all stages take about as long)",
-    )
-    add(
-        "--drafter-devices",
-        type=int,
-        default=0,
-        metavar="N",
-        help="draft on N devices of their own, for one group of requests while another is verified",
-    )
+    add("--pp", type=int, default=1, metavar="N", help="stages (pipeline parallel), each with some "
+        "of the layers on devices of its own; with --tp N each stage has N devices")  # fmt: skip
+    add("--stage-layers", type=layer_counts, metavar="L,L,..", help="layers of each stage "
+        "(default: so many that all stages take about as long)")  # fmt: skip
+    add("--drafter-devices", type=int, default=0, metavar="N", help="draft on N devices of their "
+        "own, for one group of requests while another is verified")  # fmt: skip
 
 
 def layer_counts(text: str) -> tuple[int, ...]:
@@ -118,51 +77,29 @@ def tensor_parallel(text: str) -> int | tuple[int, int]:
 def add_mode_options(parser: argparse.ArgumentParser) -> None:
     """How requests are served, be it one or many."""
     add = parser.add_argument_group("engine").add_argument
-    add(
-        "--deterministic",
-        action="store_true",
-        help="in bfloat16, too, the text depends on nothing but the request; it costs time",
-    )
-    add(
-        "--adaptive",
-        action="store_true",
-        help="choose the tree of each call, or none, by what a round costs, which is measured "
-        "first, and what is accepted; --tree is the largest",
-    )
-    add(
-        "--no-prefix-cache",
-        action="store_true",
-        help="keep no pages of the KV cache for later prompts that begin alike",
-    )
+    add("--deterministic", action="store_true", help="in bfloat16, too, the text depends on "
+        "nothing but the request; it costs time")  # fmt: skip
+    add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
+        "round costs, which is measured first, and what is accepted; --tree is the "
+        "largest")  # fmt: skip
+    add("--no-prefix-cache", action="store_true", help="keep no pages of the KV cache for later "
+        "prompts that begin alike")  # fmt: skip
 
 
 def add_tree_options(parser: argparse.ArgumentParser) -> None:
     """How tokens are drafted and accepted; see engine_config.speculation_config."""
     group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--tree",
-        metavar="SHAPE",
-        help="shape of the draft tree: NODES:DEPTH:TOPK (the root is a node; TOPK children of a "
-        "node), or chain:K (default: chain:7; on a CPU with the default drafter chain:9)",
-    )
-    group.add_argument(
-        "--acceptance",
-        choices=("match", "rejection"),
-        default="match",
-        help="acceptance rule: match keeps the text of plain decoding, rejection its distribution",
-    )
-    group.add_argument(
-        "--proposal",
-        choices=("top_k", "coupled", "sampled"),
-        help="how draft tokens are chosen (default: the best that the rule allows)",
-    )
-    group.add_argument(
-        "--verify-width",
-        type=int,
-        metavar="N",
-        help="nodes that every verification is padded to, plain decoding's too, so that all round "
-        "alike (default: not padded)",
-    )
+    group.add_argument("--tree", metavar="SHAPE", help="shape of the draft tree: NODES:DEPTH:TOPK "
+        "(the root is a node; TOPK children of a node), or chain:K (default: chain:7; on a CPU "
+        "with the default drafter chain:9)")  # fmt: skip
+    group.add_argument("--acceptance", choices=("match", "rejection"), default="match",
+        help="acceptance rule: match keeps the text of plain decoding, rejection its "
+        "distribution")  # fmt: skip
+    group.add_argument("--proposal", choices=("top_k", "coupled", "sampled"), help="how draft "
+        "tokens are chosen (default: the best that the rule allows)")  # fmt: skip
+    group.add_argument("--verify-width", type=int, metavar="N", help="nodes that every "
+        "verification is padded to, plain decoding's too, so that all round alike (default: not "
+        "padded)")  # fmt: skip
     group.add_argument(
         "--shard-drafter", action="store_true", help="with --tp, split the drafter, too"
     )
@@ -170,95 +107,51 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafter_bits(group: argparse._ActionsContainer) -> None:
-    """The option --drafter-bits, see loading.load."""
-    group.add_argument(
-        "--drafter-bits",
-        type=int,
-        choices=(4, 8),
-        help="the drafter's matrices as integers of so many bits, of which fewer bytes are read; "
-        "the text stays the same (default: as loaded)",
-    )
+    """The option --drafter-bits, see checkpoints.load."""
+    group.add_argument("--drafter-bits", type=int, choices=(4, 8), help="the drafter's matrices as "
+        "integers of so many bits, of which fewer bytes are read; the text stays the same "
+        "(default: as loaded)")  # fmt: skip
 
 
 def add_kv_dtype(parser: argparse._ActionsContainer) -> None:
-    """The option --kv-dtype, see loading.load."""
-    parser.add_argument(
-        "--kv-dtype",
-        choices=("fp8",),
-        help="fp8: keys and values as 8-bit floats (e4m3), which halves the cache; the text may "
-        "differ a little (default: the dtype of the weights)",
-    )
+    """The option --kv-dtype, see checkpoints.load."""
+    parser.add_argument("--kv-dtype", choices=("fp8",), help="fp8: keys and values as 8-bit floats "
+        "(e4m3), which halves the cache; the text may differ a little (default: the dtype of the "
+        "weights)")  # fmt: skip
 
 
 def add_kv_options(parser: argparse._ActionsContainer) -> None:
     """``kv_dtype`` and ``kv_scales``."""
     add_kv_dtype(parser)
-    parser.add_argument(
-        "--kv-scales",
-        type=Path,
-        metavar="FILE",
-        help="with --kv-dtype fp8, scales of keys and values, from jaxspec kv-scales (default: 1)",
-    )
+    parser.add_argument("--kv-scales", type=Path, metavar="FILE", help="with --kv-dtype fp8, "
+        "scales of keys and values, from jaxspec kv-scales (default: 1)")  # fmt: skip
 
 
 def add_process_options(parser: argparse.ArgumentParser) -> None:
     """Several processes that share a model; see processes_of."""
     add = parser.add_argument_group("several processes").add_argument
-    add(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="share the model with other processes, of this or other hosts, which run the same "
-        "command; HOST is where number 0 runs (docs/parallel.md)",
-    )
-    add(
-        "--num-processes",
-        type=int,
-        metavar="N",
-        help="how many there are (default: $SLURM_NTASKS)",
-    )
-    add(
-        "--process-id",
-        type=int,
-        metavar="I",
-        help="the number of this one, from 0 (default: $SLURM_PROCID)",
-    )
-    add(
-        "--local-devices",
-        metavar="I,J",
-        help="numbers of the GPUs that this process takes (default: all that it sees)",
-    )
+    add("--coordinator", metavar="HOST:PORT", help="share the model with other processes, of this "
+        "or other hosts, which run the same command; HOST is where number 0 runs "
+        "(docs/parallel.md)")  # fmt: skip
+    add("--num-processes", type=int, metavar="N", help="how many there are (default: "
+        "$SLURM_NTASKS)")  # fmt: skip
+    add("--process-id", type=int, metavar="I", help="the number of this one, from 0 (default: "
+        "$SLURM_PROCID)")  # fmt: skip
+    add("--local-devices", metavar="I,J", help="numbers of the GPUs that this process takes "
+        "(default: all that it sees)")  # fmt: skip
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """What happens when many requests need more pages than there are."""
     add = parser.add_argument_group("few pages").add_argument
-    add(
-        "--num-pages",
-        "--pages",
-        type=int,
-        metavar="N",
-        help="pages of the KV cache (default: as the rows need, or as fit)",
-    )
-    add(
-        "--preemption",
-        choices=PREEMPTION,
-        default="auto",
-        help="with too few pages, recompute some requests later, swap their pages to host memory, "
-        "or (auto) do what was measured to be cheaper",
-    )
-    add(
-        "--swap-memory",
-        type=float,
-        default=SWAP_MEMORY,
-        metavar="GIB",
-        help="host memory for swapped requests, in GiB; those that do not fit are recomputed, "
-        "with --deterministic requests wait instead",
-    )
-    add(
-        "--snapshot-memory",
-        type=float,
-        default=SNAPSHOT_MEMORY,
-        metavar="GIB",
+    add("--num-pages", "--pages", type=int, metavar="N", help="pages of the KV cache (default: as "
+        "the rows need, or as fit)")  # fmt: skip
+    add("--preemption", choices=PREEMPTION, default="auto", help="with too few pages, recompute "
+        "some requests later, swap their pages to host memory, or (auto) do what was measured to "
+        "be cheaper")  # fmt: skip
+    add("--swap-memory", type=float, default=SWAP_MEMORY, metavar="GIB", help="host memory for "
+        "swapped requests, in GiB; those that do not fit are recomputed, with --deterministic "
+        "requests wait instead")  # fmt: skip
+    add("--snapshot-memory", type=float, default=SNAPSHOT_MEMORY, metavar="GIB",
         help="host memory for the prefix cache of models with recurrent layers: snapshots of their "
-        "states, in GiB",
-    )
+        "states, in GiB")  # fmt: skip

@@ -1,13 +1,16 @@
 """What the records of a run say of the run itself."""
 
+import dataclasses
 import datetime
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxspec.commands.shared.shell import typed_command
+from jaxspec.config.model import LayerConfig, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[3]  # the folder that contains the package
 
@@ -22,6 +25,15 @@ def run_facts() -> dict[str, str]:
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }
+
+
+def config_facts(config: ModelConfig) -> dict[str, Any]:
+    """A model's config for JSON: equal layers stand there once, with the ``indices`` they have."""
+    indices: dict[LayerConfig, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        indices.setdefault(layer, []).append(index)
+    layers = [dataclasses.asdict(layer) | {"indices": at} for layer, at in indices.items()]
+    return dataclasses.asdict(config) | {"layers": layers}
 
 
 def source_commit(root: Path = ROOT) -> str | None:

@@ -12,9 +12,9 @@ def process_group(
     arguments: argparse.Namespace, environment: Mapping[str, str]
 ) -> ProcessGroup | None:
     """None: this process alone. Raises ValueError for options that do not go together."""
-    own = arguments.num_processes, arguments.process_id, arguments.local_devices
+    given = arguments.num_processes, arguments.process_id, arguments.local_devices
     if arguments.coordinator is None:
-        if own != (None, None, None):
+        if given != (None, None, None):
             raise ValueError(
                 "--num-processes, --process-id and --local-devices are for several processes: add "
                 "--coordinator"

@@ -46,11 +46,8 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    parser.add_argument("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id "
+        "(default: the built-in model)")  # fmt: skip
 
 
 def given_option(
@@ -138,7 +135,7 @@ def show_results(
 
 
 def print_json(results: Mapping[str, Any]) -> None:
-    """As one line on stdout, at once."""
+    """Print the results as a line on stdout, at once."""
     print(json.dumps(results), flush=True)
 
 

@@ -87,7 +87,7 @@ def check_wheels(folder: Path) -> None:
     (The compiler of another version would run, but its launches would match neither version.)
     """
     found = importlib.metadata.distributions(path=[str(folder)])
-    versions = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in found}
+    versions = {wheel.metadata["Name"].lower().replace("_", "-"): wheel.version for wheel in found}
     if missing := [name for name in WHEELS if name not in versions]:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(missing)}; run: {install_command(folder)}"
@@ -159,7 +159,7 @@ class Job:
     Attributes:
       config: of the target.
       head: the drafter's kind; see draft_heads.py.
-      kernels, kv_dtype: see Kernels.parse and loading.load.
+      kernels, kv_dtype: see Kernels.parse and checkpoints.load.
       largest_chunk: most tokens of a row's prompt in a call.
       quantization: of the target but for its LM head; lm_head_quantization: of that;
         drafter_quantization: of the draft head.
@@ -222,8 +222,8 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     head = None
     if mode.speculation:
         head = shapes_of_kind(job.head, config, dtype, mesh, quantization=job.drafter_quantization)
-    own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
-    params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)
+    kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
+    params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), job.kv_dtype)
 
     def new_state() -> EngineState:
         # The mesh's devices do not exist, so no array can be placed on them: only shapes are.
@@ -234,7 +234,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    # Weights have a layout, too, see weight_places.weight_place.
+    # Weights have a layout, too, see weight_layout.weight_place.
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)
@@ -266,8 +266,8 @@ def _pages(state: Any) -> list[Any]:
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:
     """The tree of ShapeDtypeStructs, with a sharding added to each."""
     if mesh is None:
-        one = SingleDeviceSharding(devices[0])
-        shardings = jax.tree.map(lambda _: one, tree)
+        whole = SingleDeviceSharding(devices[0])
+        shardings = jax.tree.map(lambda _: whole, tree)
     else:
         shardings = named_shardings(mesh, tree, layout)
     return jax.tree.map(

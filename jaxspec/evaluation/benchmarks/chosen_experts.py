@@ -55,16 +55,16 @@ def expected_choice(experts: Experts, tokens: float) -> float:
 
 def expected_of_a_layer(target: Decoder, tokens: float) -> float | None:
     """The mean of ``expected_choice`` over layers; None: none has experts."""
-    expected = [expected_choice(one, tokens) for one in layers_of_experts(target.layers)]
+    expected = [expected_choice(layer, tokens) for layer in layers_of_experts(target.layers)]
     return float(np.mean(expected)) if expected else None
 
 
 def unread_bytes(experts: Iterable[Experts], chosen: Iterable[float]) -> int:
     """Bytes of those experts of layers that are not among the ``chosen``, so many in each. The
     layers begin again after the last, if there are more numbers."""
-    total, sizes = 0.0, [(one, local_bytes((one.gate_up, one.down))) for one in experts]
-    for (one, size), number in zip(itertools.cycle(sizes), chosen, strict=False):
-        total += (1 - number / one.config.routing.num_experts) * size
+    total, sizes = 0.0, [(layer, local_bytes((layer.gate_up, layer.down))) for layer in experts]
+    for (layer, size), number in zip(itertools.cycle(sizes), chosen, strict=False):
+        total += (1 - number / layer.config.routing.num_experts) * size
     return round(total)
 
 
@@ -98,7 +98,7 @@ def count_rounds(
 def chosen_experts(target: Any, draft: Any) -> ChosenExperts:
     """The means of what ``count_rounds`` counted."""
     means = (np.mean(np.asarray(counts), axis=0) for counts in (target, draft))
-    return ChosenExperts(*(tuple(map(float, own)) for own in means))
+    return ChosenExperts(*(tuple(map(float, counts)) for counts in means))
 
 
 @pytree
@@ -141,8 +141,8 @@ def _counting_layers(
         mlp = layer.mlp
         if not isinstance(mlp, Experts):
             return layer
-        own = {field.name: getattr(mlp, field.name) for field in dataclasses.fields(Experts)}
-        return layer.replace(mlp=_CountingExperts(**own, record=record))
+        fields = {field.name: getattr(mlp, field.name) for field in dataclasses.fields(Experts)}
+        return layer.replace(mlp=_CountingExperts(**fields, record=record))
 
     return tuple(counting(layer) for layer in layers)
 

@@ -78,9 +78,9 @@ def parse_exchanges(text: str, devices: int) -> list[Collective]:
 def totals(operations: Iterable[Collective]) -> dict[str, tuple[int, float]]:
     """Kind -> (number, bytes that each device sends)."""
     found: dict[str, tuple[int, float]] = {}
-    for one in operations:
-        count, sent = found.get(one.kind, (0, 0.0))
-        found[one.kind] = count + 1, sent + one.sent_bytes
+    for operation in operations:
+        count, sent = found.get(operation.kind, (0, 0.0))
+        found[operation.kind] = count + 1, sent + operation.sent_bytes
     return found
 
 

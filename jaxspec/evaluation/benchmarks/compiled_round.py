@@ -109,7 +109,7 @@ def parse_launches(text: str, *, of_loop: bool = True) -> Launches:
     Raises ValueError if it has no loop, but should.
     """
     entries = _nest(text)
-    sizes = collections.Counter(i for one in entries for i in one.inside if entries[i].kind == LOOP)
+    sizes = collections.Counter(i for x in entries for i in x.inside if entries[i].kind == LOOP)
     if of_loop and not sizes:
         raise ValueError("no loop in the launches: not a decode program, or XLA unrolled the loop")
     loop = max(sizes, key=lambda index: sizes[index]) if of_loop else None
@@ -117,14 +117,14 @@ def parse_launches(text: str, *, of_loop: bool = True) -> Launches:
     def in_graph(entry: _Launch) -> bool:
         return any(entries[index].kind == GRAPH for index in entry.inside)
 
-    counted = [one for one in entries if loop is None or loop in one.inside]
-    launched = [one for one in counted if _launches(one.kind)]
-    reduces = [one for one in launched if one.kind in ALL_REDUCES]
+    counted = [entry for entry in entries if loop is None or loop in entry.inside]
+    launched = [entry for entry in counted if _launches(entry.kind)]
+    reduces = [entry for entry in launched if entry.kind in ALL_REDUCES]
     in_graphs = sum(map(in_graph, launched))
     return Launches(
         in_graphs=in_graphs,
         outside=len(launched) - in_graphs,
-        graphs=sum(one.kind == GRAPH for one in counted),
+        graphs=sum(entry.kind == GRAPH for entry in counted),
         all_reduces=len(reduces),
         all_reduces_in_graphs=sum(map(in_graph, reduces)),
         loop_in_graph=loop is not None and in_graph(entries[loop]),

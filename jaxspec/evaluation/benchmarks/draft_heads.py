@@ -57,7 +57,7 @@ def shapes_of_kind(
     one of ``head_config``.
 
     ``quantization``: of all its matrices, and of a copy of the target's LM head if it has none;
-    see quantization.schemes.
+    see models/quantized/schemes.py.
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     if kind == "auto" or kind == "mtp":

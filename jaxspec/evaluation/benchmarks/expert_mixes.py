@@ -53,38 +53,38 @@ def make_arguments(case: Case, seed: int) -> tuple[Array, ...]:
     return x, experts, weights, gate_up, down
 
 
-def ragged_experts(own: Own, x: Array, routes: Routes) -> Array:
-    """As ``every_expert``, for a device with all experts, none of which has a bias: float32 [N, H].
+def ragged_experts(mlp: Own, x: Array, routes: Routes) -> Array:
+    """What ``every_expert`` returns, float32 [N, H], on a device with all experts, without biases.
 
     Choices are sorted by expert, and ``ragged_dot`` multiplies the rows of each group.
     """
-    num_experts, k = own.gate_up.num_experts, routes.experts.shape[1]
+    num_experts, k = mlp.gate_up.num_experts, routes.experts.shape[1]
     experts = routes.experts.reshape(-1)
     order = jnp.argsort(experts, stable=True)  # [N * k]
     sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-    gate_up = own.gate_up.weight.reshape(num_experts, x.shape[-1], -1)  # [E, H, 2 * F]
+    gate_up = mlp.gate_up.weight.reshape(num_experts, x.shape[-1], -1)  # [E, H, 2 * F]
 
     def product(rows: Array, weight: Array) -> Array:
         return lax.ragged_dot(rows, weight, sizes, preferred_element_type=jnp.float32)
 
     both = product(x[order // k], gate_up).reshape(len(order), 2, -1)
     weights = routes.weights.reshape(-1)[order]
-    units = own.hidden_units(both, weights, jnp.ones(len(order), bool))
-    mixed = product(units, own.down.weight)
+    units = mlp.hidden_units(both, weights, jnp.ones(len(order), bool))
+    mixed = product(units, mlp.down.weight)
     return mixed[jnp.argsort(order)].reshape(*routes.experts.shape, -1).sum(axis=1)
 
 
 def _by_groups(x: Array, experts: Array, weights: Array, gate_up: Array, down: Array) -> Array:
-    return ragged_experts(_own(gate_up, down), x, Routes(experts, weights)).astype(x.dtype)
+    return ragged_experts(_experts_here(gate_up, down), x, Routes(experts, weights)).astype(x.dtype)
 
 
 def _by_every_expert(
     x: Array, experts: Array, weights: Array, gate_up: Array, down: Array
 ) -> Array:
-    return every_expert(_own(gate_up, down), x, Routes(experts, weights)).astype(x.dtype)
+    return every_expert(_experts_here(gate_up, down), x, Routes(experts, weights)).astype(x.dtype)
 
 
-def _own(gate_up: Array, down: Array) -> Own:
+def _experts_here(gate_up: Array, down: Array) -> Own:
     return Own(
         gate_up=ExpertLinear(weight=gate_up, axes=()),
         down=ExpertLinear(weight=down, axes=()),

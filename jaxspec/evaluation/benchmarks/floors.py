@@ -98,7 +98,7 @@ def _unread_experts(
     ``chosen`` in each layer of each pass; None: but for as many as are expected."""
     experts = list(layers_of_experts(model.layers))
     if chosen is None:
-        chosen = [expected_choice(one, tokens) for one in experts] * passes
+        chosen = [expected_choice(layer, tokens) for layer in experts] * passes
     return unread_bytes(experts, chosen)
 
 

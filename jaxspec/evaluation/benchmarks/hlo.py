@@ -106,19 +106,19 @@ class Program:
         frequent one in it. Products that XLA has split have no name: their scope is that of the
         instruction that reads the result.
         """
-        own = parse_scope(instruction.op_name)
+        direct = parse_scope(instruction.op_name)
         fused = [i for name in instruction.called for i in self.computations[name]]
         products = [parse_scope(i.op_name) for i in fused if i.opcode == "dot"]
-        for scope in (*products, own):
+        for scope in (*products, direct):
             if scope.part != OTHER:
                 return scope
         if not products:
             scopes = [parse_scope(i.op_name) for i in fused]
-            scopes = [s for s in scopes if s.phase != OTHER and own.phase in (OTHER, s.phase)]
+            scopes = [s for s in scopes if s.phase != OTHER and direct.phase in (OTHER, s.phase)]
             if scopes:
                 named = [s for s in scopes if s.part != OTHER]
                 return collections.Counter(named or scopes).most_common(1)[0][0]
-        return own if own.phase != OTHER else self._scope_of_readers(instruction)
+        return direct if direct.phase != OTHER else self._scope_of_readers(instruction)
 
     def _scope_of_readers(self, instruction: Instruction) -> Scope:
         """The scope of the nearest named instruction that depends on this one."""

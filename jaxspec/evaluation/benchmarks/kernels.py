@@ -107,7 +107,7 @@ def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> Compile
         program = _chain(call, benchmark.feed, [_is_data(x) for x in shapes], length, passes)
         return jax.jit(program).lower(tables, data).compile()
 
-    own, other = passes(benchmark.seconds), passes(benchmark.reference_seconds)
+    num_passes, other = passes(benchmark.seconds), passes(benchmark.reference_seconds)
     reference_chain = errors = None
     if plan.beside_reference:
         reference_chain = compiled(benchmark.reference, other)
@@ -115,9 +115,9 @@ def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> Compile
     return CompiledBenchmark(
         benchmark=benchmark,
         num_sets=num_sets,
-        calls=1 + own * length,
+        calls=1 + num_passes * length,
         reference_calls=1 + other * length,
-        chain=compiled(benchmark.call, own),
+        chain=compiled(benchmark.call, num_passes),
         reference_chain=reference_chain,
         errors=errors,
     )
@@ -138,13 +138,13 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
     error = reference_error = reference_seconds = None
     if compiled.errors is not None:
         error, reference_error = map(float, compiled.errors(*sets[0]))
-    own_seconds = seconds(compiled.chain, compiled.calls)
+    call_seconds = seconds(compiled.chain, compiled.calls)
     if compiled.reference_chain is not None:
         reference_seconds = seconds(compiled.reference_chain, compiled.reference_calls)
     return KernelTiming(
         case=benchmark.name,
         implementation=benchmark.implementation,
-        seconds=own_seconds,
+        seconds=call_seconds,
         reference_seconds=reference_seconds,
         error=error,
         reference_error=reference_error,
@@ -176,8 +176,8 @@ def _chain(
         places = list(zip(of_data, tables, strict=True))
 
         def arguments(index: int) -> Arguments:
-            own = iter(data[index % len(data)])
-            return tuple(next(own) if is_data else table for is_data, table in places)
+            data_set = iter(data[index % len(data)])
+            return tuple(next(data_set) if is_data else table for is_data, table in places)
 
         def chain(_: Array, output: Any) -> Any:
             for index in range(length):
@@ -215,7 +215,7 @@ def _errors(benchmark: Benchmark, *arguments: Array | None) -> tuple[Array, Arra
     with jax.default_matmul_precision("highest"):
         exact = benchmark.reference(*wide)
     results = benchmark.call(*arguments), benchmark.reference(*arguments)
-    error, reference_error = (relative_error(one, exact) for one in results)
+    error, reference_error = (relative_error(result, exact) for result in results)
     return error, reference_error
 
 

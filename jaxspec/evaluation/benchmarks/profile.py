@@ -90,8 +90,10 @@ def read_events(data: Any) -> list[Event]:
         for event in line.events:
             facts = dict(event.stats)
             hlo_op = str(facts.get("hlo_op", ""))
-            own = hlo_op and not event.name.startswith("end: ") and not facts.get("device_ordinal")
-            if streams or own:
+            is_program = (
+                hlo_op and not event.name.startswith("end: ") and not facts.get("device_ordinal")
+            )
+            if streams or is_program:
                 events.append(Event(event.name, hlo_op, event.start_ns, event.duration_ns))
     return sorted(events, key=lambda event: event.start_ns)
 
@@ -125,7 +127,7 @@ def summarize[Key: Hashable](
 ) -> dict[Key, Cost]:
     """Mean cost per round of the spans with equal keys, in descending order of cost."""
     spans = collections.defaultdict(list)
-    for span in itertools.chain.from_iterable(one.spans for one in rounds):
+    for span in itertools.chain.from_iterable(round_.spans for round_ in rounds):
         spans[key(span)].append(span.counted_us)
     costs = {name: Cost(sum(us) / len(rounds), len(us) / len(rounds)) for name, us in spans.items()}
     return dict(sorted(costs.items(), key=lambda item: -item[1].us))

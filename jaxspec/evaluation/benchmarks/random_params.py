@@ -43,7 +43,7 @@ def random_decoder(
 ) -> Decoder:
     """A model of random weights, sharded over the mesh's model axis if there is a mesh.
 
-    ``quantization``: of all but the LM head; see quantization.schemes.
+    ``quantization``: of all but the LM head; see models/quantized/schemes.py.
 
     Raises ValueError if ``lm_head_quantization`` is given and the LM head is the embedding table.
     """
@@ -74,10 +74,10 @@ def random_pipeline(
     layers: Sequence[int],
     seed: int,
 ) -> Pipeline:
-    """As random_decoder, for a pipeline of so many layers on each mesh."""
+    """A random model as a pipeline of so many layers on each mesh."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(meshes))
     shapes = pipeline_shapes(config, dtype, meshes, layers)
-    stages = [_random_tree(*one) for one in zip(shapes.stages, meshes[:-1], keys[:-1], strict=True)]
+    stages = [_random_tree(*job) for job in zip(shapes.stages, meshes[:-1], keys[:-1], strict=True)]
     return Pipeline(tuple(stages), _random_tree(shapes.last, meshes[-1], keys[-1]))
 
 
@@ -129,16 +129,16 @@ def _random_tree[T: Decoder | DraftHead | BlockHead | Stage](
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, _is_quantized)
     places = jax.tree.leaves(placements(shapes, mesh), is_leaf=_is_quantized)
     arrays, is_draft = [], isinstance(shapes, DraftHead)
-    of_experts = {id(one.weight) for one in expert_linears(shapes)}
+    of_experts = {id(linear.weight) for linear in expert_linears(shapes)}
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
-        own_key, name = jax.random.fold_in(key, index), weight_name(path)
+        leaf_key, name = jax.random.fold_in(key, index), weight_name(path)
         if isinstance(leaf, QUANTIZED):
             _, spread = _distribution(name, leaf.values.shape[::-1], is_draft)
-            arrays.append(random_quantized(leaf, place, own_key, spread))
+            arrays.append(random_quantized(leaf, place, leaf_key, spread))
         else:
-            own = leaf.shape[1:] if id(leaf) in of_experts else leaf.shape
-            center, spread = _distribution(name, own, is_draft)
-            arrays.append(_generator(leaf.shape, leaf.dtype, center, spread, place)(own_key))
+            matrix_shape = leaf.shape[1:] if id(leaf) in of_experts else leaf.shape
+            center, spread = _distribution(name, matrix_shape, is_draft)
+            arrays.append(_generator(leaf.shape, leaf.dtype, center, spread, place)(leaf_key))
     return jax.tree.unflatten(structure, arrays)
 
 

@@ -52,7 +52,7 @@ class Workload:
     Attributes:
       batch: number of sequences.
       context: prompt tokens of each sequence.
-      rounds: rounds of a timed call; the state has room for these after the prompt.
+      rounds: rounds of a timed call; the state has slots for their tokens after the prompt.
       repeats: number of timed calls; each starts from the prompt, with other seeds.
       sampling: how rows sample: a key of SAMPLING.
       chunk: most prompt tokens of a sequence in a call; None: LARGEST_CHUNK, or fewer.
@@ -275,7 +275,7 @@ def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> 
         return most
     slots = max_length + params.speculation.scratch_slots
     mixers = [layer.mixer for layer in params.target.config.layers]
-    heads = max([one.num_heads for one in mixers if not isinstance(one, GatedDeltaConfig)] or [1])
+    heads = max([m.num_heads for m in mixers if not isinstance(m, GatedDeltaConfig)] or [1])
     fitting = SCORE_BYTES // (4 * workload.batch * heads * slots)
     return min(most, 1 << max(4, fitting.bit_length() - 1))
 

@@ -134,13 +134,13 @@ def _serving_case(arguments: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         lengths = f"lengths of {Path(arguments['lengths']).name}"
     if arguments["shared_prefix"]:
         lengths = f"{arguments['shared_prefix']} shared + {lengths}"
-    own = f", {row['structured']} structured" if row["structured"] else ""
+    structured = f", {row['structured']} structured" if row["structured"] else ""
     cached = "" if row["prefix_cache"] else ", uncached"
     tree = arguments["tree"]
     mode = row["mode"] if tree in (None, row["mode"]) else f"{row['mode']} {tree}"
     return (
         f"{model}, serving {row['requests']} {arrivals}, {mode}, {arguments['rows']} rows, "
-        f"{lengths}{own}{cached}"
+        f"{lengths}{structured}{cached}"
     )
 
 
@@ -174,12 +174,12 @@ def compare(
             if figures is None:
                 continue
             rate = figures.tokens_per_second
-            own = {"share_of_floor": figures.share_of_floor, "ratio": None}
+            derived = {"share_of_floor": figures.share_of_floor, "ratio": None}
             if first is not None:
-                own["ratio"] = rate / first.tokens_per_second
+                derived["ratio"] = rate / first.tokens_per_second
             if run.name in watts:
-                own["tokens_per_joule"] = rate / watts[run.name]
+                derived["tokens_per_joule"] = rate / watts[run.name]
             if run.name in dollars:
-                own["tokens_per_dollar"] = rate * SECONDS_OF_HOUR / dollars[run.name]
-            records.append({"case": case, "run": run.name} | dataclasses.asdict(figures) | own)
+                derived["tokens_per_dollar"] = rate * SECONDS_OF_HOUR / dollars[run.name]
+            records.append({"case": case, "run": run.name} | dataclasses.asdict(figures) | derived)
     return records

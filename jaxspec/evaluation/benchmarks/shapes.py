@@ -208,5 +208,5 @@ def model_shape(name: str, layers: int | None = None) -> ModelConfig:
         return config
     if layers < 1:
         raise ValueError(f"--layers must be at least 1, got {layers}")
-    own = itertools.islice(itertools.cycle(config.layers), layers)
-    return dataclasses.replace(config, layers=tuple(own))
+    chosen = itertools.islice(itertools.cycle(config.layers), layers)
+    return dataclasses.replace(config, layers=tuple(chosen))

@@ -73,7 +73,7 @@ def install_command(folder: Path) -> str:
 def check_libtpu(folder: Path) -> None:
     """Raises FileNotFoundError without libtpu, ValueError if it is not for this jax."""
     found = importlib.metadata.distributions(path=[str(folder)])
-    versions = [one.version for one in found if one.metadata["Name"].lower() == "libtpu"]
+    versions = [wheel.version for wheel in found if wheel.metadata["Name"].lower() == "libtpu"]
     if not versions:
         raise FileNotFoundError(f"{folder} lacks libtpu; run: {install_command(folder)}")
     if not fnmatch.fnmatch(versions[0], libtpu_requirement()):
@@ -155,7 +155,7 @@ def count_collectives(text: str) -> dict[str, int]:
 def count_kernels(text: str) -> dict[str, int]:
     """Number of calls of each Mosaic kernel in a program's text."""
     found = [_KERNEL.search(line) for line in text.splitlines()]
-    return dict(sorted(collections.Counter(one[1] for one in found if one).items()))
+    return dict(sorted(collections.Counter(match[1] for match in found if match).items()))
 
 
 def count_copies(text: str, shapes: Iterable[tuple[int, ...]]) -> int:

@@ -68,7 +68,7 @@ def read_conversations(path: Path) -> list[tuple[str, str]]:
         raise ValueError(
             f"{path}: not a JSON list of objects with conversations of from and value: {error!r}"
         ) from None
-    pairs = [(own[0], own[1]) for own in turns if len(own) == 2]
+    pairs = [(turn[0], turn[1]) for turn in turns if len(turn) == 2]
     if not pairs:
         raise ValueError(f"{path}: no conversation has two turns")
     return pairs

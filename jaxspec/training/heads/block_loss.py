@@ -99,7 +99,7 @@ class BlockLoss:
     ) -> tuple[Array, dict[str, Array]]:
         """Loss float32 [] of a head on a batch with anchors, and metrics float32 [steps].
 
-        As draft_loss, with these metrics; those of a confidence head are ``confidence``, its mean,
+        It is draft_loss with these metrics; a confidence head has ``confidence``, its mean,
         which would be ``overlap`` if it were right, and ``confidence_error``, the mean distance.
         """
         features, hidden = target_states(target, batch, head.capture, attend)
@@ -113,7 +113,7 @@ class BlockLoss:
         def of_depth(x: tuple[Array, ...]) -> dict[str, Array]:
             outputs, wanted, before, learned, count = x
             values = self._of_logits(head, target, outputs, wanted, before)
-            return {name: jnp.where(learned, one, 0).sum() / count for name, one in values.items()}
+            return {name: jnp.where(learned, v, 0).sum() / count for name, v in values.items()}
 
         by_block = outputs, wanted, before, _learned(batch, self.steps)
         by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in by_block)
@@ -206,8 +206,8 @@ def _anchored_attention(
     context = einsum_f32("batgrd,bsgd->bgrats", grouped, context_k)
     visible = jnp.arange(size) < anchors[..., None]  # [B, A, S]
     context = jnp.where(visible[:, None, None, :, None], context, MASKED)
-    own = einsum_f32("batgrd,baugd->bgratu", grouped, k)
-    scores = jnp.concatenate([context, own], axis=-1)
+    within = einsum_f32("batgrd,baugd->bgratu", grouped, k)
+    scores = jnp.concatenate([context, within], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum_f32("bgrats,bsgd->batgrd", weights[..., :size], context_v)
     out += einsum_f32("bgratu,baugd->batgrd", weights[..., size:], v)

@@ -40,7 +40,7 @@ class Examples:
         return len(self.tokens)
 
     def prompt(self, row: int) -> list[int]:
-        """The prompt of a row: at least one token, and short enough to leave room for another."""
+        """The prompt of a row: at least one token, and short enough for another to follow."""
         count = min(max(1, int(self.prompt_lens[row])), self.tokens.shape[1] - 1)
         return self.tokens[row, :count].tolist()
 
@@ -294,9 +294,9 @@ def _rows(
     prompts: list[int] = []
 
     def add(ids: np.ndarray, marks: np.ndarray, prompt: int) -> None:
-        room = length - len(ids)
-        tokens.append(np.pad(ids, (0, room)))
-        learned.append(np.pad(marks, (0, room)))
+        padding = 0, length - len(ids)
+        tokens.append(np.pad(ids, padding))
+        learned.append(np.pad(marks, padding))
         prompts.append(min(prompt, len(ids)))
 
     stream: list[int] = []
@@ -309,11 +309,11 @@ def _rows(
                 document.learned[0][0])  # fmt: skip
         else:
             stream += document.token_ids if end is None else [*document.token_ids, end]
-    room = length - len(beginning)
-    if room < 1:
+    text_tokens = length - len(beginning)
+    if text_tokens < 1:
         raise ValueError(f"rows of {length} tokens have no room for text: give longer ones")
-    for start in range(0, len(stream) - 1, room):
-        ids = np.array(beginning + stream[start : start + room], np.int32)
+    for start in range(0, len(stream) - 1, text_tokens):
+        ids = np.array(beginning + stream[start : start + text_tokens], np.int32)
         add(ids, np.arange(len(ids)) >= len(beginning), prompt_tokens)
     if not tokens:
         return Examples(

@@ -118,7 +118,7 @@ class LossConfig:
     def __call__(
         self, head: DraftHead, target: Decoder, batch: DraftBatch, attend: Attend, counts: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """See draft_loss."""
+        """(loss, metrics), see draft_loss."""
         return draft_loss(head, target, batch, self, attend, counts)
 
     @classmethod
@@ -175,8 +175,8 @@ def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[
     scores = capped(einsum_f32("btgrd,bsgd->bgrts", grouped, first_k) * scale, heads.softcap)
     scores = [jnp.where(visible, scores, MASKED)]
     for index, (step_k, _) in enumerate(steps[1:], start=1):
-        own = _shifted(step_k, late - index)
-        score = capped(einsum_f32("btgrd,btgd->bgrt", grouped, own) * scale, heads.softcap)
+        step_key = _shifted(step_k, late - index)
+        score = capped(einsum_f32("btgrd,btgd->bgrt", grouped, step_key) * scale, heads.softcap)
         scores.append(score[..., None])
     if heads.sinks is not None:  # as a last slot, of which no value is added
         sinks = heads.sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)

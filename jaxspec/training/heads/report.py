@@ -135,11 +135,11 @@ def _read(head: Head) -> str:
     if isinstance(head, BlockHead) or head.method != "mtp":
         return f"hidden states {list(head.capture)} of the target"
     states = mtp_states(head)
-    target, own = (
-        "after" if one else "before" for one in (states.target_normed, states.own_normed)
+    target, layer = (
+        "after" if normed else "before" for normed in (states.target_normed, states.own_normed)
     )
     return (
-        f"the target's hidden state {target} its final norm, then the layer's own {own} its norm "
+        f"the target's hidden state {target} its final norm, then the layer's own {layer} its norm "
         f"(`{states.name}`)"
     )
 

@@ -1,11 +1,8 @@
-"""The host loop around draft_step.train_steps: order of the data, checkpoints and log records."""
+"""Training of a draft head: the order of its data, its steps and its evaluations."""
 
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +15,22 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import fingerprint
-from jaxspec.training.compiling import Program, compile_together
+from jaxspec.training.compiling import Program
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.data import Examples, spread_rows
 from jaxspec.training.heads.loss import DraftBatch
 from jaxspec.training.heads.states import StoredStates
 from jaxspec.training.heads.step import DraftTrainConfig, Head
 from jaxspec.training.held_out import HeldOut
-from jaxspec.training.run_folder import RunFolder, batch_shardings
-from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
+from jaxspec.training.run import Record, TrainingRun
+from jaxspec.training.run_folder import batch_shardings
+from jaxspec.training.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftRecord:
+class DraftRecord(Record):
     """One line of the training log. Lists have one entry per depth of a draft."""
 
-    step: int
-    total_steps: int | None  # None: not known yet
-    tokens: int
-    seconds: float
     total_loss: float | None = None  # None: nothing trained since the last record
     loss: list[float] | None = None
     accuracy: list[float] | None = None
@@ -54,32 +48,41 @@ class DraftRecord:
     saved: bool = False
 
 
-class DraftTraining:
+class DraftData(NamedTuple):
+    """The rows of a training; ``states``: the target's hidden states of the training rows, if they
+    were captured before."""
+
+    train: Examples
+    held_out: Examples
+    states: StoredStates | None = None
+
+
+class DraftTraining(TrainingRun[DraftRecord]):
     """Training of a head in the folder ``directory``: checkpoints, and log.jsonl of DraftRecords.
 
     Args:
-      head: float32, as made by draft_step.init_head or block_init.init_block_head.
+      head: float32, as step.init_head or block_init.init_block_head makes it.
       target: in the compute dtype.
-      states: the target's hidden states of the training rows, if they were captured before.
       data_parallel: devices that each batch is split over.
 
     Raises ValueError for too few rows, or a checkpoint that does not fit.
     """
+
+    record_type, loss_name = DraftRecord, "total_loss"
 
     def __init__(
         self,
         head: Head,
         target: Decoder,
         config: DraftTrainConfig,
-        train: Examples,
-        held_out: Examples,
+        data: DraftData,
         schedule: Schedule,
         directory: Path,
         *,
-        states: StoredStates | None = None,
         resume: bool = False,
         data_parallel: int = 1,
     ):
+        train = data.train
         if len(train) < config.batch_size:
             raise ValueError(
                 f"{len(train)} training rows are fewer than one batch of {config.batch_size}: "
@@ -90,12 +93,13 @@ class DraftTraining:
                 f"rows of {train.tokens.shape[1]} tokens leave nothing to learn to "
                 f"{config.loss.steps} steps of a draft: give longer rows or fewer steps"
             )
-        directory.mkdir(parents=True, exist_ok=True)
-        self.config, self.schedule, self._train, self._states = config, schedule, train, states
+        self.config, self.schedule, self._data = config, schedule, data
+        self.decay_fraction = config.decay_fraction
+        self.tokens_per_step = config.batch_size * train.tokens.shape[1]
         replicated, split = batch_shardings(config.batch_size // config.accumulation, data_parallel)
         self._split = split
         self._target = jax.device_put(target, replicated)
-        windows = held_out_batches(held_out, config, schedule)
+        windows = held_out_batches(data.held_out, config, schedule)
         whole = None if split is None else NamedSharding(split.mesh, P(None, DATA_AXIS))
         even = windows.tokens.shape[1] % data_parallel == 0
         # Each is [1, B, T], so that one program runs them all and time is checked between them.
@@ -106,15 +110,8 @@ class DraftTraining:
             for i in range(windows.tokens.shape[0])
         ]
         self._held_out = HeldOut(batches, schedule)
-        state = draft_step.init_state(head, config)
-        self.state = jax.device_put(state, replicated)
-        self.step, self.total_steps = 0, UNKNOWN_STEPS if schedule.steps is None else schedule.steps
-        self.records: list[DraftRecord] = []
-        self._folder = RunFolder(directory, self._fingerprint(), resume)
-        if resume:
-            self.step, self.state, total, lines = self._folder.restore(self.state)
-            self.total_steps = total if schedule.steps is None else schedule.steps
-            self.records = [DraftRecord(**line) for line in lines]
+        self.state = jax.device_put(draft_step.init_state(head, config), replicated)
+        self.open(directory, self._fingerprint(), resume)
 
     @property
     def head(self) -> Head:
@@ -126,49 +123,7 @@ class DraftTraining:
         """In the compute dtype."""
         return self._target
 
-    def run(self, note: Callable[[str], None] = lambda text: None) -> Iterator[DraftRecord]:
-        """Train to the end, yielding a record at the start and after each call on the device.
-
-        A checkpoint is written before a record with ``saved`` is yielded. The first and the last
-        record have it set: a folder that cannot be written fails before any time is spent.
-
-        Args:
-          note: called with a short description when a long operation begins.
-        """
-        started, pace = time.monotonic(), Pace(self.schedule, self.config.decay_fraction)
-        before = self.records[-1].seconds if self.records else 0.0
-        self._compile(note)
-        if not self.records:
-            note("evaluating")
-            saving = time.monotonic()
-            yield self._add(self._save(self._evaluated(self._record(0.0))))
-            pace.saved(time.monotonic() - saving)
-        note("training")
-        pace.begins(self.step)
-        while self.step < self.total_steps:
-            count = pace.steps_of_call(self.step, self.total_steps)
-            call_started = time.monotonic()
-            self.state, means = draft_step.train_steps(
-                self.state, self._target, self._batches(count), self.total_steps, self.config
-            )
-            metrics = {name: value.tolist() for name, value in means.items()}
-            if not math.isfinite(metrics["total_loss"]):
-                raise ValueError(
-                    f"the loss became {metrics['total_loss']}: lower the learning rate"
-                )
-            self.step += count
-            now = time.monotonic()
-            pace.ended(count, now - call_started)
-            rate = self._tokens(count) / (now - call_started)
-            self.total_steps = pace.total_steps(self.step, self.total_steps)
-            record = self._record(before + now - started, **metrics, tokens_per_second=rate)
-            if self._due("evaluate_every"):
-                record = self._evaluated(record)
-            yield self._add(self._save(record) if self._due("save_every") else record)
-
-    def _compile(self, note: Callable[[str], None]) -> None:
-        """Compile before the first call, so that its time does not include compilation."""
-        note("compiling")
+    def programs(self) -> list[Program]:
         (batch,) = self._batches(1)
         training = draft_step.one_step.lower(
             self.state, self._target, batch, self.total_steps, self.config
@@ -177,18 +132,29 @@ class DraftTraining:
             self.head, self._target, self._held_out.first, self.config
         )
         advice = "give a smaller batch, shorter rows or more accumulation"
-        compile_together(
-            [
-                Program("a training step", training, advice),
-                Program("an evaluation", evaluation, advice),
-            ]
+        return [
+            Program("a training step", training, advice),
+            Program("an evaluation", evaluation, advice),
+        ]
+
+    def train(self, count: int) -> dict[str, Any]:
+        self.state, means = draft_step.train_steps(
+            self.state, self._target, self._batches(count), self.total_steps, self.config
         )
+        return {name: value.tolist() for name, value in means.items()}
 
-    def _tokens(self, steps: int) -> int:
-        return steps * self.config.batch_size * self._train.tokens.shape[1]
-
-    def _due(self, event: str) -> bool:
-        return self.schedule.is_due(event, self.step, self.total_steps)
+    def evaluate(self) -> dict[str, Any]:
+        found = self._held_out.evaluate(
+            lambda batch: draft_step.evaluate(self.head, self._target, batch, self.config)
+        )
+        batches = (jax.tree.map(lambda x: x[0], batch) for batch in self._held_out.batches)
+        counts = np.array([self.config.loss.counts(batch) for batch in batches])
+        return {
+            f"held_out_{name}": np.average(
+                np.array([metrics[name] for metrics in found]), axis=0, weights=counts
+            ).tolist()
+            for name in found[0]
+        }
 
     def _batches(self, count: int) -> list[DraftBatch]:
         """The batches of the next ``count`` steps."""
@@ -196,54 +162,23 @@ class DraftTraining:
 
     def _batch(self, step: int) -> DraftBatch:
         rows = self._rows(step)
+        train, states = self._data.train, self._data.states
         batch: Any = DraftBatch(
-            tokens=self._train.tokens[rows],  # pyright: ignore[reportArgumentType]
-            learned=self._train.learned[rows],  # pyright: ignore[reportArgumentType]
+            tokens=train.tokens[rows],  # pyright: ignore[reportArgumentType]
+            learned=train.learned[rows],  # pyright: ignore[reportArgumentType]
         )
-        if self._states is not None:
-            features, hidden = self._states.read(rows)
+        if states is not None:
+            features, hidden = states.read(rows)
             batch = batch.replace(features=features, hidden=hidden)
-        random = np.random.default_rng((self.config.seed, step, 1))  # apart from the rows' order
+        random = np.random.default_rng((self.config.seed, step, 1))  # other than the rows' order
         return jax.device_put(self.config.loss.drawn(batch, random), self._split)
 
     def _rows(self, step: int) -> np.ndarray:
-        """Rows of a step's batch. Each epoch has its own order, fixed by the seed."""
-        size, per_epoch = self.config.batch_size, len(self._train) // self.config.batch_size
-        epoch, index = divmod(step, per_epoch)
-        order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train))
+        """Rows of a step's batch. Each epoch has another order, fixed by the seed."""
+        size, count = self.config.batch_size, len(self._data.train)
+        epoch, index = divmod(step, count // size)
+        order = np.random.default_rng((self.config.seed, epoch)).permutation(count)
         return order[index * size : (index + 1) * size]
-
-    def _record(self, seconds: float, **metrics: Any) -> DraftRecord:
-        return DraftRecord(
-            step=self.step,
-            total_steps=None if self.total_steps == UNKNOWN_STEPS else self.total_steps,
-            tokens=self._tokens(self.step),
-            seconds=round(seconds, 3),
-            **metrics,
-        )
-
-    def _evaluated(self, record: DraftRecord) -> DraftRecord:
-        found = self._held_out.evaluate(
-            lambda one: draft_step.evaluate(self.head, self._target, one, self.config)
-        )
-        batches = (jax.tree.map(lambda x: x[0], one) for one in self._held_out.batches)
-        counts = [self.config.loss.counts(batch) for batch in batches]
-        values = {
-            f"held_out_{name}": np.average(
-                np.array([metrics[name] for metrics in found]), axis=0, weights=np.array(counts)
-            ).tolist()
-            for name in found[0]
-        }
-        return dataclasses.replace(record, **values)
-
-    def _save(self, record: DraftRecord) -> DraftRecord:
-        self._folder.save(self.step, self.total_steps, self.state)
-        return dataclasses.replace(record, saved=True)
-
-    def _add(self, record: DraftRecord) -> DraftRecord:
-        self.records.append(record)
-        self._folder.log(dataclasses.asdict(record))
-        return record
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
@@ -253,7 +188,7 @@ class DraftTraining:
             "token_ids": fingerprint.of_weights(ids),
             "target": fingerprint.of_weights(self._target),
             "config": dataclasses.asdict(self.config),
-            "data": fingerprint.of_rows(self._train.tokens, self._train.learned),
+            "data": fingerprint.of_rows(self._data.train.tokens, self._data.train.learned),
         }
 
 

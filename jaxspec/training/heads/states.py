@@ -71,7 +71,7 @@ def capture_states(
       deadline: time.monotonic() when all must be done; None: no limit.
       report: called after each batch with the rows done and the number of rows.
 
-    Raises ValueError if the disk has too little room, the folder holds states of another model or
+    Raises ValueError if the disk has too little space, the folder holds states of another model or
     other data, or the time of the first batches shows that the deadline cannot be met.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def capture_states(
 
 
 def _check_room(directory: Path, num_rows: int, row_bytes: int) -> None:
-    """Raise ValueError if the disk has no room for more rows."""
+    """Raise ValueError if the disk has no space for more rows."""
     needed, free = num_rows * row_bytes, shutil.disk_usage(directory).free
     if needed > free:
         raise ValueError(

@@ -130,8 +130,8 @@ def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
     config = mtp_head_config(target.config, mtp)
     shapes = head_shapes(config, target.config, jnp.dtype("float32"))
     check_unrolled(config.model)
-    [own] = config.model.layers
-    places = [index for index, layer in enumerate(target.config.layers) if layer == own]
+    [head_layer] = config.model.layers
+    places = [index for index, layer in enumerate(target.config.layers) if layer == head_layer]
     last = target.layers[places[-1]]
     if jax.tree.structure(last) != jax.tree.structure(shapes.layers[0]):
         raise ValueError("an MTP layer is trained for a model whose weights are not quantized")

@@ -15,7 +15,7 @@ from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.training.data import Report
 from jaxspec.training.lm.model import num_parameters
-from jaxspec.training.lm.run import Pretraining, Record
+from jaxspec.training.lm.run import LMRecord, Pretraining
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.vocabulary import Owner
 
@@ -52,7 +52,7 @@ def export(
     (directory / "README.md").write_text(model_card(run, card))
 
 
-def plot_loss(records: list[Record], path: Path) -> None:
+def plot_loss(records: list[LMRecord], path: Path) -> None:
     """Training and held-out loss by tokens seen, as a PNG."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -19,7 +19,6 @@ from rich.table import Table
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.load import resolve_dtype
 from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.engine_options import add_drafter_bits, add_kv_options
 from jaxspec.commands.shared.shell import (
     add_model_option,
@@ -28,6 +27,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.acceptance import measure_acceptance
 from jaxspec.evaluation.number_format import with_interval
@@ -38,15 +38,11 @@ RULES = ("coupled", "top_k", "rejection")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("eval", __doc__)
+    parser = command_parser("eval-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add(
-        "--drafter",
-        default="auto",
-        help="as in generate, but not none (default: the built-in head for the built-in model, "
-        "ngram for others)",
-    )
+    add("--drafter", default="auto", help="as in generate, but not none (default: the built-in "
+        "head for the built-in model, ngram for others)")  # fmt: skip
     add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
     add_suffixes_option(parser)

@@ -24,15 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoints.load import with_kv_dtype
-from jaxspec.commands.shared.engine_options import (
-    add_kv_dtype,
-    add_layers_option,
-    add_quantization_options,
-    add_sequence_parallel_option,
-    add_tensor_parallel_option,
-)
-from jaxspec.commands.shared.head_options import check_head_options
-from jaxspec.commands.shared.run_facts import run_facts
+from jaxspec.commands.shared.run_facts import config_facts, run_facts
+from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
     command_parser,
     device_line,
@@ -41,7 +34,6 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
-from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
 from jaxspec.evaluation.benchmarks.profile import (
@@ -54,7 +46,7 @@ from jaxspec.evaluation.benchmarks.profile import (
 )
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
-from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
+from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import timed
 from jaxspec.evaluation.number_format import or_blank
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
@@ -68,23 +60,14 @@ LANES = (*PHASES, OTHER)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("profile", __doc__)
+    parser = command_parser("profile-round", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add_layers_option(parser)
+    add_shape_options(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
     add("--batch", type=int, default=1, help="number of sequences")
-    add("--context", type=int, default=512, help="prompt tokens of each sequence")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
-    add_kv_dtype(parser)
-    add_tensor_parallel_option(parser)
-    add_sequence_parallel_option(parser)
-    add_quantization_options(parser)
-    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
@@ -114,11 +97,13 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     )
     workload.check_fits(mode, config)
     progress.print(f"making random weights of {args.shape}")
-    own = args.quantization, args.lm_head_quantization
-    target, head = random_decoder(config, dtype, mesh, 0, *own), None
+    schemes = args.quantization, args.lm_head_quantization
+    target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if mode.speculation:
-        own = args.drafter_quantization
-        head = random_head_of_kind(args.draft_head, config, dtype, mesh, seed=1, quantization=own)
+        scheme = args.drafter_quantization
+        head = random_head_of_kind(
+            args.draft_head, config, dtype, mesh, seed=1, quantization=scheme
+        )
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     bench = Bench(mode, params, workload)
@@ -156,20 +141,20 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
     check(args)
     profile, run = run_profiled(args, progress)
     rounds, config = profile.rounds, model_shape(args.shape, args.layers)
-    round_us = statistics.mean(one.length_us for one in rounds)
+    round_us = statistics.mean(round_.length_us for round_ in rounds)
     costs = summarize(rounds, lambda span: span.scope)
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
     return profile, {
         **run_facts(),
         "own_kernels": run["own_kernels"],
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
-        "config": dataclasses.asdict(config),
+        "config": config_facts(config),
         "mode": run["mode"],
         "profiled_rounds": len(rounds),
         "round_us": round_us,
         "unprofiled_round_us": run["unprofiled_round_us"],
-        "gaps_us": statistics.mean(one.gaps_us for one in rounds),
-        "longest_gap_us": statistics.mean(one.longest_gap_us for one in rounds),
+        "gaps_us": statistics.mean(round_.gaps_us for round_ in rounds),
+        "longest_gap_us": statistics.mean(round_.longest_gap_us for round_ in rounds),
         "host_gap_us": profile.host_gap_us,
         "scopes": [as_row(s, costs[s], round_us, run["layer_runs"]) for s in in_order(costs)],
         "kernels": [
@@ -231,23 +216,23 @@ def make_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def plot_round(one: Round, title: str, path: Path) -> None:
+def plot_round(round_: Round, title: str, path: Path) -> None:
     """A lane for each phase, colored by part, over the milliseconds of a round."""
     figure = Figure(figsize=(14, 4), layout="constrained")
     axes = figure.subplots()
     tab20 = matplotlib.colormaps["tab20"]
     colors = {part: tab20(index) for index, part in enumerate(PARTS)} | {OTHER: (0.5, 0.5, 0.5, 1)}
     for lane, phase in enumerate(LANES):
-        spans = [span for span in one.spans if span.scope.phase == phase]
+        spans = [span for span in round_.spans if span.scope.phase == phase]
         axes.broken_barh(
             [(1e-3 * span.start_us, 1e-3 * span.duration_us) for span in spans],
             (lane - 0.4, 0.8),
             facecolors=[colors[span.scope.part] for span in spans],
         )
-    axes.set(xlabel="ms", title=title, xlim=(0, 1e-3 * one.length_us))
+    axes.set(xlabel="ms", title=title, xlim=(0, 1e-3 * round_.length_us))
     axes.set_yticks(range(len(LANES)), LANES)
     axes.invert_yaxis()
-    shown = {span.scope.part for span in one.spans}
+    shown = {span.scope.part for span in round_.spans}
     handles = [Patch(color=color, label=part) for part, color in colors.items() if part in shown]
     figure.legend(handles=handles, loc="outside right upper")
     figure.savefig(path, dpi=120)
@@ -258,7 +243,7 @@ def run(args: argparse.Namespace) -> None:
     profile, results = measure(args, progress)
     show_results(results, make_table(results), as_json=args.json, width=TABLE_WIDTH)
     if args.plot:
-        by_length = sorted(profile.rounds, key=lambda one: one.length_us)
+        by_length = sorted(profile.rounds, key=lambda round_: round_.length_us)
         title = f"{args.shape}, {results['mode']}, batch {args.batch}, context {args.context}"
         plot_round(by_length[len(by_length) // 2], title, args.plot)
 

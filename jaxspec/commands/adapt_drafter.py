@@ -23,13 +23,13 @@ from rich.progress import track
 
 from jaxspec import BUILT_IN_HEAD, LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import save_eagle_head
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
     progress_console,
     run_command,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.acceptance import Acceptance, measure_acceptance, summarize
 from jaxspec.training.heads.data import Examples, read_examples
@@ -40,14 +40,11 @@ from jaxspec.training.precision import cast_weights
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("adapt", __doc__)
+    parser = command_parser("adapt-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add(
-        "--drafter",
-        default=str(BUILT_IN_HEAD),
-        help="directory or hub id of an EAGLE head (default: the built-in one)",
-    )
+    add("--drafter", default=str(BUILT_IN_HEAD), help="directory or hub id of an EAGLE head "
+        "(default: the built-in one)")  # fmt: skip
     add("--data", type=Path, nargs="+", required=True, help="folders or files of the new domain")
     add_suffixes_option(parser)
     add("--mode", default="chain:5", help="chain:K or NODES:DEPTH:TOPK")

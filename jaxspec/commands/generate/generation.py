@@ -1,4 +1,4 @@
-"""What the command `jaxspec generate` does; its options are in generate.py."""
+"""What the command `jaxspec generate` does; its options are in __init__.py."""
 
 import argparse
 import dataclasses
@@ -69,7 +69,7 @@ def make_llm(
     return LLM.from_options(options)
 
 
-def own_program_folder(arguments: argparse.Namespace) -> Path | None:
+def local_program_folder(arguments: argparse.Namespace) -> Path | None:
     """``program_folder``; None for several processes: see docs/parallel.md."""
     if arguments.coordinator is None:
         return program_folder(arguments)
@@ -203,7 +203,7 @@ def run_chat(arguments: argparse.Namespace, processes: Processes | None) -> None
 
 def run(arguments: argparse.Namespace, prompt: str | None) -> None:
     """``prompt`` None: chat."""
-    keep_compiled_programs(own_program_folder(arguments))
+    keep_compiled_programs(local_program_folder(arguments))
     with processes_of(arguments) as processes:
         if prompt is None:
             run_chat(arguments, processes)

@@ -1,11 +1,15 @@
-"""Options of `jaxspec train-head`: the parser, and what applies to which method."""
+"""Options of `jaxspec train-drafter`: the parser, and what applies to which method."""
 
 import argparse
 from pathlib import Path
 
 from jaxspec.commands.shared.shell import add_model_option, command_parser
+from jaxspec.commands.shared.training_options import (
+    add_length_options,
+    add_optimizer_options,
+    add_suffixes_option,
+)
 from jaxspec.config.model import ModelConfig
-from jaxspec.training import data
 from jaxspec.training.heads.block_loss import BlockLoss
 from jaxspec.training.heads.loss import Loss, LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
@@ -31,7 +35,7 @@ METHODS_OF = {
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = command_parser("train-head", description)
+    parser = command_parser("train-drafter", description)
     add = parser.add_argument
     add_model_option(parser)
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
@@ -42,11 +46,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
     add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
         "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, help="training steps")
-    length.add_argument("--minutes", type=float, help="time for everything, start-up and export "
-        "included; --regenerate stops after half of it, and the answers written by then are "
-        "used")  # fmt: skip
+    add_length_options(parser, "time for everything, start-up and export included; --regenerate "
+        "stops after half of it, and the answers written by then are used")  # fmt: skip
     _add_data_options(parser)
     _add_head_options(parser)
     _add_block_options(parser)
@@ -56,26 +57,15 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("data").add_argument
-    add(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
-    )
+    group = parser.add_argument_group("data")
+    add_suffixes_option(group)
+    add = group.add_argument
     add("--length", type=int, default=512, help="tokens of a row")
-    add(
-        "--regenerate",
-        action="store_true",
-        help="let the model write the answers (of a chat, the first one)",
-    )
+    add("--regenerate", action="store_true", help="let the model write the answers (of a chat, the "
+        "first one)")  # fmt: skip
     add("--regenerate-rows", type=int, help="only so many rows (default: all)")
-    add(
-        "--regenerate-temperatures",
-        type=float,
-        nargs="+",
-        help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
-    )
+    add("--regenerate-temperatures", type=float, nargs="+", help="temperatures of the answers; row "
+        "i uses the i-th, cyclically (default: 0 1)")  # fmt: skip
     add("--answers", type=Path, help="--work of an earlier run with --regenerate: "
         "its answers are used as they are, so several heads learn from the same")  # fmt: skip
     add("--regenerate-batch", type=int, help="batch size of it (default: 64)")
@@ -110,33 +100,11 @@ def _add_block_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("training").add_argument
+    group = parser.add_argument_group("training")
+    add = group.add_argument
     add("--unroll", type=int, help="steps of the training-time test (default: the method's)")
-    add("--batch", type=int, default=32, help="rows of a step")
     add("--accumulation", type=int, default=1, help="micro-batches of a step")
-    add("--lr", type=float, default=1e-3, help="highest learning rate")
-    add("--warmup", type=int, default=100, help="steps of learning rate warm-up")
-    add("--seed", type=int, default=0, help="seed of all random numbers")
-    add(
-        "--attention",
-        choices=("auto", "xla", "cudnn"),
-        default="auto",
-        help="implementation of attention; auto: cudnn where it runs, else xla",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
-    )
-    add("--steps-per-call", type=int, default=10, help="most steps between log records")
-    add(
-        "--evaluate-every",
-        type=int,
-        default=500,
-        help="steps between evaluations on held-out files",
-    )
-    add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
+    add_optimizer_options(group, batch=32, lr=1e-3, warmup=100, steps_per_call=10)
 
 
 def loss_of(args: argparse.Namespace) -> Loss:

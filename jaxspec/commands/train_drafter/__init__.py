@@ -20,8 +20,9 @@ from jaxspec import LLM, SpeculationConfig
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
-from jaxspec.commands.train_head import options as train_head_options
-from jaxspec.commands.train_head.options import BLOCK, block_size, check_options, train_config
+from jaxspec.commands.shared.training_options import schedule_of
+from jaxspec.commands.train_drafter import options
+from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.llm.tokenizer import load_tokenizer
@@ -33,7 +34,7 @@ from jaxspec.training.heads import data as draft_data
 from jaxspec.training.heads.block_init import default_mask, init_block_head, new_block_config
 from jaxspec.training.heads.data import ExampleReport, Examples
 from jaxspec.training.heads.report import DraftCard, export_head
-from jaxspec.training.heads.run import DraftRecord, DraftTraining
+from jaxspec.training.heads.run import DraftData, DraftRecord, DraftTraining
 from jaxspec.training.heads.states import StoredStates, capture_states
 from jaxspec.training.heads.step import DraftTrainConfig, Head, init_head, init_mtp_layer
 from jaxspec.training.lm.model import num_parameters
@@ -41,7 +42,7 @@ from jaxspec.training.precision import attention_of
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
 from jaxspec.training.run_folder import check_resumable
-from jaxspec.training.schedule import Schedule, deadline_of
+from jaxspec.training.schedule import deadline_of
 
 # Shares of a time budget: reserved for the last export; at whose end each part of --regenerate must
 # be done, in this order; and at whose end --store-states must be done.
@@ -53,10 +54,10 @@ MARKOV_RANK = 256  # of the published DSpark heads
 
 
 def make_parser() -> argparse.ArgumentParser:
-    return train_head_options.make_parser(__doc__)
+    return options.make_parser(__doc__)
 
 
-def own_answers(
+def model_answers(
     args: argparse.Namespace, console: Console, train: Examples, held_out: Examples, started: float
 ) -> tuple[Examples, Examples]:
     """Rows (training, held out) with the model's own answers, as many as there is time for.
@@ -112,8 +113,8 @@ def prepare_rows(
     console.print(str(report))
     if not args.regenerate:
         return train, held_out, report
-    own, held_out = own_answers(args, console, train, held_out, started)
-    train = concatenate(own, train) if args.keep_text else own
+    answers, held_out = model_answers(args, console, train, held_out, started)
+    train = concatenate(answers, train) if args.keep_text else answers
     learned = int(train.learned.sum())
     report = dataclasses.replace(
         report, train_rows=len(train), held_out_rows=len(held_out), learned_tokens=learned
@@ -175,7 +176,7 @@ def new_head(
 
 
 def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockConfig | None:
-    """Of a block head for a target; None for other methods."""
+    """The config of a new block head; None for other methods."""
     if args.method not in BLOCK:
         return None
     mask, rank = args.mask_token, args.markov_rank
@@ -216,14 +217,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         check_resumable(args.work)
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
     config = train_config(args, draft_layers(model).layers[0].attention.head_dim)
-    schedule = Schedule(
-        steps=args.steps,
-        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
-        steps_per_call=args.steps_per_call,
-        evaluate_every=args.evaluate_every,
-        save_every=args.save_every,
-        evaluation_tokens=1 << 17,
-    )
+    schedule = schedule_of(args, started, EXPORT_SHARE, evaluation_tokens=1 << 17)
     train_rows, held_out, report = prepare_rows(args, console, started)
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
@@ -236,8 +230,8 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
             "--work are reused)"
         )
     run = DraftTraining(
-        head, target, config, train_rows, held_out, schedule, args.work,
-        states=states, resume=args.resume, data_parallel=jax.device_count(),
+        head, target, config, DraftData(train_rows, held_out, states), schedule, args.work,
+        resume=args.resume, data_parallel=jax.device_count(),
     )  # fmt: skip
     card = DraftCard(
         name=args.out.name,

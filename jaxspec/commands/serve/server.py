@@ -1,4 +1,4 @@
-"""What the command `jaxspec serve` does; its options are in serve.py."""
+"""What the command `jaxspec serve` does; its options are in __init__.py."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.generate.run import own_program_folder
+from jaxspec.commands.generate.generation import local_program_folder
 from jaxspec.commands.shared.engine_config import engine_config, llm_options, with_memory
 from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs
@@ -93,13 +93,13 @@ def load_engines(
 ) -> AsyncLLM | ReplicatedLLM:
     """An engine on each mesh. Later ones find the programs that the first has compiled, on GPUs."""
     tokenizer, engines = TextTokenizer(arguments.model), []
-    for mesh, own in zip(meshes, metrics.members, strict=True):
+    for mesh, member in zip(meshes, metrics.members, strict=True):
         which = f"engine {len(engines) + 1} of {len(meshes)}: " if len(meshes) > 1 else ""
         show(f"{which}loading {name}")
         llm = make_llm(arguments, mesh, tokenizer, processes)
         warm_up(llm.engine, arguments.warm_up, lambda text, which=which: show(which + text))
-        own.watch(llm.engine)
-        engines.append(AsyncLLM(llm, on_chunk=own.observe))
+        member.watch(llm.engine)
+        engines.append(AsyncLLM(llm, on_chunk=member.observe))
     return engines[0] if len(engines) == 1 else ReplicatedLLM(engines)
 
 
@@ -109,7 +109,7 @@ def read_template(path: Path | None) -> str | None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
-    keep_compiled_programs(own_program_folder(arguments))
+    keep_compiled_programs(local_program_folder(arguments))
     with processes_of(arguments) as processes:
         if processes is None or processes.leads:
             lead(arguments, processes)
@@ -137,8 +137,8 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     try:
         asyncio.run(_serve(arguments, meshes, service, metrics, processes))
     finally:
-        for own in metrics.members:
-            own.close()
+        for member in metrics.members:
+            member.close()
     end_if_loading()
 
 
@@ -150,8 +150,8 @@ async def _serve(
     processes: Processes | None,
 ) -> None:
     console = progress_console()
-    own = os.environ.get("JAXSPEC_API_KEY")
-    keys = arguments.api_key or ([own] if own else [])
+    default_key = os.environ.get("JAXSPEC_API_KEY")
+    keys = arguments.api_key or ([default_key] if default_key else [])
     app = make_app(
         service,
         metrics,

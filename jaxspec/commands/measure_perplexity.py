@@ -17,13 +17,13 @@ from rich.table import Table
 
 from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.commands.shared.data_options import add_suffixes_option
 from jaxspec.commands.shared.shell import (
     command_parser,
     progress_console,
     run_command,
     show_results,
 )
+from jaxspec.commands.shared.training_options import add_suffixes_option
 from jaxspec.evaluation.number_format import with_interval
 from jaxspec.evaluation.perplexity import Scores, difference, summarize
 from jaxspec.llm.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ from jaxspec.training.progress import counting, progress_bar
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("perplexity", __doc__)
+    parser = command_parser("measure-perplexity", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", default=[str(BUILT_IN_MODEL)], help="model directories or hub ids "
         "with one vocabulary (default: the built-in model)")  # fmt: skip
@@ -73,9 +73,9 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             show = counting(progress, f"{Path(name).name}, layer")
             scores.append(score(model, rows.tokens, rows.learned, args.batch, show))
     results = []
-    for name, own in zip(args.model, scores, strict=True):
-        worse, interval = difference(scores[0], own)
-        found = dataclasses.asdict(summarize(own))
+    for name, model_scores in zip(args.model, scores, strict=True):
+        worse, interval = difference(scores[0], model_scores)
+        found = dataclasses.asdict(summarize(model_scores))
         results.append({"model": name, **found, "worse": worse, "worse_interval": interval})
     return {"device": jax.devices()[0].device_kind, "results": results}
 
@@ -89,10 +89,10 @@ def make_table(report: dict[str, Any]) -> Table:
         "worse than the first, nats a token (95 %)",
         title=f"{tokens:,} tokens of {sequences} held-out rows, on {report['device']}",
     )
-    for own in report["results"]:
-        perplexity = with_interval(own["perplexity"], own["perplexity_interval"], ".3f")
-        worse = with_interval(own["worse"], own["worse_interval"], "+.4f")
-        table.add_row(own["model"], perplexity, "" if own is first else worse)
+    for result in report["results"]:
+        perplexity = with_interval(result["perplexity"], result["perplexity_interval"], ".3f")
+        worse = with_interval(result["worse"], result["worse_interval"], "+.4f")
+        table.add_row(result["model"], perplexity, "" if result is first else worse)
     return table
 
 

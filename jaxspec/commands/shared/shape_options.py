@@ -1,0 +1,53 @@
+"""Options of benchmarks of a model's shape, with random weights."""
+
+import argparse
+from collections.abc import Sequence
+
+from jaxspec.commands.shared.engine_options import (
+    add_kv_dtype,
+    add_quantization_options,
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
+from jaxspec.commands.shared.shell import given_option
+from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
+from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode
+from jaxspec.evaluation.benchmarks.shapes import SHAPES
+
+KERNELS_HELP = "auto (all on a Hopper GPU), all, none or a comma list"
+
+
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """The model's shape, its weights and cache, and the devices that share it."""
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add("--layers", type=int, help="layers of the target; fewer compile faster and need less "
+        "memory (default: the shape's)")  # fmt: skip
+    add("--context", type=int, default=512, help="prompt tokens of each sequence")
+    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add_kv_dtype(parser)
+    add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
+    add_quantization_options(parser)
+    add("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
+    add("--kernels", default="auto", help=KERNELS_HELP)
+
+
+def check_head_options(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    modes: Sequence[Mode],
+    names: Sequence[str] = ("draft_head", "drafter_quantization"),
+) -> None:
+    """Raise ValueError for an option of the head, by these names of their values, that would do
+    nothing in ``modes``, and for a head that is to be quantized twice."""
+    option = given_option(parser, args, names)
+    if option is not None and not any(mode.speculation for mode in modes):
+        raise ValueError(
+            f"{option} would do nothing, as plain decoding has no draft head: leave it out, or "
+            "give a mode that drafts, such as chain:5"
+        )
+    if args.drafter_quantization and any(mode.in_eight_bits for mode in modes):
+        raise ValueError(
+            f"--drafter-quantization and modes with {EIGHT_BITS} exclude each other: take one"
+        )

@@ -1,0 +1,55 @@
+"""The options that trainings share, and the schedule that they mean."""
+
+import argparse
+
+from jaxspec.training import data
+from jaxspec.training.schedule import Schedule, deadline_of
+
+
+def add_suffixes_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES),
+        help="suffixes of the files to read in folders")  # fmt: skip
+
+
+def add_length_options(parser: argparse.ArgumentParser, minutes: str) -> None:
+    """``steps`` or ``minutes``, which has this help."""
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--steps", type=int, help="training steps")
+    add("--minutes", type=float, help=minutes)
+
+
+def add_optimizer_options(
+    group: argparse._ActionsContainer, *, batch: int, lr: float, warmup: int, steps_per_call: int
+) -> None:
+    """How a step is taken, and what happens between steps; the arguments are defaults."""
+    add = group.add_argument
+    add("--batch", type=int, default=batch, help="rows of a step")
+    add("--lr", type=float, default=lr, help="highest learning rate")
+    add("--warmup", type=int, default=warmup, help="steps of learning rate warm-up")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
+    add("--attention", choices=("auto", "xla", "cudnn"), default="auto", help="implementation of "
+        "attention; auto: cudnn where it runs, else xla")  # fmt: skip
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="dtype of the "
+        "computation; auto: bfloat16 on a GPU, else float32")  # fmt: skip
+    add("--steps-per-call", type=int, default=steps_per_call, help="most steps between log records")
+    add("--evaluate-every", type=int, default=500, help="steps between evaluations on held-out "
+        "files")  # fmt: skip
+    add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
+
+
+def schedule_of(
+    args: argparse.Namespace, started: float, export_share: float, evaluation_tokens: int = 1 << 20
+) -> Schedule:
+    """The schedule that the options mean.
+
+    Args:
+      export_share: share of a time budget that is reserved for the last export.
+    """
+    return Schedule(
+        steps=args.steps,
+        deadline=deadline_of(started, args.minutes, 1 - export_share),
+        steps_per_call=args.steps_per_call,
+        evaluate_every=args.evaluate_every,
+        save_every=args.save_every,
+        evaluation_tokens=evaluation_tokens,
+    )
