@@ -199,12 +199,12 @@ TOKEN_SECONDS = 1e-6  # of a prompt in the kernel, at least
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    """Trees that are read, the same by a triangular system, rounds (a tree read and its path
-    committed), rounds that keep a state per node, and prompts."""
-    rounds = (read_benchmark, transform_benchmark, round_benchmark, snapshot_benchmark)
+    """Trees that are read, rounds (a tree read and its path committed), rounds that keep a state
+    per node, and prompts."""
+    rounds = (read_benchmark, round_benchmark, snapshot_benchmark)
     return [
-        *(make(one) for make in rounds for one in BENCHMARK_ROUNDS),
-        *(run_benchmark(one) for one in BENCHMARK_RUNS),
+        *(make(size) for make in rounds for size in BENCHMARK_ROUNDS),
+        *(run_benchmark(size) for size in BENCHMARK_RUNS),
     ]
 
 
@@ -221,16 +221,6 @@ def read_benchmark(size: Round) -> Benchmark:
         flops=size.case.read_flops,
         implementation=implementation,
         reference_seconds=size.case.nodes * STEP_SECONDS,
-    )
-
-
-def transform_benchmark(size: Round) -> Benchmark:
-    """The read by one triangular system over the whole tree; the reference is that of the read."""
-    return dataclasses.replace(
-        read_benchmark(size),
-        name=f"read by transform {size}",
-        call=functools.partial(calls.read_by_transform, levels=len(size.levels)),
-        implementation="reference",
     )
 
 

@@ -22,7 +22,6 @@ from pallas_kernels.delta_rule.cases import (
     round_benchmark,
     run_benchmark,
     snapshot_benchmark,
-    transform_benchmark,
 )
 from pallas_kernels.delta_rule.reference import delta_commit_reference
 from pallas_kernels.delta_rule.tokens import Tokens
@@ -31,7 +30,7 @@ from tests.helpers.programs import FAST_COMPILE
 
 TREE = Round(Case(2, 9, groups=2, v_dim=8, capacity=4, k_dim=16), (1, 3, 3, 2), pool=4)
 ROOT = Round(Case(2, 1, groups=1, v_dim=8, capacity=4, k_dim=16), (1,), pool=6)
-KINDS = (read_benchmark, transform_benchmark, round_benchmark, snapshot_benchmark, run_benchmark)
+KINDS = (read_benchmark, round_benchmark, snapshot_benchmark, run_benchmark)
 IN_JNP = (round_benchmark, run_benchmark)
 
 
