@@ -273,14 +273,14 @@ class DeltaState(Pytree):
         return jax.tree.map(lambda x: x[rows], self)
 
     def put(self, saved: Self, pages: Array, rows: Array) -> Self:
-        return jax.tree.map(lambda x, one: x.at[rows].set(one), self, saved)
+        return jax.tree.map(lambda x, rows_saved: x.at[rows].set(rows_saved), self, saved)
 
     # Parts of the above.
 
     def _window(self, rows: Array, held: Array) -> DeltaInputs:
         """The first ``held`` [B] entries of the rows' windows; the others change nothing."""
-        own = jax.tree.map(lambda x: x[rows], self.window)
-        return own.where(jnp.arange(self.folded) < held[:, None])
+        window = jax.tree.map(lambda x: x[rows], self.window)
+        return window.where(jnp.arange(self.folded) < held[:, None])
 
     def _aligned(self, rows: Array, held: Array, new: DeltaInputs, counts: Array) -> DeltaInputs:
         """The windows of the rows with ``counts`` [B] inputs of new [B, T, ...] after them, padded
@@ -315,7 +315,7 @@ class DeltaState(Pytree):
         last = _tokens(every, counts[:, None] + jnp.arange(past))
         return self.replace(
             window=jax.tree.map(
-                lambda x, one: x.at[target].set(one, mode="drop"), self.window, window
+                lambda x, new_rows: x.at[target].set(new_rows, mode="drop"), self.window, window
             ),
             channels=self.channels.at[target].set(last, mode="drop"),
         )

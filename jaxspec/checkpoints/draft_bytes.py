@@ -84,5 +84,5 @@ def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
 
 def _written_from(head: DraftHead) -> int:
     """Bytes of weights that a head's keys and values are computed with."""
-    qkv = [one.mixer.qkv for one in head.layers[:1] if isinstance(one.mixer, Attention)]
+    qkv = [layer.mixer.qkv for layer in head.layers[:1] if isinstance(layer.mixer, Attention)]
     return local_bytes((head.front, qkv))

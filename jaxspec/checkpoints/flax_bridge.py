@@ -161,10 +161,10 @@ def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tenso
         if path not in arrays:
             problems.append(f"{name} should be at {path}, which is not there")
             continue
-        own, wanted = arrays[path].dtype, tensor.dtype
-        if jnp.issubdtype(wanted, jnp.floating) and not jnp.issubdtype(own, jnp.floating):
+        found, wanted = arrays[path].dtype, tensor.dtype
+        if jnp.issubdtype(wanted, jnp.floating) and not jnp.issubdtype(found, jnp.floating):
             problems.append(
-                f"{path} is {own}, {name} needs floats: give the values that it stands for"
+                f"{path} is {found}, {name} needs floats: give the values that it stands for"
             )
             continue
         try:

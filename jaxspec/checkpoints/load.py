@@ -127,8 +127,8 @@ def load(
         speculation = speculation.with_shape(PLAIN)
     if isinstance(drafter, str | Path):
         name = choose_drafter(model, drafter)
-        own = (meshes[-1], shard_drafter)
-        drafter = load_drafter(name, directory, config, speculation, resolved, *own)
+        placement = (meshes[-1], shard_drafter)
+        drafter = load_drafter(name, directory, config, speculation, resolved, *placement)
     drafter = in_bits(drafter, drafter_bits, meshes[-1])
     stages: tuple[Stage, ...] = ()
     if target is not None:
@@ -139,8 +139,10 @@ def load(
         if stage_layers is None:
             lm_head = _lm_head_bytes(config, resolved, drafter_bits) // meshes[-1].size
             drafted = draft_weight_bytes(drafter, speculation.max_depth, lm_head)
-            apart = drafter_mesh is not None
-            stage_layers = chosen_layers(config, resolved, meshes, drafted, apart=apart)
+            own_drafter_devices = drafter_mesh is not None
+            stage_layers = chosen_layers(
+                config, resolved, meshes, drafted, apart=own_drafter_devices
+            )
         check_layers(stage_layers, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, stage_layers)
     params = EngineParams(
@@ -203,13 +205,13 @@ def _scaled(params: EngineParams, scales: KVScaleFile) -> EngineParams:
         count = count_attentions(part)
         parts.append((part, rest[:count]))
         rest = rest[count:]
-    if rest or any(len(own) != count_attentions(part) for part, own in parts):
+    if rest or any(len(scales) != count_attentions(part) for part, scales in parts):
         raise ValueError(
             f"kv_scales has {len(scales.target)} layers of the target, which has "
             f"{sum(count_attentions(part) for part, _ in parts)}"
         )
     *stages, target = (
-        with_kv_scales(part, own, getattr(part, "mesh", params.mesh)) for part, own in parts
+        with_kv_scales(part, scales, getattr(part, "mesh", params.mesh)) for part, scales in parts
     )
     drafter = params.drafter
     if scales.drafter and count_attentions(drafter):

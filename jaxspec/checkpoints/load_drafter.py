@@ -46,8 +46,8 @@ def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
             return f"{MIXED}{BUILT_IN_HEAD}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
-    mixed, own = split_mixed(drafter)
-    choice = MtpChoice.parse(own)
+    mixed, partner = split_mixed(drafter)
+    choice = MtpChoice.parse(partner)
     if choice is None or not isinstance(drafter, str):
         return drafter
     mtp = load_model_config(resolve_directory(model)).mtp
@@ -75,7 +75,7 @@ def load_drafter(
         return _mtp_drafter(model_directory, target, speculation, dtype, mesh, sharded, choice)
     mixture, mixed = split_mixed(drafter)
     if mixture:
-        own = mixed_lookup(mixture)
+        lookup = mixed_lookup(mixture)
         if mixed in ("", "none", "auto") or split_mixed(mixed)[0] or lookup_drafter(mixed):
             raise ValueError(
                 f"drafter {drafter!r}: after {mixture} give mtp, or the directory or hub id of a "
@@ -83,7 +83,7 @@ def load_drafter(
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
         skips = platform_of(mesh) != "gpu"  # there a round is one CUDA graph, or several
-        return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own, may_skip=skips)
+        return MixedDrafter(model=load_drafter(mixed, *rest), lookup=lookup, may_skip=skips)
     lookup = lookup_drafter(drafter)
     if lookup is not None:
         return lookup

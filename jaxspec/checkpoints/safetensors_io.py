@@ -250,7 +250,7 @@ def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
     """Stored dtypes that may be read as ``dtype``: floats are cast, others must be the same."""
     if dtype in FLOATS:
         return FLOAT_DTYPES
-    return tuple(name for name, own in EXACT_DTYPES.items() if own == dtype)
+    return tuple(name for name, supported in EXACT_DTYPES.items() if supported == dtype)
 
 
 def _load_array(
@@ -342,12 +342,12 @@ def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]
     groups, used = [[]], 0
     names: set[str] = set()
     for leaf, split in leaves:
-        own = set(tensor_shapes([(leaf, split)]))
-        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES and not own & names:
+        leaf_names = set(tensor_shapes([(leaf, split)]))
+        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES and not leaf_names & names:
             groups.append([])
             used = 0
         groups[-1].append((leaf, split))
-        used, names = used + leaf.nbytes, own
+        used, names = used + leaf.nbytes, leaf_names
     return groups
 
 

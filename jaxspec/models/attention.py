@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import PagedKV, PagedLatent
-from jaxspec.cache.spread import own_slots
+from jaxspec.cache.spread import local_slots
 from jaxspec.config.latent import LatentConfig
 from jaxspec.models.forward_pass import Heads, LatentHeads
 from jaxspec.parallel import Axes
@@ -149,7 +149,7 @@ class PagedAttend(Pytree):
                 "sums that do not depend on the order of slots need whole sequences on a device: "
                 "take sp 1, or leave out deterministic and verify_width"
             )
-        own_size, axes = state.k.shape[2], state.spread
+        local_size, axes = state.k.shape[2], state.spread
         part = partial_attention(
             queries,
             state.k,
@@ -159,7 +159,7 @@ class PagedAttend(Pytree):
             self.positions,
             self.ancestors,
             self.kv_lens,
-            shard_offset(own_size, axes),
+            shard_offset(local_size, axes),
             *heads.scales,
             page_size=state.page_size,
             window=window,
@@ -176,29 +176,29 @@ def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, Page
     """Queries [B, T, Q, D] of all tokens, and the state with their keys and values at ``slots``
     [B, T]."""
     if state.spread:
-        heads, slots = heads.of_all_tokens(), own_slots(slots, state.k.shape[2], state.spread)
+        heads, slots = heads.of_all_tokens(), local_slots(slots, state.k.shape[2], state.spread)
     queries, k, v = heads.written(state.k, state.v, slots)
     return queries, state.replace(k=k, v=v)
 
 
 @jax.named_scope("attention")
 def _merged(
-    part: PartialAttention, axes: Axes, own_count: int | None, sinks: Array | None
+    part: PartialAttention, axes: Axes, local_count: int | None, sinks: Array | None
 ) -> Array:
     """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
 
-    ``own_count``: each device gets the next so many tokens only, with padding after the last.
+    ``local_count``: each device gets the next so many tokens only, with padding after the last.
     """
     if sinks is not None:  # one device has the slot
         is_first = lax.axis_index(axes) == 0
         part = with_sinks(part, jnp.where(is_first, sinks, MASKED))
-    own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
-    if own_count is None:
-        parts = lax.all_gather(own, axes)
+    packed = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
+    if local_count is None:
+        parts = lax.all_gather(packed, axes)
     else:
-        missing = own_count * lax.axis_size(axes) - own.shape[1]
-        padded = jnp.pad(own, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1.0)
-        split = padded.reshape(own.shape[0], -1, own_count, *own.shape[2:])
+        missing = local_count * lax.axis_size(axes) - packed.shape[1]
+        padded = jnp.pad(packed, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1.0)
+        split = padded.reshape(packed.shape[0], -1, local_count, *packed.shape[2:])
         parts = lax.all_to_all(split.swapaxes(0, 1), axes, split_axis=0, concat_axis=0)
     return merge_partials(PartialAttention(parts[..., :-2], parts[..., -2], parts[..., -1]))
 
@@ -289,9 +289,9 @@ def _written_out_attention(
     visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     scores = jnp.where(visible, scores, MASKED)
     if sinks is not None:  # as a last slot, of which no value is added
-        own = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
-        own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, own], axis=-1)
+        sink_scores = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
+        sink_scores = jnp.broadcast_to(sink_scores, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink_scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
     return out.astype(q.dtype).reshape(*outer, head_dim)

@@ -25,7 +25,7 @@ from jaxspec.parallel.collectives import (
     all_gather,
     all_reduce,
     all_tokens,
-    own_tokens,
+    local_tokens,
     padded_tokens,
     reduce_scatter,
     shard_offset,
@@ -106,7 +106,7 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
         head = linear_shape(("whole_hidden", "vocab"), (hidden, vocab), dtype)
     return Decoder(
         embed=array_shape(vocab, hidden, dtype=dtype),
-        layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
+        layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
         lm_head=head,
         config=config,
@@ -137,7 +137,7 @@ def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
     tokens [B, T] where ``layout`` splits them."""
     if layout.tokens:  # the sequence first, then the model
         tokens = padded_tokens(tokens, layout.tokens)
-        tokens = own_tokens(tokens, layout.sequence)
+        tokens = local_tokens(tokens, layout.sequence)
     rows = _own_rows(decoder, tokens)
     over = tuple(axis for axis in layout.vocab if axis in layout.tokens)
     rows = reduce_scatter(rows, over, dimension=1)
@@ -203,8 +203,8 @@ def run(
     first = step.norm(x, norms[0])
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
     residuals: dict[int, Any] = {} if before is None else before.residuals
-    own = enumerate([x, *after], config.num_layers - len(decoder.layers))
-    residuals |= dict(own) | {FINAL_NORM: normed}
+    numbered = enumerate([x, *after], config.num_layers - len(decoder.layers))
+    residuals |= dict(numbered) | {FINAL_NORM: normed}
     captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
     whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, tokens.shape[1])
     if captured is not None:

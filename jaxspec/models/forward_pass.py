@@ -156,7 +156,7 @@ class ForwardPass:
         self, x: Array, product: Product, weight: Array, axis: str
     ) -> tuple[Array, Array]:
         taking = self._taking("reduce_add_rms_norm", exchange_takes_partials)
-        partials = product.own_sums(self.kernels, taking)
+        partials = product.local_sums(self.kernels, taking)
         with jax.named_scope("norm"):
             if self.apart:
                 partials = lax.optimization_barrier(partials)
@@ -274,15 +274,15 @@ class Heads:
     @property
     def scales(self) -> tuple[Array | None, Array | None]:
         """Of keys and of values in 8-bit pages [G], or None."""
-        own = self.kv_scales
-        return (None, None) if own is None else (own.k, own.v)
+        kv_scales = self.kv_scales
+        return (None, None) if kv_scales is None else (kv_scales.k, kv_scales.v)
 
     def of_all_tokens(self) -> "Heads":
         """The heads of all tokens, on every device."""
         if not self.tokens:
             return self
-        own = sum_partials(self.partials, len(self.rope), self.dtype)
-        whole = all_tokens(own, self.tokens, self.rope.shape[1])
+        qkv = sum_partials(self.partials, len(self.rope), self.dtype)
+        whole = all_tokens(qkv, self.tokens, self.rope.shape[1])
         return dataclasses.replace(self, partials=whole[None], tokens=())
 
     def rotated(self) -> tuple[Array, Array, Array]:

@@ -41,8 +41,8 @@ class Layer(Pytree):
         there is one, else that of what the MLP reads.
         """
 
-        def norm(name: str, own: Array | None) -> Any:
-            return filler.norm(f"{prefix}{name}_layernorm.weight", own)
+        def norm(name: str, weight: Array | None) -> Any:
+            return filler.norm(f"{prefix}{name}_layernorm.weight", weight)
 
         before_mlp = "post_attention" if self.mixer_norm is None else "pre_feedforward"
         return self.replace(

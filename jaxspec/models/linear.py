@@ -227,7 +227,7 @@ class Product:
             x = all_tokens(self.x, _among(layout.tokens, *outputs))
             whole = dataclasses.replace(self, x=all_gather(x, ways.gathered))
         is_split = bool(ways.summed or ways.scattered)
-        partials = whole.own_sums(kernels, _never if is_split else takes_partials)
+        partials = whole.local_sums(kernels, _never if is_split else takes_partials)
         with jax.named_scope(self.scope):
             first = partials.ndim - len(self.linear.out_shape)  # dimension of the output
             partials = reduce_scatter(partials, ways.scattered, first + ways.dimension)
@@ -242,7 +242,9 @@ class Product:
             return self.linear(self.x, kernels)
         return self.partial_sums(layout, kernels, _never)[0]
 
-    def own_sums(self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]) -> Array:
+    def local_sums(
+        self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
         """As ``partial_sums``, but of this device's part of the product, and without the bias."""
         linear = self.linear
         with jax.named_scope(self.scope):

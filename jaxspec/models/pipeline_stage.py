@@ -109,7 +109,7 @@ class Passage(Pytree):
 def new_passage(x: Array, attend: PagedAttend) -> Passage:
     """Tokens with embeddings x [B, T, H], at rotary positions ``attend.positions``."""
     columns = [attend.rows, attend.context_lens, attend.kv_lens]
-    parts = [one[:, None] for one in columns]
+    parts = [column[:, None] for column in columns]
     parts += [attend.page_table, attend.slots, attend.positions]
     words = 0
     if attend.ancestors is not None:
@@ -117,7 +117,7 @@ def new_passage(x: Array, attend: PagedAttend) -> Passage:
         parts.append(attend.ancestors.reshape(len(x), -1))
     return Passage(
         states=x,
-        tokens=jnp.concatenate([one.astype(jnp.int32) for one in parts], axis=1),
+        tokens=jnp.concatenate([part.astype(jnp.int32) for part in parts], axis=1),
         columns=attend.page_table.shape[1],
         words=words,
         order_invariant=attend.order_invariant,
@@ -148,8 +148,10 @@ def run_stage(
     normed = step.norm(start, stage.layers[0].input_norm)
     after, _, states = run_layers(stage.layers, start, normed, states, step, None)
     *entering, x = [start, *after]
-    own = dict(enumerate(entering, stage.first))
-    return states, passage.after(x, {index: own[index] for index in captured_here(stage, capture)})
+    residuals = dict(enumerate(entering, stage.first))
+    return states, passage.after(
+        x, {index: residuals[index] for index in captured_here(stage, capture)}
+    )
 
 
 def captured_here(stage: Stage, capture: tuple[int, ...]) -> list[int]:

@@ -139,13 +139,13 @@ def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, A
     longest = min(case.nodes, 6, case.capacity)
     ancestors = np.zeros((case.batch, case.nodes, case.nodes), bool)
     path, counts = np.zeros((case.batch, longest), np.int32), np.zeros(case.batch, np.int32)
-    for row, own in enumerate(ancestors):
+    for row, mask in enumerate(ancestors):
         for node in range(case.nodes):
-            parents = [other for other in range(node) if own[other].sum() < longest]
+            parents = [other for other in range(node) if mask[other].sum() < longest]
             if parents:
-                own[node] = own[rng.choice(parents)]
-            own[node, node] = True
-        accepted = np.flatnonzero(own[rng.integers(case.nodes)])
+                mask[node] = mask[rng.choice(parents)]
+            mask[node, node] = True
+        accepted = np.flatnonzero(mask[rng.integers(case.nodes)])
         counts[row] = len(accepted) if row != 1 else 0  # a row that does not change
         path[row, : len(accepted)] = accepted
     depth = jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)
@@ -332,5 +332,5 @@ def _leveled_trees(size: Round) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         parents = rng.integers(above, first, (batch, end - first))
         ancestors[:, first:end] |= np.take_along_axis(ancestors, parents[..., None], axis=1)
     depth = np.repeat(np.arange(len(size.levels), dtype=np.int32), size.levels)
-    path = np.stack([np.flatnonzero(own[-1]) for own in ancestors]).astype(np.int32)
+    path = np.stack([np.flatnonzero(mask[-1]) for mask in ancestors]).astype(np.int32)
     return ancestors, np.broadcast_to(depth, (batch, len(depth))), path

@@ -87,8 +87,8 @@ def delta_read_mosaic(
             v = _load(v_ref.at[sequence, node, group, value, columns], BY_COLUMN)
             written = b_ref[sequence, node, group, value] * (v - decay * by_key)
             written_ref[node] = written
-            own = gram_ref[sequence, group, 1, node, node]
-            out_ref[sequence, node, group, value, columns] = decay * by_query + own * written
+            diagonal = gram_ref[sequence, group, 1, node, node]
+            out_ref[sequence, node, group, value, columns] = decay * by_query + diagonal * written
 
     kernel = plgpu.kernel(
         delta_read_kernel,
@@ -135,24 +135,24 @@ def delta_run_mosaic(
         until = jnp.maximum((first + count) // capacity * capacity - first, 0)
         old = functools.partial(_token, Tokens(wk_ref, wv_ref, wg_ref, wb_ref), row)
         new = functools.partial(_token, Tokens(k_ref, v_ref, g_ref, b_ref), sequence)
-        own = group, value, columns
+        part = group, value, columns
 
         def apply(place: Any, carry: Any) -> Any:
             tile, token = carry
-            following = old(jnp.minimum(place + 1, first - 1), *own)
+            following = old(jnp.minimum(place + 1, first - 1), *part)
             return _applied(tile, token), following
 
         def read(index: Any, carry: Any) -> Any:
             tile, token = carry
             query = _load(q_ref.at[sequence, index, group], BY_KEY)
-            following = new(jnp.minimum(index + 1, count - 1), *own)
+            following = new(jnp.minimum(index + 1, count - 1), *part)
             tile = _applied(tile, token)
             out_ref[sequence, index, group, value, columns] = _read(tile, query)
             return tile, following
 
         tile = _load(s_ref.at[row, group, value, columns], TILE)
-        tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, *own)))
-        carry = lax.fori_loop(0, until, read, (tile, new(0, *own)))
+        tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, *part)))
+        carry = lax.fori_loop(0, until, read, (tile, new(0, *part)))
 
         @pl.when(until > 0)  # at the last multiple of the window's size
         def _store():
@@ -277,7 +277,7 @@ def delta_commit_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    refs = [jax.new_ref(one) for one in (s, *window, channels)]
+    refs = [jax.new_ref(array) for array in (s, *window, channels)]
     kernel(rows, held, path, counts, *nodes, node_channels, *refs)
     s, *kept, channels = (jax.freeze(ref) for ref in refs)
     return s, Tokens(*kept), channels

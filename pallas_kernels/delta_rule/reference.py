@@ -20,8 +20,8 @@ def delta_read_reference(
     depth: Array,
 ) -> Array:
     """See pallas_kernels.delta_rule.delta_read."""
-    own = Tokens(*(x[rows] for x in window))
-    before = _after_window(s[rows], own, held)
+    windows = Tokens(*(x[rows] for x in window))
+    before = _after_window(s[rows], windows, held)
     parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)  # [B, N, N]
     above = jnp.where(parent.any(-1), 1 + jnp.argmax(parent, axis=-1), 0)  # [B, N] of ``states``
     batch, size = jnp.arange(len(rows)), q.shape[1]
@@ -46,8 +46,8 @@ def delta_run_reference(
 ) -> tuple[Array, Array]:
     """See pallas_kernels.delta_rule.delta_run."""
     capacity = window.k.shape[1]
-    own, kept = Tokens(*(x[rows] for x in window)), s[rows]
-    state = _after_window(kept, own, held)
+    windows, kept = Tokens(*(x[rows] for x in window)), s[rows]
+    state = _after_window(kept, windows, held)
 
     def step(states: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], Array]:
         state, kept = states
@@ -75,26 +75,26 @@ def delta_commit_reference(
 ) -> tuple[Array, Tokens, Array]:
     """See pallas_kernels.delta_rule.delta_commit."""
     capacity, batch = window.k.shape[1], jnp.arange(len(rows))
-    own, state, last = Tokens(*(x[rows] for x in window)), s[rows], channels[rows]
+    windows, state, last = Tokens(*(x[rows] for x in window)), s[rows], channels[rows]
     for index in range(path.shape[1]):
         valid, node = index < counts, path[:, index]
         place = (held + index) % capacity
-        own = Tokens(
+        windows = Tokens(
             *(
                 x.at[batch, place].set(_where(valid, new[batch, node], x[batch, place]))
-                for x, new in zip(own, nodes, strict=True)
+                for x, new in zip(windows, nodes, strict=True)
             )
         )
-        folded = _after_window(state, own, jnp.full_like(held, capacity))
+        folded = _after_window(state, windows, jnp.full_like(held, capacity))
         state = _where(valid & (place == capacity - 1), folded, state)
         moved = jnp.concatenate([last[:, 1:], node_channels[batch, node][:, None]], axis=1)
         last = _where(valid, moved.astype(last.dtype), last)
     target = jnp.where(counts > 0, rows, len(s))
 
-    def put(x: Array, one: Array) -> Array:
-        return x.at[target].set(one, mode="drop")
+    def put(x: Array, entries: Array) -> Array:
+        return x.at[target].set(entries, mode="drop")
 
-    return put(s, state), Tokens(*map(put, window, own)), put(channels, last)
+    return put(s, state), Tokens(*map(put, window, windows)), put(channels, last)
 
 
 def _after_window(state: Array, window: Tokens, held: Array) -> Array:

@@ -126,9 +126,9 @@ def as_benchmark(case: ExpandedCase, dtype: Any) -> Benchmark:
 def as_absorbed_benchmark(case: ExpandedCase, dtype: Any) -> Benchmark:
     """The absorbed form with the kernel of latent attention, where there is one. Its bytes and
     FLOPs are counted as those of the expanded form, so that the two compare."""
-    own = implementation_to_time()
-    attend = functools.partial(latent_attention, implementation=own)
-    return _benchmark(case, dtype, f"{case.name}, absorbed", absorbed(attend, case), own)
+    implementation = implementation_to_time()
+    attend = functools.partial(latent_attention, implementation=implementation)
+    return _benchmark(case, dtype, f"{case.name}, absorbed", absorbed(attend, case), implementation)
 
 
 def _benchmark(

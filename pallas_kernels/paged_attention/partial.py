@@ -130,17 +130,17 @@ def partial_attention_reference(
 
     ``block``: slots that are read at a time, at least one page's; None: as fit SCORE_BYTES.
     """
-    own, (batch, columns) = k_pages.shape[2], page_table.shape
+    local_size, (batch, columns) = k_pages.shape[2], page_table.shape
     if block is None:
         block = SCORE_BYTES // (4 * math.prod(q.shape[:3]))
     kv_lens = jnp.minimum(kv_lens, columns * page_size)
-    width = min(max(1, block // own), columns)  # columns of a block
+    width = min(max(1, block // local_size), columns)  # columns of a block
     table = jnp.pad(page_table, ((0, 0), (0, -columns % width)))
 
     def attend(index: Array | int) -> PartialAttention:
         first = index * width
         pages = lax.dynamic_slice(table, (0, first), (batch, width))
-        slots = (first + jnp.arange(width)[:, None]) * page_size + offset + jnp.arange(own)
+        slots = (first + jnp.arange(width)[:, None]) * page_size + offset + jnp.arange(local_size)
         slots = slots.reshape(-1)
         seen = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
         seen &= slots < kv_lens[:, None, None]
@@ -179,15 +179,17 @@ def merge_partials(parts: PartialAttention) -> Array:
 
 def with_sinks(part: PartialAttention, sinks: Array) -> PartialAttention:
     """The part with one more slot, whose value is zero and whose scores are ``sinks`` [Q]."""
-    zeros, own = jnp.zeros_like(part.weighted), jnp.broadcast_to(sinks, part.peak.shape)
-    return _both(part, PartialAttention(zeros, own.astype(jnp.float32), jnp.ones_like(part.total)))
+    zeros, peaks = jnp.zeros_like(part.weighted), jnp.broadcast_to(sinks, part.peak.shape)
+    return _both(
+        part, PartialAttention(zeros, peaks.astype(jnp.float32), jnp.ones_like(part.total))
+    )
 
 
-def _both(one: PartialAttention, other: PartialAttention) -> PartialAttention:
-    peak = jnp.maximum(one.peak, other.peak)
-    weights = [jnp.exp(part.peak - peak) for part in (one, other)]
+def _both(first: PartialAttention, other: PartialAttention) -> PartialAttention:
+    peak = jnp.maximum(first.peak, other.peak)
+    weights = [jnp.exp(part.peak - peak) for part in (first, other)]
     return PartialAttention(
-        weighted=one.weighted * weights[0][..., None] + other.weighted * weights[1][..., None],
+        weighted=first.weighted * weights[0][..., None] + other.weighted * weights[1][..., None],
         peak=peak,
-        total=one.total * weights[0] + other.total * weights[1],
+        total=first.total * weights[0] + other.total * weights[1],
     )

@@ -56,14 +56,14 @@ def rope_kv_write(
     check_scales(k_pages, v_pages, k_scale, v_scale)
     if dtype is None and is_float8(k_pages):
         raise ValueError("pages of bytes do not say which dtype queries have: give dtype")
-    own = None if dtype is None or dtype == k_pages.dtype else jnp.dtype(dtype)
-    reference = functools.partial(rope_kv_write_reference, eps=eps, dtype=own)
+    query_dtype = None if dtype is None or dtype == k_pages.dtype else jnp.dtype(dtype)
+    reference = functools.partial(rope_kv_write_reference, eps=eps, dtype=query_dtype)
     arguments = (partials, rope, q_norm, k_norm, k_pages, v_pages, slots, k_scale, v_scale)
-    problem = misfit(partials, k_pages, v_pages, own, rope.shape[-1])
+    problem = misfit(partials, k_pages, v_pages, query_dtype, rope.shape[-1])
     mosaic = kernel_module("rope_kv_write", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
-    kernel = functools.partial(mosaic.rope_kv_write_mosaic, eps=eps, dtype=own)
+    kernel = functools.partial(mosaic.rope_kv_write_mosaic, eps=eps, dtype=query_dtype)
     return with_reference_gradient(kernel, reference)(*arguments)
 
 

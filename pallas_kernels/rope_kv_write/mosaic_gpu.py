@@ -57,7 +57,7 @@ def rope_kv_write_mosaic(
         q_weight = None if q_norm is None else plgpu.load(norm_refs[0])
         k_weight = None if k_norm is None else plgpu.load(norm_refs[-1])
         heads = [total_f32(row).astype(dtype) for row in loaded]
-        k_by, v_by = (one[head] for one in scale_refs) if scales else (None, None)
+        k_by, v_by = (scale_ref[head] for scale_ref in scale_refs) if scales else (None, None)
         v_ref[page, head, offset] = _stored(heads.pop(), v_by)
         for row, x in enumerate(heads):
             weight = q_weight if row < group else k_weight

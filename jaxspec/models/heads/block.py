@@ -291,7 +291,7 @@ def block_head_shapes(
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
-        layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
+        layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
         markov=None if table is None else Markov(before=table, after=table),
         confidence=None if head.confidence is None else judge,

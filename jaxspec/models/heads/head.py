@@ -22,7 +22,7 @@ from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
 from jaxspec.models.tensors import Filler, One
 from jaxspec.parallel import WHOLE, Layout
-from jaxspec.parallel.collectives import all_tokens, own_tokens, padded_tokens
+from jaxspec.parallel.collectives import all_tokens, local_tokens, padded_tokens
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
@@ -154,14 +154,14 @@ class DraftHead(Pytree):
 
         ``many``: as in decoder.run.
         """
-        own = self.embed
-        embedded = decoder.plain_embed(target, tokens) if own is None else own[tokens]
+        embed = self.embed
+        embedded = decoder.plain_embed(target, tokens) if embed is None else embed[tokens]
         layers, eps = self.config.layers, self.config.rms_norm_eps
         layout = self.layout.split_tokens if many else self.layout
         step = make_pass(layers, positions, attend, eps, layout, kernels, exchange=self.exchange)
         if layout.tokens:
             embedded, hidden = (
-                own_tokens(padded_tokens(x, layout.tokens), layout.tokens)
+                local_tokens(padded_tokens(x, layout.tokens), layout.tokens)
                 for x in (embedded, hidden)
             )
         front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)

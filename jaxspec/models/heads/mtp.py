@@ -31,7 +31,7 @@ def mtp_head_config(target: ModelConfig, mtp: MtpConfig, index: int = 0) -> Head
 
     Raises ValueError for a target of recurrent layers only, and as ``mtp_names``.
     """
-    attending = [one for one in target.layers if not isinstance(one.mixer, GatedDeltaConfig)]
+    attending = [layer for layer in target.layers if not isinstance(layer.mixer, GatedDeltaConfig)]
     if not attending:
         raise ValueError("MTP layers have attention, and the model has none to take sizes from")
     model = dataclasses.replace(target, layers=(attending[-1],), mtp=None, stop_token_ids=())
@@ -81,11 +81,11 @@ class MtpFront(Pytree):
         return FrontOutput(x, step.norm(x, first.input_norm))
 
     def filled(self, prefix: str, filler: Filler) -> "MtpFront":
-        own, names = self.names.prefix, self.names
+        mtp_prefix, names = self.names.prefix, self.names
         return self.replace(
-            fc=filler.linear(self.fc, One(f"{own}{names.fc}")),
-            embed_norm=filler.norm(f"{own}{names.embed_norm}.weight", self.embed_norm),
-            hidden_norm=filler.norm(f"{own}{names.hidden_norm}.weight", self.hidden_norm),
+            fc=filler.linear(self.fc, One(f"{mtp_prefix}{names.fc}")),
+            embed_norm=filler.norm(f"{mtp_prefix}{names.embed_norm}.weight", self.embed_norm),
+            hidden_norm=filler.norm(f"{mtp_prefix}{names.hidden_norm}.weight", self.hidden_norm),
         )
 
 

@@ -44,10 +44,10 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
     """
     match mtp.layout:
         case "deepseek":
-            own = f"model.layers.{num_layers + index}."
+            layer = f"model.layers.{num_layers + index}."
             return MtpNames(
-                prefix=own,
-                layer=own,
+                prefix=layer,
+                layer=layer,
                 embed_norm="enorm",
                 hidden_norm="hnorm",
                 fc="eh_proj",

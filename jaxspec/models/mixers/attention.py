@@ -71,21 +71,23 @@ class Attention(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "Attention":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
-        own, config = f"{prefix}self_attn.", self.config
+        module, config = f"{prefix}self_attn.", self.config
         repeats = self.qkv.out_shape[0] // config.num_kv_heads
-        source: Source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
+        source: Source = GroupedHeads(
+            f"{module}q_proj", f"{module}k_proj", f"{module}v_proj", repeats
+        )
         if config.fused:
             heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
             rows = tuple(count * config.head_dim for count in heads)
-            source = Fused(f"{own}qkv_proj", source, rows)
-        norms = GroupedHeads(f"{own}q_norm", f"{own}k_norm", None, repeats)
+            source = Fused(f"{module}qkv_proj", source, rows)
+        norms = GroupedHeads(f"{module}q_norm", f"{module}k_norm", None, repeats)
         return self.replace(
             qkv=filler.linear(self.qkv, source),
-            o=filler.linear(self.o, One(f"{own}o_proj")),
-            q_norm=filler.norm(f"{own}q_norm.weight", self.q_norm),
-            k_norm=filler.norm(f"{own}k_norm.weight", self.k_norm),
+            o=filler.linear(self.o, One(f"{module}o_proj")),
+            q_norm=filler.norm(f"{module}q_norm.weight", self.q_norm),
+            k_norm=filler.norm(f"{module}k_norm.weight", self.k_norm),
             qk_norm=filler.of_source(norms, "weight", self.qk_norm),
-            sinks=filler.array(f"{own}sinks", self.sinks),
+            sinks=filler.array(f"{module}sinks", self.sinks),
         )
 
 

@@ -106,18 +106,20 @@ class LatentAttention(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "LatentAttention":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
-        own, config = f"{prefix}self_attn.", self.config
-        up = f"{own}kv_b_proj"
+        module, config = f"{prefix}self_attn.", self.config
+        up = f"{module}kv_b_proj"
         size = config.key_dim + config.value_dim
         return self.replace(
-            q_in=filler.linear(self.q_in, One(f"{own}q_a_proj")),
-            q_norm=filler.array(f"{own}q_a_layernorm.weight", self.q_norm),
-            q=filler.linear(self.q, One(f"{own}{'q_proj' if self.q_in is None else 'q_b_proj'}")),
-            kv_in=filler.linear(self.kv_in, One(f"{own}kv_a_proj_with_mqa")),
-            kv_norm=filler.array(f"{own}kv_a_layernorm.weight", self.kv_norm),
+            q_in=filler.linear(self.q_in, One(f"{module}q_a_proj")),
+            q_norm=filler.array(f"{module}q_a_layernorm.weight", self.q_norm),
+            q=filler.linear(
+                self.q, One(f"{module}{'q_proj' if self.q_in is None else 'q_b_proj'}")
+            ),
+            kv_in=filler.linear(self.kv_in, One(f"{module}kv_a_proj_with_mqa")),
+            kv_norm=filler.array(f"{module}kv_a_layernorm.weight", self.kv_norm),
             key_up=filler.linear(self.key_up, HeadPart(up, size, last=False)),
             value_up=filler.linear(self.value_up, HeadPart(up, size, last=True)),
-            o=filler.linear(self.o, One(f"{own}o_proj")),
+            o=filler.linear(self.o, One(f"{module}o_proj")),
         )
 
 

@@ -37,14 +37,14 @@ class Dense(Pytree):
         """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
         return self.filled_at(f"{prefix}mlp.", filler)
 
-    def filled_at(self, own: str, filler: Filler) -> "Dense":
-        """As ``filled``, where the names of the projections begin with ``own``."""
-        source: Source = Stacked((f"{own}gate_proj", f"{own}up_proj"))
+    def filled_at(self, prefix: str, filler: Filler) -> "Dense":
+        """As ``filled``, where the names of the projections begin with ``prefix``."""
+        source: Source = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
         if self.config.fused:
-            source = Fused(f"{own}gate_up_proj", source, (self.config.intermediate_size,) * 2)
+            source = Fused(f"{prefix}gate_up_proj", source, (self.config.intermediate_size,) * 2)
         return self.replace(
             gate_up=filler.linear(self.gate_up, source),
-            down=filler.linear(self.down, One(f"{own}down_proj")),
+            down=filler.linear(self.down, One(f"{prefix}down_proj")),
         )
 
 

@@ -58,14 +58,16 @@ class PerExpert:
 
     def split(self, kind: str) -> Split:
         def split(block: Any, start: tuple[int, ...]) -> list[Any]:
-            own = self.experts[start[0] : start[0] + len(block)]
-            pairs = zip(own, block, strict=True)
-            return [piece for one, part in pairs for piece in one.split(kind)(part, start[1:])]
+            experts = self.experts[start[0] : start[0] + len(block)]
+            pairs = zip(experts, block, strict=True)
+            return [
+                piece for source, part in pairs for piece in source.split(kind)(part, start[1:])
+            ]
 
         return split
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        return jnp.stack([one.join(kind, tensors, shape[1:]) for one in self.experts])
+        return jnp.stack([source.join(kind, tensors, shape[1:]) for source in self.experts])
 
 
 def expert_linear_shape(

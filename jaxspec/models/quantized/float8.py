@@ -131,7 +131,9 @@ def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.d
     if len(scale) == 1:
         y = input_last_product(x, values, jnp.float32)
         return y * x_scale[0][:, None] * scale[0].astype(jnp.float32)
-    wide, weights = (dequantized(*one).astype(dtype) for one in ((x, x_scale), (values, scale)))
+    wide, weights = (
+        dequantized(*operand).astype(dtype) for operand in ((x, x_scale), (values, scale))
+    )
     return input_last_product(wide, weights, jnp.float32)
 
 
