@@ -8,13 +8,7 @@ from jaxspec.cache.layer_state import (
     LayerStates,
     ModelState,
 )
-from jaxspec.cache.paged import (
-    KVScales,
-    PagedKV,
-    page_slots,
-    pages_for,
-    sequential_page_table,
-)
+from jaxspec.cache.paged import KVScales, PagedKV, page_slots, sequential_page_table
 
 __all__ = [
     "CommittedPath",
@@ -26,6 +20,5 @@ __all__ = [
     "PagedKV",
     "PagedLatent",
     "page_slots",
-    "pages_for",
     "sequential_page_table",
 ]

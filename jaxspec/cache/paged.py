@@ -130,11 +130,6 @@ def move[T: PagedKV](
     return [state.replace(k=k, v=v) for state, k, v in pairs]
 
 
-def pages_for(num_slots: int, page_size: int) -> int:
-    """Number of pages that hold ``num_slots`` slots."""
-    return -(-num_slots // page_size)
-
-
 def sequential_page_table(num_rows: int, pages_per_row: int, data_parallel: int = 1) -> Array:
     """A page table that gives each row its own consecutive pages: int32 [R, M].
 

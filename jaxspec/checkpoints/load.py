@@ -139,9 +139,9 @@ def load(
         if stage_layers is None:
             lm_head = _lm_head_bytes(config, resolved, drafter_bits) // meshes[-1].size
             drafted = draft_weight_bytes(drafter, speculation.max_depth, lm_head)
-            own_drafter_devices = drafter_mesh is not None
+            drafter_has_devices = drafter_mesh is not None
             stage_layers = chosen_layers(
-                config, resolved, meshes, drafted, apart=own_drafter_devices
+                config, resolved, meshes, drafted, drafter_has_devices=drafter_has_devices
             )
         check_layers(stage_layers, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, stage_layers)

@@ -33,3 +33,8 @@ class CacheConfig:
             raise ValueError(
                 f"memory must be at least 1 byte, and goes without num_pages, got {self.memory}"
             )
+
+
+def pages_for(num_slots: int, page_size: int) -> int:
+    """Number of pages that hold ``num_slots`` slots."""
+    return -(-num_slots // page_size)

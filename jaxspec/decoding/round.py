@@ -157,11 +157,11 @@ def verify(
         attend,
         (*capture, *call.hidden),
         call.kernels,
-        apart=call.apart,
+        isolate_blocks=call.apart,
         before=before,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
-    logits = decoder.logits(target, hidden, call.kernels, apart=call.apart)
+    logits = decoder.logits(target, hidden, call.kernels, isolate_blocks=call.apart)
     return Scores(logits, features, asked, layers)
 
 

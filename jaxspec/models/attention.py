@@ -1,8 +1,7 @@
 """How the tokens of a pass attend to the past: paged, or dense for training and references.
 
-This file and forward.py are the one place where model code calls kernels by operation name
-(paged_attention, partial_attention and latent_attention here, add_rms_norm and rope_kv_write
-there). Mixers and MLPs name none.
+The kernels that read or write pages are called here: rope_kv_write and paged, partial and latent
+attention. forward_pass.py calls the other kernels of model code.
 """
 
 import functools
@@ -15,7 +14,7 @@ from jax import Array, lax
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
 from jaxspec.config.latent import LatentConfig
-from jaxspec.models.forward_pass import Heads, LatentHeads
+from jaxspec.models.attention_heads import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -30,6 +29,7 @@ from pallas_kernels.paged_attention.partial import (
 )
 from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.products import einsum_f32
+from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import write_rows
 
 
@@ -177,7 +177,19 @@ def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, Page
     [B, T]."""
     if state.spread:
         heads, slots = heads.of_all_tokens(), local_slots(slots, state.k.shape[2], state.spread)
-    queries, k, v = heads.written(state.k, state.v, slots)
+    queries, k, v = rope_kv_write(
+        heads.partials,
+        heads.rope,
+        heads.q_norm,
+        heads.k_norm,
+        state.k,
+        state.v,
+        slots,
+        *heads.scales,
+        eps=heads.eps,
+        dtype=heads.dtype,
+        implementation=heads.kernels.over_pages("rope_kv_write", state.k),
+    )
     return queries, state.replace(k=k, v=v)
 
 

@@ -174,7 +174,7 @@ def run(
     capture: tuple[int, ...] = (),
     kernels: Kernels = NO_KERNELS,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
     many: bool = False,
     before: Passage | None = None,
 ) -> tuple[Array, LayerStates, Array | None]:
@@ -183,8 +183,8 @@ def run(
     ``capture`` lists hidden states to return, concatenated: ``i`` is the residual stream after
     ``i`` layers, FINAL_NORM the output itself.
 
-    ``apart``: XLA compiles each block by itself (see ForwardPass), so that programs which capture
-    other states, or do other things with the results, round alike.
+    ``isolate_blocks``: XLA compiles each block by itself (see ForwardPass), so that programs which
+    capture other states, or do other things with the results, round alike.
 
     ``many``: devices that share sequences split these tokens (see Layout.split_tokens). All of them
     return all tokens.
@@ -196,7 +196,7 @@ def run(
     """
     config = decoder.config
     eps, layout = config.rms_norm_eps, decoder.layout.split_tokens if many else decoder.layout
-    options: dict[str, Any] = {"apart": apart, "exchange": decoder.exchange}
+    options: dict[str, Any] = {"isolate_blocks": isolate_blocks, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
     x = _embed_split(decoder, tokens, layout) if before is None else before.x
     norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
@@ -226,15 +226,15 @@ def logits(
     hidden: Array,
     kernels: Kernels = NO_KERNELS,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
     lm_head: AnyLinear | None = None,
 ) -> Array:
     """This shard's float32 logits of normed hidden states: [..., H] -> [..., V / shards].
 
-    ``apart``: as in ``run``. ``lm_head``: takes the place of the decoder's own (see
+    ``isolate_blocks``: as in ``run``. ``lm_head``: takes the place of the decoder's own (see
     models/heads/lm_head.py).
     """
-    if apart:
+    if isolate_blocks:
         hidden = lax.optimization_barrier(hidden)
         return lax.optimization_barrier(logits(decoder, hidden, kernels, lm_head=lm_head))
     lm_head = decoder.lm_head if lm_head is None else lm_head

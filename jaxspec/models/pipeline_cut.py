@@ -68,15 +68,20 @@ def cut(whole: Decoder, like: Pipeline) -> Pipeline:
 
 
 def chosen_layers(
-    config: ModelConfig, dtype: jnp.dtype, meshes: Sequence[Mesh], drafted: float, *, apart: bool
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    meshes: Sequence[Mesh],
+    drafted: float,
+    *,
+    drafter_has_devices: bool,
 ) -> tuple[int, ...]:
     """Layers for each mesh, so that all read about as many bytes in a round.
 
     Args:
       drafted: bytes that drafting reads in a round, on each device of the last mesh.
-      apart: the last mesh has no layers.
+      drafter_has_devices: the last mesh has no layers.
     """
-    if apart:
+    if drafter_has_devices:
         return (*split_layers(_layer_bytes(config, dtype), 0.0, len(meshes) - 1), 0)
     devices = meshes[-1].size
     head = config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize

@@ -131,9 +131,9 @@ def run_stage(
     capture: tuple[int, ...],
     kernels: Kernels = NO_KERNELS,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
 ) -> tuple[LayerStates, Passage]:
-    """Run a stage's layers. ``capture`` and ``apart``: as in decoder.run."""
+    """Run a stage's layers. ``capture`` and ``isolate_blocks``: as in decoder.run."""
     config, attend, start = stage.config, passage.attend, passage.x
     step = make_pass(
         config.layers,
@@ -142,7 +142,7 @@ def run_stage(
         config.rms_norm_eps,
         stage.layout,
         kernels,
-        apart=apart,
+        isolate_blocks=isolate_blocks,
         exchange=stage.exchange,
     )
     normed = step.norm(start, stage.layers[0].input_norm)

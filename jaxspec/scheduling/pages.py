@@ -4,14 +4,11 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxspec.config.cache import pages_for
+
 
 class OutOfPages(Exception):
     """More pages were asked for than are available."""
-
-
-def pages_for(slots: int, page_size: int) -> int:
-    """Pages that hold a number of slots."""
-    return -(-slots // page_size)
 
 
 def _nobody_cares(page: int) -> None:

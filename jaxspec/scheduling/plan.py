@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+from jaxspec.config.cache import pages_for
 from jaxspec.config.checks import check_count, is_integer
 from jaxspec.config.engine import Preemption
-from jaxspec.scheduling.pages import pages_for
 from jaxspec.scheduling.sequence import Request, Sequence
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxspec.scheduling.pages import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.sequence import Sequence
 

@@ -5,7 +5,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from jaxspec.scheduling.pages import PageUsage, page_usage, pages_for
+from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import PageUsage, page_usage
 from jaxspec.scheduling.plan import (
     Delivery,
     Ended,

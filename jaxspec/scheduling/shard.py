@@ -4,7 +4,8 @@ import dataclasses
 import heapq
 import math
 
-from jaxspec.scheduling.pages import PageAllocator, pages_for
+from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import Limits, PageCopy
 from jaxspec.scheduling.prefix_cache import Node, PrefixCache
 from jaxspec.scheduling.sequence import Sequence, State

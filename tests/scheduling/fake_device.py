@@ -8,7 +8,7 @@ import dataclasses
 import random
 import zlib
 
-from jaxspec.scheduling.pages import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.plan import Limits, Plan, RowResult
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request, Sequence

@@ -11,8 +11,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxspec.config.cache import pages_for
 from jaxspec.config.engine import Preemption
-from jaxspec.scheduling.pages import pages_for
 from jaxspec.scheduling.plan import Limits
 from tests.helpers.marks import slow
 from tests.scheduling.fake_device import Run

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage, pages_for
+from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage
 from tests.helpers.marks import slow
 
 

@@ -130,7 +130,9 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
         layers = args.stage_layers
         if layers is None or arrangement.apart:
             drafted = depth * local_bytes((draft, head))
-            layers = chosen_layers(config, dtype, meshes, drafted, apart=arrangement.apart)
+            layers = chosen_layers(
+                config, dtype, meshes, drafted, drafter_has_devices=arrangement.apart
+            )
         check_layers(layers, config, len(meshes))
         stages, target = random_pipeline(config, dtype, meshes, layers, seed=0)
     if draft is None:

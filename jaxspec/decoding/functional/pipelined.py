@@ -240,7 +240,9 @@ def pass_stage(
     """A stage's part of a round or a read; see models.stages.run_stage."""
 
     def run(stage: Stage, states: ModelState, passage: Passage) -> tuple[ModelState, Passage]:
-        layers, after = run_stage(stage, states.layers, passage, capture, kernels, apart=apart)
+        layers, after = run_stage(
+            stage, states.layers, passage, capture, kernels, isolate_blocks=apart
+        )
         return states.replace(layers=layers), after
 
     captured = (*passage.captured, *captured_here(stage, capture))

@@ -145,14 +145,14 @@ def read_chunk(
         causal_attend(state, run, order_invariant=call.order_invariant),
         (*capture, *call.hidden),
         call.kernels,
-        apart=call.apart,
+        isolate_blocks=call.apart,
         many=True,
         before=before,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     ended = jnp.take_along_axis(hidden, last, axis=1)
-    logits = decoder.logits(target, ended, call.kernels, apart=call.apart)
+    logits = decoder.logits(target, ended, call.kernels, isolate_blocks=call.apart)
     lens = rows.context_lens + counts
     roots, finite = _next_token(logits, state, lens, masks, call, params)
     chunk = PrefillChunk(tokens=run.tokens, counts=counts)
@@ -283,7 +283,7 @@ def _prompt_logprobs(
 
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, tokens = block
-        logits = decoder.logits(target, hidden, call.kernels, apart=call.apart)
+        logits = decoder.logits(target, hidden, call.kernels, isolate_blocks=call.apart)
         return token_logprobs(logits, tokens, call.top_logprobs, target.layout, call.kernels)
 
     scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))

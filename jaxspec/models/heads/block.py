@@ -23,7 +23,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward_pass import Attend, followed_by, make_pass
+from jaxspec.models.forward_pass import Attend, make_pass
 from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
@@ -34,6 +34,7 @@ from jaxspec.models.tensors import Filler, One
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 

@@ -12,8 +12,9 @@ from jax import Array
 
 from jaxspec.cache import PagedKV
 from jaxspec.models.attention import PagedAttend, write_heads
-from jaxspec.models.forward_pass import Heads, followed_by
+from jaxspec.models.attention_heads import Heads
 from jaxspec.parallel.pytree import Pytree, array, pytree
+from pallas_kernels.add_rms_norm.reference import followed_by
 
 
 @pytree
