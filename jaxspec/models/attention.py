@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention.partial import (
     with_sinks,
 )
 from pallas_kernels.paged_attention.reference import MASKED, capped
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import write_rows
@@ -62,6 +63,15 @@ class PagedAttend(Pytree):
     first_slot: int = static(default=0)
     order_invariant: bool = static(default=False)
 
+    @property
+    def context(self) -> QueryContext:
+        """What the tokens see, as kernels take it."""
+        lens, ends = self.context_lens, self.kv_lens
+        return QueryContext(self.page_table, lens, self.positions, self.ancestors, ends)
+
+    def _options(self, heads: Heads, window: int | None) -> AttentionOptions:
+        return AttentionOptions(window, heads.scale, heads.softcap, self.first_slot)
+
     def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Array, Any]:
         if isinstance(heads, LatentHeads):
             return self._latent(state, heads)
@@ -78,19 +88,10 @@ class PagedAttend(Pytree):
             return self._spread(queries, state, heads, window)
         return paged_attention(
             queries,
-            state.k,
-            state.v,
-            self.page_table,
-            self.context_lens,
-            self.positions,
-            self.ancestors,
-            self.kv_lens,
-            *heads.scales,
+            LayerPages(state.k, state.v, *heads.scales),
+            self.context,
             heads.sinks,
-            window=window,
-            scale=heads.scale,
-            softcap=heads.softcap,
-            first_slot=self.first_slot,
+            options=self._options(heads, window),
             order_invariant=self.order_invariant,
             implementation=heads.kernels.over_pages("paged_attention", state.k),
         )
@@ -104,10 +105,7 @@ class PagedAttend(Pytree):
                 pages,
                 heads.key_up,
                 heads.value_up,
-                self.page_table,
-                self.context_lens,
-                self.positions,
-                self.kv_lens,
+                self.context,
                 scale=heads.config.scale,
                 first_slot=self.first_slot,
             )
@@ -118,10 +116,7 @@ class PagedAttend(Pytree):
         out = latent_attention(
             heads.absorbed,
             pages,
-            self.page_table,
-            self.context_lens,
-            self.ancestors,
-            self.kv_lens,
+            self.context,
             latent=heads.config.latent,
             scale=heads.config.scale,
             first_slot=self.first_slot,
@@ -152,20 +147,11 @@ class PagedAttend(Pytree):
         local_size, axes = state.k.shape[2], state.spread
         part = partial_attention(
             queries,
-            state.k,
-            state.v,
-            self.page_table,
-            self.context_lens,
-            self.positions,
-            self.ancestors,
-            self.kv_lens,
+            LayerPages(state.k, state.v, *heads.scales),
+            self.context,
             shard_offset(local_size, axes),
-            *heads.scales,
             page_size=state.page_size,
-            window=window,
-            scale=heads.scale,
-            softcap=heads.softcap,
-            first_slot=self.first_slot,
+            options=self._options(heads, window),
             implementation=heads.kernels.over_pages("partial_attention", state.k),
         )
         count = heads.partials.shape[2] if heads.tokens else None

@@ -17,10 +17,11 @@ CASE = Case("a block", (200, 3, 64), 16, 8, 2, 128, 16, tree=True)
 
 def block_arguments() -> Any:
     """Every query sees the context and all of the queries' own slots."""
-    q, k, v, table, context, _, _, kv_lens = make_arguments(CASE, jnp.bfloat16)
+    q, pages, context = make_arguments(CASE, jnp.bfloat16)
     size = CASE.num_tokens
     mask = pack_mask(jnp.ones((len(CASE.context_lens), size, size), bool))
-    return q, k, v, table, context, context[:, None] + jnp.arange(size), mask, kv_lens
+    positions = context.context_lens[:, None] + jnp.arange(size)
+    return q, pages, context._replace(positions=positions, ancestors=mask)
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ SPLIT_CASES = [case for case in TEST_CASES if case.page_size % 2 == 0]
 def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     """The two halves of every page, read in blocks."""
     arguments = make_arguments(case)
-    expected = paged_attention_reference(*arguments, **case.options, order_invariant=False)
-    options = {**case.options, "page_size": case.page_size, "block": block}
+    expected = paged_attention_reference(*arguments, options=case.options, order_invariant=False)
+    options = {"options": case.options, "page_size": case.page_size, "block": block}
     parts = [
         partial_attention_reference(*part, **options)
         for part in parts_of(poisoned(case, arguments, np.nan), 2)
@@ -77,19 +77,19 @@ def test_devices_merge_their_parts(tree: bool, implementation: Any):
 
     def attend(*arguments: Any) -> jax.Array:
         offset = shard_offset(case.page_size // 2, (SEQUENCE_AXIS,))
-        options = {"page_size": case.page_size, "implementation": implementation}
-        part = partial_attention(*arguments, offset, **options)  # pyright: ignore[reportCallIssue]
+        options: Any = {"page_size": case.page_size, "implementation": implementation}
+        part = partial_attention(*arguments, offset, **options)
         parts = [jax.lax.all_gather(x, SEQUENCE_AXIS) for x in part]
         return merge_partials(PartialAttention(*parts))
 
     pages = PartitionSpec(None, None, SEQUENCE_AXIS)
-    specs = (PartitionSpec(), pages, pages, *(PartitionSpec(),) * 5)
+    specs = (PartitionSpec(), pages, PartitionSpec())
     spread = jax.shard_map(
         attend, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )
     arguments = make_arguments(case, jnp.bfloat16)
     found = np.asarray(jax.jit(spread)(*arguments))
-    whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
+    whole = paged_attention_reference(*arguments, options=case.options, order_invariant=False)
     expected = np.asarray(whole).astype(np.float32)
     assert np.linalg.norm(found - expected) < 8e-3 * np.linalg.norm(expected)
 
