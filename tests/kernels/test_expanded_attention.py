@@ -95,7 +95,7 @@ def test_in_bfloat16_it_is_as_near_as_rounding():
 def test_memory_is_that_of_a_block():
     """Of 4,096 slots; the scores of all would take 64 MiB."""
     batch, columns, size = 1, 64, 64
-    struct = jax.ShapeDtypeStruct
+    struct: Any = jax.ShapeDtypeStruct
     arguments = (
         struct((batch, 256, 16, KEYS + ROTARY), jnp.float32),
         struct((1 + columns, 1, size, LATENT + ROTARY), jnp.float32),

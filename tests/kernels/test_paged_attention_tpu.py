@@ -164,9 +164,10 @@ def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
 def test_it_takes_what_the_programs_have():
     for case in (KERNEL_CASES[0], KERNEL_CASES[3]):
         for dtype in (jnp.bfloat16, jnp.float32):
-            q, k, v, table = make_arguments(case, dtype)[:4]
-            assert misfit_tpu(q, k, v, table, order_invariant=False) is None
-            assert "on the order" in str(misfit_tpu(q, k, v, table, order_invariant=True))
+            q, pages, context = make_arguments(case, dtype)
+            arrays = q, pages.k, pages.v, context.page_table
+            assert misfit_tpu(*arrays, order_invariant=False) is None
+            assert "on the order" in str(misfit_tpu(*arrays, order_invariant=True))
 
 
 def test_what_does_not_fit_in_its_memory_is_named():

@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.pages import LayerPages, QueryContext
 from pallas_kernels.selection import Kernels
 from tests.helpers.layouts import on_mesh
 from tests.helpers.marks import first_is_fast, slow
@@ -75,10 +76,10 @@ def test_devices_merge_their_parts(tree: bool, implementation: Any):
     case = Case("", (70, 3), 40, 4, 1, 64, 32, tree=tree)
     mesh = make_mesh(sequence_parallel=2)
 
-    def attend(*arguments: Any) -> jax.Array:
+    def attend(q: jax.Array, pages: LayerPages, context: QueryContext) -> jax.Array:
         offset = shard_offset(case.page_size // 2, (SEQUENCE_AXIS,))
         options: Any = {"page_size": case.page_size, "implementation": implementation}
-        part = partial_attention(*arguments, offset, **options)
+        part = partial_attention(q, pages, context, offset, **options)
         parts = [jax.lax.all_gather(x, SEQUENCE_AXIS) for x in part]
         return merge_partials(PartialAttention(*parts))
 

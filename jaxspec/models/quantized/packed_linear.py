@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Product
+from jaxspec.models.tensors import Filler, Source
 from jaxspec.parallel.pytree import Pytree
 from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
 from pallas_kernels.products import sum_partials
@@ -18,11 +19,12 @@ from pallas_kernels.selection import NO_KERNELS, Kernels
 class PackedLinear(Pytree):
     """Methods of the AnyLinear protocol, for weights that are stored with the input last.
 
-    A subclass has the fields ``values`` [*out, in], ``bias`` and ``activations``.
+    A subclass has the fields ``values`` [*out, in], ``bias``, ``axes`` and ``activations``.
     """
 
     values: Array
     bias: Array | None
+    axes: tuple[str, ...]
     activations: jnp.dtype
 
     @property
@@ -57,6 +59,14 @@ class PackedLinear(Pytree):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
         return choose(rows, self.values.shape[-1], width, *self._bits)
+
+    @abstractmethod
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        """The logical axes of each array."""
+
+    @abstractmethod
+    def filled(self, source: Source, filler: Filler) -> Any:
+        """The same, with every array replaced by ``filler``'s result for ``source``."""
 
     @property
     @abstractmethod
