@@ -188,11 +188,11 @@ def load_mtp_head(
             "has layers for multi-token prediction: choose another drafter"
         )
     first_layer = head.mtp.layer.removesuffix(".")
-    shapes = head_shapes(head, target, dtype, shards).filled(first_layer, choosing(kind))
+    shapes = head_shapes(head, target, dtype, shards).mapped(first_layer, choosing(kind))
     return load_tree(
         tensors,
         shapes,
-        shapes.filled(first_layer, splitting()),
+        shapes.mapped(first_layer, splitting()),
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
@@ -222,5 +222,5 @@ def save_mtp_head(head: DraftHead, directory: str | Path, hf_config: Mapping[str
     config = with_mtp_layer(hf_config, mtp_states(head)) | {
         "torch_dtype": jnp.dtype(head.dtype).name
     }
-    splits = head.filled(front.names.layer.removesuffix("."), splitting())
+    splits = head.mapped(front.names.layer.removesuffix("."), splitting())
     save_tree(directory, head, splits, config)

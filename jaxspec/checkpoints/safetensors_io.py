@@ -91,11 +91,11 @@ def load_decoder(
     stored, kind = open_checkpoint(directory, shards, kind)
     config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
-    shapes = decoder_shapes(config, dtype, shards).filled(choosing(kind))
+    shapes = decoder_shapes(config, dtype, shards).mapped(choosing(kind))
     return load_tree(
         stored,
         shapes,
-        shapes.filled(splitting(config.vocab_size)),
+        shapes.mapped(splitting(config.vocab_size)),
         placements(shapes, mesh),
         _harmless(config, stored),
     )
@@ -114,13 +114,13 @@ def load_pipeline(
     config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
-    whole = as_one(shapes.parts).filled(choosing(kind))
+    whole = as_one(shapes.parts).mapped(choosing(kind))
     shapes = cut(whole, shapes)
     places = [placements(part, mesh) for part, mesh in zip(shapes.parts, meshes, strict=True)]
     loaded = load_tree(
         stored,
         whole,
-        whole.filled(splitting(config.vocab_size)),
+        whole.mapped(splitting(config.vocab_size)),
         as_one(places),
         _harmless(config, stored),
     )
@@ -162,7 +162,7 @@ def save_decoder(
     decoder = without_kv_scales(decoder)
     config = to_hf_config(decoder.config) if hf_config is None else dict(hf_config)
     config |= {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
-    save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
+    save_tree(directory, decoder, decoder.mapped(splitting(decoder.config.vocab_size)), config)
 
 
 def check_not_quantized(weights: Any) -> None:

@@ -31,7 +31,7 @@ from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.rope_kv_write import rope_kv_write
-from pallas_kernels.rope_kv_write.reference import write_rows
+from pallas_kernels.rope_kv_write.reference import HeadNorms, write_rows
 
 
 @pytree
@@ -166,12 +166,9 @@ def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, Page
     queries, k, v = rope_kv_write(
         heads.partials,
         heads.rope,
-        heads.q_norm,
-        heads.k_norm,
-        state.k,
-        state.v,
+        HeadNorms(heads.q_norm, heads.k_norm),
+        LayerPages(state.k, state.v, *heads.scales),
         slots,
-        *heads.scales,
         eps=heads.eps,
         dtype=heads.dtype,
         implementation=heads.kernels.over_pages("rope_kv_write", state.k),

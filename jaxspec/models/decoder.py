@@ -19,7 +19,7 @@ from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.pipeline_stage import Passage, new_passage
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
 from jaxspec.parallel.collectives import (
     all_gather,
@@ -75,18 +75,18 @@ class Decoder(Pytree):
         """States for passes that keep nothing."""
         return (None,) * len(self.layers)
 
-    def filled(self, filler: Filler) -> "Decoder":
-        """The same, with every array replaced by ``filler``'s result."""
-        filler = filler.with_norms(self.config.norm_offset)
+    def mapped(self, tensor_map: TensorMap) -> "Decoder":
+        """The same, with every array replaced by ``tensor_map``'s result."""
+        tensor_map = tensor_map.with_norms(self.config.norm_offset)
         head = One("lm_head", self.config.vocab_size)
         return self.replace(
-            embed=filler.array("model.embed_tokens.weight", self.embed),
+            embed=tensor_map.array("model.embed_tokens.weight", self.embed),
             layers=tuple(
-                layer.filled(f"model.layers.{index}.", filler)
+                layer.mapped(f"model.layers.{index}.", tensor_map)
                 for index, layer in enumerate(self.layers)
             ),
-            norm=filler.norm("model.norm.weight", self.norm),
-            lm_head=filler.linear(self.lm_head, head),
+            norm=tensor_map.norm("model.norm.weight", self.norm),
+            lm_head=tensor_map.linear(self.lm_head, head),
         )
 
 

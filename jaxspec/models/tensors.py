@@ -281,12 +281,13 @@ def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, jax.ShapeDty
 
 
 @dataclasses.dataclass(frozen=True)
-class Filler:
-    """Replaces the arrays of a tree of weights, given the names of their checkpoint tensors.
+class TensorMap:
+    """A function of the arrays of a tree of weights, given the names of their checkpoint tensors.
 
-    Every component of a model has a method ``filled``, which names its tensors. It returns the
-    component with every array replaced by the filler's result: a Split, or an array joined on a
-    device. A filler may also replace every Linear by one of another format.
+    Every component of a model has a method ``mapped``, which names its tensors. It returns a tree
+    of the component's structure with the map's result in place of every array: the Split of each
+    array (see ``splitting``), arrays joined on a device (``joining``), or the arrays as they were,
+    in Linears of another format (``choosing``).
 
     Attributes:
       vector: (name, array or shape, offset) -> result, for arrays with the tensor's layout, plus
@@ -301,7 +302,7 @@ class Filler:
     whole: Callable[[Any, Source], Any] | None = None
     norm_offset: int = 0
 
-    def with_norms(self, offset: int) -> "Filler":
+    def with_norms(self, offset: int) -> "TensorMap":
         """The same, for a model whose norms have this offset (see ModelConfig.norm_offset)."""
         return dataclasses.replace(self, norm_offset=offset)
 
@@ -317,14 +318,14 @@ class Filler:
         """The result for a Linear of any kind; None if ``linear`` is None."""
         if linear is None:
             return None
-        return linear.filled(source, self) if self.whole is None else self.whole(linear, source)
+        return linear.mapped(source, self) if self.whole is None else self.whole(linear, source)
 
     def of_source(self, source: Source, kind: str, leaf: Any) -> Any:
         """The result for an array of a Linear; None if ``leaf`` is None."""
         return None if leaf is None else self.part(source, kind, leaf)
 
 
-def splitting(num_rows: int | None = None) -> Filler:
+def splitting(num_rows: int | None = None) -> TensorMap:
     """Replaces each array by its Split. Rows past ``num_rows`` of an embedding are padding."""
 
     def vector(name: str, leaf: Any, offset: int) -> Split:
@@ -333,10 +334,10 @@ def splitting(num_rows: int | None = None) -> Filler:
     def part(source: Source, kind: str, leaf: Any) -> Split:
         return source.split(kind)
 
-    return Filler(vector, part)
+    return TensorMap(vector, part)
 
 
-def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
+def choosing(kind: Callable[[Any, Source], Any]) -> TensorMap:
     """Replaces each Linear by ``kind(linear, source)``; other arrays stay unchanged.
 
     For shapes, where the checkpoint decides which projections are quantized.
@@ -345,10 +346,10 @@ def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
     def part(source: Source, name: str, leaf: Any) -> Any:
         return leaf
 
-    return Filler(lambda name, leaf, offset: leaf, part, kind)
+    return TensorMap(lambda name, leaf, offset: leaf, part, kind)
 
 
-def joining(tensors: Tensors) -> Filler:
+def joining(tensors: Tensors) -> TensorMap:
     """Replaces each array by one that is joined on the device from whole tensors."""
 
     def vector(name: str, leaf: Any, offset: int) -> Array:
@@ -361,4 +362,4 @@ def joining(tensors: Tensors) -> Filler:
     def part(source: Source, kind: str, leaf: Any) -> Array:
         return source.join(kind, tensors, leaf.shape).astype(leaf.dtype)
 
-    return Filler(vector, part)
+    return TensorMap(vector, part)

@@ -117,7 +117,7 @@ class Checkpoint:
         kind = layer_kinds(self.config)[int(unit.prefix.split(".")[-2])]
         own = {name: one for name, one in self.stored.items() if name.startswith(unit.prefix)}
         shape = kind.shape()
-        splits = shape.filled(unit.prefix, splitting().with_norms(kind.norm_offset))
+        splits = shape.mapped(unit.prefix, splitting().with_norms(kind.norm_offset))
         pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(splits), strict=True)
         expected = tensor_shapes(pairs)
         check_tensors(own, expected)
@@ -167,9 +167,9 @@ class Streamed:
         """A layer on the default device, in the format that the checkpoint has."""
         prefix = f"{LAYERS}{index}."
         own = {name: one for name, one in self._stored.items() if name.startswith(prefix)}
-        shapes = layer_kinds(self.config)[index].shape().filled(prefix, choosing(self._kind))
+        shapes = layer_kinds(self.config)[index].shape().mapped(prefix, choosing(self._kind))
         splits = splitting().with_norms(self.config.norm_offset)
-        return self._load(own, shapes, shapes.filled(prefix, splits))
+        return self._load(own, shapes, shapes.mapped(prefix, splits))
 
     def ends(self) -> Decoder:
         """The embeddings, the last norm and the LM head: a decoder without layers."""
@@ -177,8 +177,8 @@ class Streamed:
         if self.config.tie_word_embeddings:
             rest.pop(HEAD, None)  # a copy of the embeddings
         shapes = decoder_shapes(self.config, FLOAT32).replace(layers=())
-        shapes = shapes.filled(choosing(self._kind))
-        return self._load(rest, shapes, shapes.filled(splitting(self.config.vocab_size)))
+        shapes = shapes.mapped(choosing(self._kind))
+        return self._load(rest, shapes, shapes.mapped(splitting(self.config.vocab_size)))
 
     def _load(self, stored: dict[str, CheckpointTensor], shapes: Any, splits: Any) -> Any:
         return load_tree(stored, shapes, splits, placements(shapes, None))

@@ -21,7 +21,7 @@ from jaxspec.models.json.mtp_names import MtpNames, mtp_names
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
@@ -80,12 +80,14 @@ class MtpFront(Pytree):
             x = self.fc(jnp.concatenate(parts, axis=-1), step.kernels)
         return FrontOutput(x, step.norm(x, first.input_norm))
 
-    def filled(self, prefix: str, filler: Filler) -> "MtpFront":
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "MtpFront":
         mtp_prefix, names = self.names.prefix, self.names
         return self.replace(
-            fc=filler.linear(self.fc, One(f"{mtp_prefix}{names.fc}")),
-            embed_norm=filler.norm(f"{mtp_prefix}{names.embed_norm}.weight", self.embed_norm),
-            hidden_norm=filler.norm(f"{mtp_prefix}{names.hidden_norm}.weight", self.hidden_norm),
+            fc=tensor_map.linear(self.fc, One(f"{mtp_prefix}{names.fc}")),
+            embed_norm=tensor_map.norm(f"{mtp_prefix}{names.embed_norm}.weight", self.embed_norm),
+            hidden_norm=tensor_map.norm(
+                f"{mtp_prefix}{names.hidden_norm}.weight", self.hidden_norm
+            ),
         )
 
 

@@ -12,7 +12,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -110,8 +110,8 @@ class GatedDelta(Pytree):
             geometry, heads, config.taps, config.folded, jnp.dtype(self.qkvz.dtype), layout
         )
 
-    def filled(self, prefix: str, filler: Filler) -> "GatedDelta":
-        """The same, with every array replaced by ``filler``'s result for ``<prefix>linear_attn``.
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "GatedDelta":
+        """The same, with every array replaced by ``tensor_map``'s result for ``<prefix>linear_attn``.
 
         The norm multiplies by the checkpoint's weight as it is, whatever the model's offset.
         """
@@ -135,15 +135,15 @@ class GatedDelta(Pytree):
             ba = (Part(f"{inside}in_proj_ba", 2 * values),)
         by_group = Grouped((Part(module, values),))
         return self.replace(
-            qkvz=filler.linear(self.qkvz, Grouped(qkvz)),
-            ba=filler.linear(self.ba, Grouped(ba)),
-            taps=filler.of_source(
+            qkvz=tensor_map.linear(self.qkvz, Grouped(qkvz)),
+            ba=tensor_map.linear(self.ba, Grouped(ba)),
+            taps=tensor_map.of_source(
                 Depthwise(Grouped(channels(f"{inside}conv1d"))), "weight", self.taps
             ),
-            dt_bias=filler.of_source(by_group, "dt_bias", self.dt_bias),
-            a_log=filler.of_source(by_group, "A_log", self.a_log),
-            norm=filler.array(f"{inside}norm.weight", self.norm),
-            o=filler.linear(self.o, One(f"{inside}out_proj")),
+            dt_bias=tensor_map.of_source(by_group, "dt_bias", self.dt_bias),
+            a_log=tensor_map.of_source(by_group, "A_log", self.a_log),
+            norm=tensor_map.array(f"{inside}norm.weight", self.norm),
+            o=tensor_map.linear(self.o, One(f"{inside}out_proj")),
         )
 
 

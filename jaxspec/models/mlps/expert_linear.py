@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.tensors import Filler, Source, Split, Tensors
+from jaxspec.models.tensors import Source, Split, TensorMap, Tensors
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
@@ -38,11 +38,11 @@ class ExpertLinear(Pytree):
         """Experts of this device (inside shard_map: of its shard)."""
         return self.weight.shape[0]
 
-    def filled(self, source: Source, filler: Filler) -> "ExpertLinear":
-        """The same, with every array replaced by ``filler``'s result for ``source``."""
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "ExpertLinear":
+        """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
         return self.replace(
-            weight=filler.of_source(source, "weight", self.weight),
-            bias=filler.of_source(source, "bias", self.bias),
+            weight=tensor_map.of_source(source, "weight", self.weight),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
 

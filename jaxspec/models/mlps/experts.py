@@ -21,7 +21,7 @@ from jaxspec.models.mlps.expert_linear import ExpertLinear, PerExpert, expert_li
 from jaxspec.models.mlps.mix import LocalExperts, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler, One, Stacked
+from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.parallel import Axes, Layout, Shards, check_divides
 from jaxspec.parallel.collectives import (
     all_gather,
@@ -86,8 +86,8 @@ class Experts(Pytree):
         """The projection that alone reads the input, if there is one."""
         return None
 
-    def filled(self, prefix: str, filler: Filler) -> "Experts":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Experts":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         names = self.config.names
         block = f"{prefix}{names.block}."
         modules = [f"{block}experts.{i}." for i in range(self.config.routing.num_experts)]
@@ -97,12 +97,12 @@ class Experts(Pytree):
         down = tuple(One(f"{module}{names.down}") for module in modules)
         router, shared = f"{block}{names.router}", self.shared
         return self.replace(
-            router=filler.linear(self.router, One(router)),
-            correction=filler.array(f"{router}.e_score_correction_bias", self.correction),
-            gate_up=filler.linear(self.gate_up, PerExpert(gate_up)),
-            down=filler.linear(self.down, PerExpert(down)),
-            shared=shared and shared.filled_at(f"{block}{names.shared}.", filler),
-            shared_gate=filler.linear(self.shared_gate, One(f"{block}{names.shared_gate}")),
+            router=tensor_map.linear(self.router, One(router)),
+            correction=tensor_map.array(f"{router}.e_score_correction_bias", self.correction),
+            gate_up=tensor_map.linear(self.gate_up, PerExpert(gate_up)),
+            down=tensor_map.linear(self.down, PerExpert(down)),
+            shared=shared and shared.mapped_at(f"{block}{names.shared}.", tensor_map),
+            shared_gate=tensor_map.linear(self.shared_gate, One(f"{block}{names.shared_gate}")),
         )
 
 

@@ -14,7 +14,7 @@ from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.quantized.rounded_rows import rounded_rows
 from jaxspec.models.shapes import array_shape
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.packed_product import float8_misfit, packed_product
@@ -47,11 +47,11 @@ class Float8Linear(PackedLinear):
         by_group = (size if len(self.scale) > 1 else "group", *outputs)
         return {"values": (*outputs, size), "scale": by_group, "bias": tuple(outputs)}
 
-    def filled(self, source: Source, filler: Filler) -> "Float8Linear":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "Float8Linear":
         return self.replace(
-            values=filler.of_source(OutputsFirst(source), "values", self.values),
-            scale=filler.of_source(source, "scale", self.scale),
-            bias=filler.of_source(source, "bias", self.bias),
+            values=tensor_map.of_source(OutputsFirst(source), "values", self.values),
+            scale=tensor_map.of_source(source, "scale", self.scale),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
     @property

@@ -14,7 +14,7 @@ from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.quantized.rounded_rows import rounded_rows
 from jaxspec.models.shapes import array_shape
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.packed_product import float8_misfit, misfit, packed_product
@@ -62,13 +62,13 @@ class GroupedLinear(PackedLinear):
             "bias": tuple(outputs),
         }
 
-    def filled(self, source: Source, filler: Filler) -> "GroupedLinear":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "GroupedLinear":
         return self.replace(
-            values=filler.of_source(OutputsFirst(source), "values", self.values),
-            scale=filler.of_source(source, "scale", self.scale),
-            zero=filler.of_source(source, "zero", self.zero),
-            groups=filler.array(f"{source.names[0]}.groups", self.groups),
-            bias=filler.of_source(source, "bias", self.bias),
+            values=tensor_map.of_source(OutputsFirst(source), "values", self.values),
+            scale=tensor_map.of_source(source, "scale", self.scale),
+            zero=tensor_map.of_source(source, "zero", self.zero),
+            groups=tensor_map.array(f"{source.names[0]}.groups", self.groups),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:

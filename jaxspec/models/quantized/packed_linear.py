@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Product
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import Pytree
 from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
 from pallas_kernels.products import sum_partials
@@ -65,8 +65,8 @@ class PackedLinear(Pytree):
         """The logical axes of each array."""
 
     @abstractmethod
-    def filled(self, source: Source, filler: Filler) -> Any:
-        """The same, with every array replaced by ``filler``'s result for ``source``."""
+    def mapped(self, source: Source, tensor_map: TensorMap) -> Any:
+        """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
 
     @property
     @abstractmethod
