@@ -196,7 +196,7 @@ class DeltaState(Pytree):
         new: DeltaNodes,
         implementation: Implementation,
     ) -> tuple[Array, Self]:
-        """As ``read_run``, one token after the other; ``held``: [B] tokens in the windows."""
+        """``read_run`` one token after the other; ``held``: [B] tokens in the windows."""
         inputs, total = new.inputs, held + counts
         run = rows, held, counts, q, inputs.tokens
         out, s = delta_run(self.s, self.window.tokens, *run, implementation)

@@ -238,7 +238,7 @@ def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
 
 
 def _lm_head_bytes(config: ModelConfig, dtype: jnp.dtype, drafter_bits: int | None) -> int:
-    """Of the target's LM head as a draft head reads it; without the scales of a copy in
+    """Bytes of the target's LM head as a draft head reads it; without the scales of a copy in
     ``drafter_bits``."""
     return config.vocab_size * config.hidden_size * (drafter_bits or 8 * dtype.itemsize) // 8
 

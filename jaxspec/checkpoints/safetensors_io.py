@@ -108,7 +108,7 @@ def load_pipeline(
     meshes: Sequence[Mesh],
     layers: Sequence[int],
 ) -> Pipeline:
-    """As load_decoder, for a pipeline of so many layers on each mesh."""
+    """load_decoder for a pipeline of so many layers on each mesh."""
     shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
     stored, kind = open_checkpoint(directory, shards, None)
     config = with_stored_head(config, stored, directory)

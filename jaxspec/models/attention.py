@@ -134,7 +134,7 @@ class PagedAttend(Pytree):
         return config.expands(self.slots.shape[1], self.page_table.shape[1] * page_size)
 
     def _spread(self, queries: Array, state: PagedKV, heads: Heads, window: int | None) -> Array:
-        """As ``attended``, where devices have a part of every page each: all queries attend to each
+        """``attended`` where devices have a part of every page each: all queries attend to each
         part, and the parts of their softmaxes are merged.
 
         Raises ValueError for sums that must not depend on the order of slots.
@@ -275,7 +275,7 @@ def _written_out_attention(
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
-    """As dense_causal_attention."""
+    """dense_causal_attention with scores that are written out."""
     *outer, head_dim = q.shape
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
     scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)

@@ -46,7 +46,7 @@ class Decoder(Pytree):
 
     Attributes:
       layers: all of them; in a pipeline the last ones (see stages.py).
-      exchange: memory in which devices add up row-parallel products; see exchanges.py.
+      exchange: memory in which devices add up row-parallel products.
     """
 
     embed: Array = array("vocab", "whole_hidden")

@@ -245,7 +245,7 @@ class Product:
     def local_sums(
         self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
     ) -> Array:
-        """As ``partial_sums``, but of this device's part of the product, and without the bias."""
+        """``partial_sums`` of this device's part of the product, and without the bias."""
         linear = self.linear
         with jax.named_scope(self.scope):
             can_split = linear.bias is None

@@ -27,7 +27,7 @@ class Stage(Pytree):
     Attributes:
       first: index of the first of them in the model.
       config: of the whole model.
-      exchange: memory in which devices add up row-parallel products; see exchanges.py.
+      exchange: memory in which devices add up row-parallel products.
     """
 
     layers: tuple[Layer, ...]

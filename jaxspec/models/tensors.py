@@ -76,7 +76,7 @@ class CheckpointTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it; I4 for signed integers of 4 bits."""
+        """The name that safetensors has for it; I4 for signed integers of 4 bits."""
         ...
 
     def read(self, *index: slice) -> np.ndarray:
@@ -311,7 +311,7 @@ class TensorMap:
         return None if leaf is None else self.vector(name, leaf, 0)
 
     def norm(self, name: str, leaf: Any) -> Any:
-        """As ``array``, for the weight of a norm that has the model's offset."""
+        """``array`` for the weight of a norm that has the model's offset."""
         return None if leaf is None else self.vector(name, leaf, self.norm_offset)
 
     def linear(self, linear: Any, source: Source) -> Any:

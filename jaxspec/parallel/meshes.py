@@ -130,7 +130,7 @@ def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:
 
 
 def shown_size(tensor_parallel: TensorParallel) -> str:
-    """As ``--tp`` takes it: ``4``, ``2x2``."""
+    """The text that ``--tp`` takes: ``4``, ``2x2``."""
     x, y = grid_of(tensor_parallel)
     return str(y) if isinstance(tensor_parallel, int) else f"{x}x{y}"
 

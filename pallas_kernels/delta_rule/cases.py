@@ -77,7 +77,7 @@ class Case:
 
     @property
     def read_flops(self) -> int:
-        """Of what keys and queries of nodes read from states."""
+        """FLOPs of what keys and queries of nodes read from states."""
         return self.batch * self.nodes * self.state_bytes
 
 

@@ -94,7 +94,7 @@ def _expanded(stored: Array, key_up: Array, value_up: Array) -> tuple[Array, Arr
 
 
 def _slot_bytes(q: Array, value_up: Array) -> int:
-    """Of the scores, keys and values of a slot."""
+    """Bytes of the scores, keys and values of a slot."""
     batch, num_tokens, num_heads, key_dim = q.shape
     entries = (key_dim + value_up.shape[1]) * q.dtype.itemsize
     return batch * num_heads * (4 * num_tokens + entries)

@@ -135,7 +135,7 @@ def float8_fours(word: Any) -> list[Any]:
 
 
 def _float8_of(low: Any, high: Any) -> Any:
-    """Of the integers in the low half of each byte, which are in the high half of ``high``, too.
+    """The floats of the integers in the low half of each byte; ``high`` has them in the high half.
 
     The magnitude of a negative one is its complement plus 1.
     """

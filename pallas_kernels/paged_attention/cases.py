@@ -76,12 +76,12 @@ class Case:
         return rows * self.head_dim * jnp.dtype(dtype).itemsize
 
     def num_float8_bytes(self, dtype: Any) -> int:
-        """As ``num_bytes``, of keys and values of a byte each."""
+        """``num_bytes`` with keys and values of a byte each."""
         numbers = 2 * self.visible_slots * self.kv_heads * self.head_dim
         return self.num_bytes(dtype) - numbers * (jnp.dtype(dtype).itemsize - 1)
 
     def num_partial_bytes(self, dtype: Any, devices: int) -> int:
-        """As ``num_bytes``, of one of several devices; the output is in float32, with a log-sum-exp
+        """``num_bytes`` of one of several devices; the output is in float32, with a log-sum-exp
         of each query."""
         heads = len(self.context_lens) * self.num_tokens * self.num_heads
         size = jnp.dtype(dtype).itemsize
@@ -326,7 +326,7 @@ def as_benchmark(case: Case, dtype: Any) -> Benchmark:
 
 
 def float8_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
-    """As ``benchmarks``, with 8-bit pages."""
+    """``benchmarks`` with 8-bit pages."""
     return tuple(as_float8_benchmark(case, dtype) for case in BENCHMARK_CASES)
 
 
@@ -344,7 +344,7 @@ def _feed(arguments: Arguments, output: Array) -> Arguments:
 
 
 def partial_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
-    """As ``benchmarks``, of the first of two devices that share the sequences."""
+    """``benchmarks`` of the first of two devices that share the sequences."""
     return tuple(as_partial_benchmark(case, dtype) for case in PARTIAL_BENCHMARK_CASES)
 
 

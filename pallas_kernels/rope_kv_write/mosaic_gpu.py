@@ -99,7 +99,7 @@ def _stored(x: Array, scale: Array | None) -> Array:
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """As in the reference, including where it rounds: x and weight [D]."""
+    """The norm of the reference, which rounds at the same places: x and weight [D]."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / x.size + eps)
     return (wide * scale).astype(x.dtype) * weight

@@ -47,7 +47,7 @@ class RowParts:
 
     @property
     def layout(self) -> Any:
-        """Of a part in registers, the same for all dtypes; the default depends on the dtype."""
+        """The layout of a part in registers, the same for all dtypes."""
         return plgpu.Layout.WG_STRIDED((self.part,), vec_size=math.gcd(self.part // THREADS, 4))
 
     def slice_of_part(self) -> Any:
@@ -55,7 +55,7 @@ class RowParts:
         return pl.ds(kernel_axes.index(THREAD_NAME) * self.part, self.part)
 
     def load(self, ref: Any) -> Array:
-        """The own part of a row."""
+        """The calling warpgroup's part of a row."""
         return plgpu.load(ref.at[self.slice_of_part()], layout=self.layout)
 
     def scratch(self, interpret: Any = None) -> Any:
@@ -72,7 +72,7 @@ class RowParts:
         """The largest entry of a row; no entry may be negative. All warpgroups must call it.
 
         Args:
-          own: the own part, float32.
+          part: the calling warpgroup's, float32.
           scratch: what ``scratch`` describes; each call needs its own.
         """
         if interpret is not None:  # the interpreter does not support inlined MLIR
@@ -97,7 +97,7 @@ def row_parts(width: int) -> RowParts:
 
 
 def _emit_largest(_: Any, part: Any, scratch: Any, *, warps: int) -> Any:
-    """Of the entries of a thread, of a warp, and, through shared memory, of all warps."""
+    """The largest entry of a thread, of a warp, and, through shared memory, of all warps."""
     i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
     value = _largest(_entries(functools.reduce(arith.maximumf, part.registers.flat)))
     for distance in (16, 8, 4, 2, 1):

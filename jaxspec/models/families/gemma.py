@@ -127,7 +127,8 @@ def _read_gemma3(hf: Keys) -> ModelConfig:
 
 
 def _ropes(hf: Keys) -> tuple[Any, Any]:
-    """Of full and of sliding attention. Parameters that are not nested are of full attention."""
+    """The ropes of full and of sliding attention. Parameters that are not nested are those of full
+    attention."""
     nested: Any = hf["rope_parameters"] or {}
     if not isinstance(nested, dict):
         raise ValueError(f"rope parameters must be an object, got {shown(nested)}")

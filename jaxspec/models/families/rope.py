@@ -76,7 +76,7 @@ def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) ->
 
 
 def without_rope(rope: RopeConfig) -> RopeConfig:
-    """Of layers that rotate nothing, in a model whose other layers have this rope."""
+    """The rope of layers that rotate nothing, in a model whose other layers have this rope."""
     return dataclasses.replace(rope, scaling=None, rotary_dim=0)
 
 

@@ -97,7 +97,7 @@ class DraftHead(Pytree):
       embed: embeddings; None: the target's.
       capture: the target's hidden states that it reads (see decoder.run).
       recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
-      exchange: memory in which devices add up row-parallel products; see exchanges.py.
+      exchange: memory in which devices add up row-parallel products.
     """
 
     front: Front

@@ -81,13 +81,15 @@ class MtpFront(Pytree):
         return FrontOutput(x, step.norm(x, first.input_norm))
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "MtpFront":
-        mtp_prefix, names = self.names.prefix, self.names
+        names = self.names
+
+        def norm(name: str, weight: Array) -> Array:
+            return tensor_map.norm(f"{names.prefix}{name}.weight", weight)
+
         return self.replace(
-            fc=tensor_map.linear(self.fc, One(f"{mtp_prefix}{names.fc}")),
-            embed_norm=tensor_map.norm(f"{mtp_prefix}{names.embed_norm}.weight", self.embed_norm),
-            hidden_norm=tensor_map.norm(
-                f"{mtp_prefix}{names.hidden_norm}.weight", self.hidden_norm
-            ),
+            fc=tensor_map.linear(self.fc, One(f"{names.prefix}{names.fc}")),
+            embed_norm=norm(names.embed_norm, self.embed_norm),
+            hidden_norm=norm(names.hidden_norm, self.hidden_norm),
         )
 
 

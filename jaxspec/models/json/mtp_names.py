@@ -38,7 +38,7 @@ class MtpNames:
 
 
 def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
-    """Of MTP layer ``index`` of a model of ``num_layers`` layers.
+    """The names of MTP layer ``index`` of a model of ``num_layers`` layers.
 
     Raises ValueError for an index above 0 of a layout in which the layers share a projection.
     """

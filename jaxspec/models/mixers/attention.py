@@ -70,7 +70,7 @@ class Attention(Pytree):
         return PagedKV.create(geometry, *sizes, self.qkv.dtype, layout, self.kv_scales)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Attention":
-        """The same, with every array replaced by ``tensor_map``'s result for ``<prefix>self_attn``."""
+        """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""
         module, config = f"{prefix}self_attn.", self.config
         repeats = self.qkv.out_shape[0] // config.num_kv_heads
         source: Source = GroupedHeads(

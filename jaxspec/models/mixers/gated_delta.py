@@ -111,7 +111,7 @@ class GatedDelta(Pytree):
         )
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "GatedDelta":
-        """The same, with every array replaced by ``tensor_map``'s result for ``<prefix>linear_attn``.
+        """The same, with the map's result for ``<prefix>linear_attn`` in place of every array.
 
         The norm multiplies by the checkpoint's weight as it is, whatever the model's offset.
         """

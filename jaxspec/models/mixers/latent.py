@@ -106,7 +106,7 @@ class LatentAttention(Pytree):
         return PagedLatent.create(geometry, self.config.stored_dim, self.kv_in.dtype, layout)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "LatentAttention":
-        """The same, with every array replaced by ``tensor_map``'s result for ``<prefix>self_attn``."""
+        """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""
         module, config = f"{prefix}self_attn.", self.config
         up = f"{module}kv_b_proj"
         size = config.key_dim + config.value_dim

@@ -38,7 +38,7 @@ class Dense(Pytree):
         return self.mapped_at(f"{prefix}mlp.", tensor_map)
 
     def mapped_at(self, prefix: str, tensor_map: TensorMap) -> "Dense":
-        """As ``mapped``, where the names of the projections begin with ``prefix``."""
+        """``mapped`` where the names of the projections begin with ``prefix``."""
         source: Source = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
         if self.config.fused:
             source = Fused(f"{prefix}gate_up_proj", source, (self.config.intermediate_size,) * 2)

@@ -86,7 +86,7 @@ class GroupedLinear(PackedLinear):
 
     @property
     def _x_bits(self) -> int:
-        """Of the rows that are multiplied, for the kernel's order of inputs."""
+        """Bits of the rows that are multiplied, for the kernel's order of inputs."""
         return 8 if self.rounds else 16
 
     def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
