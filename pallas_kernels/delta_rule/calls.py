@@ -11,7 +11,7 @@ from jax import Array, lax
 from pallas_kernels.benchmark import Arguments
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
 from pallas_kernels.delta_rule.snapshots import snapshot_round
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from pallas_kernels.selection import Implementation
 
 KEPT = 8  # arguments that a round hands to the next: states, windows, channels, rows, lengths
@@ -23,9 +23,8 @@ def read(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]
     s, *window, channels, rows, lens = arguments[:KEPT]
     q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
     held = lens[rows] % window[0].shape[1]
-    out = delta_read(
-        s, Tokens(*window), rows, held, q, Tokens(*nodes), ancestors, depth, implementation
-    )
+    states = RowStates(s, Tokens(*window), rows, held)
+    out = delta_read(states, q, Tokens(*nodes), ancestors, depth, implementation)
     return out, s, *window, channels, _next(rows, s), lens
 
 
@@ -37,7 +36,8 @@ def whole_round(*arguments: Array, implementation: Implementation) -> tuple[Arra
     out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
     held = lens[rows] % window[0].shape[1]
     s, after, channels = delta_commit(
-        s, Tokens(*window), channels, rows, held, Tokens(*nodes), new, path, counts, implementation
+        RowStates(s, Tokens(*window), rows, held),
+        *(channels, Tokens(*nodes), new, path, counts, implementation),
     )
     return out, s, *after, channels, following, lens.at[rows].add(counts)
 
@@ -63,9 +63,8 @@ def run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
     s, *window, channels, rows, lens = arguments[:KEPT]
     q, *tokens = arguments[KEPT:]
     counts = jnp.full_like(rows, q.shape[1])
-    out, s = delta_run(
-        s, Tokens(*window), rows, lens[rows], counts, q, Tokens(*tokens), implementation
-    )
+    states = RowStates(s, Tokens(*window), rows, lens[rows])
+    out, s = delta_run(states, counts, q, Tokens(*tokens), implementation)
     return out, s, *window, channels, _next(rows, s), lens
 
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.delta_rule import calls
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,17 +121,18 @@ def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     )
     channels, new = channels.astype(jnp.bfloat16), new.astype(jnp.bfloat16)
     q = unit(case.batch, nodes)
+    states = RowStates(s, window, places, held)
     return (
-        (s, window, places, held, q, drafted, ancestors, depth),
-        (s, window, channels, places, held, drafted, new, path, counts),
+        (states, q, drafted, ancestors, depth),
+        (states, channels, drafted, new, path, counts),
     )
 
 
 def make_run_arguments(case: Case, seed: int = 0) -> tuple:
     """Positional arguments of delta_run, of ``nodes`` tokens, of which some are padding."""
-    (s, window, rows, held, q, tokens, *_), _ = make_arguments(case, seed)
+    (states, q, tokens, *_), _ = make_arguments(case, seed)
     counts = jnp.asarray([case.nodes, 0, *range(1, case.batch - 1)][: case.batch], jnp.int32)
-    return s, window, rows, held, counts, q, tokens
+    return states, counts, q, tokens
 
 
 def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, Array]:

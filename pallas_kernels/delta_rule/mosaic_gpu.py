@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from pallas_kernels.kernel_names import fixed_name
 
 COLUMNS = 64  # of a value head, that a warpgroup holds
@@ -27,10 +27,7 @@ THREADS = 128  # of a warpgroup
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_read_mosaic(
-    s: Array,  # [R, G, r, Dv, Dk]
-    window: Tokens,  # [R, C, ...]
-    rows: Array,  # [B]
-    held: Array,  # [B]
+    states: RowStates,
     q: Array,  # [B, N, G, Dk]
     nodes: Tokens,  # [B, N, ...]
     ancestors: Array,  # [B, N, N]
@@ -42,6 +39,7 @@ def delta_read_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    s, window, rows, held = states
     _, groups, values, v_dim, k_dim = s.shape
     batch, size = q.shape[:2]
     readers = jnp.stack([nodes.k, q], axis=1)
@@ -105,10 +103,7 @@ def delta_read_mosaic(
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_run_mosaic(
-    s: Array,  # [R, G, r, Dv, Dk]
-    window: Tokens,  # [R, C, ...]
-    rows: Array,  # [B]
-    held: Array,  # [B]
+    states: RowStates,
     counts: Array,  # [B]
     q: Array,  # [B, T, G, Dk]
     tokens: Tokens,  # [B, T, ...]
@@ -119,6 +114,7 @@ def delta_run_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    s, window, rows, held = states
     _, groups, values, v_dim, _ = s.shape
     batch, size = q.shape[:2]
     capacity = window.k.shape[1]
@@ -173,19 +169,16 @@ def delta_run_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    states = jax.new_ref(s)
-    out = kernel(*window, rows, held, counts, q, *tokens, states)
-    return out, jax.freeze(states)
+    s_ref = jax.new_ref(s)
+    out = kernel(*window, rows, held, counts, q, *tokens, s_ref)
+    return out, jax.freeze(s_ref)
 
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_commit_mosaic(
-    s: Array,  # [R, G, r, Dv, Dk]
-    window: Tokens,  # [R, C, ...]
+    states: RowStates,
     channels: Array,  # [R, K - 1, G, c]
-    rows: Array,  # [B]
-    held: Array,  # [B]
     nodes: Tokens,  # [B, N, ...]
     node_channels: Array,  # [B, N, G, c]
     path: Array,  # [B, A]
@@ -197,6 +190,7 @@ def delta_commit_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    s, window, rows, held = states
     _, groups, values, v_dim, k_dim = s.shape
     capacity, past, width = window.k.shape[1], channels.shape[1], channels.shape[-1]
     parts = values * v_dim // COLUMNS

@@ -24,7 +24,7 @@ from pallas_kernels.delta_rule.cases import (
     snapshot_benchmark,
 )
 from pallas_kernels.delta_rule.reference import delta_commit_reference
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
@@ -66,7 +66,7 @@ def after_windows(s, window: Tokens, held):
     channels = jnp.zeros((len(s), 3, 1, 8)), jnp.zeros((len(s), longest, 1, 8))
     empty, rows = Tokens(*(x[:, :1] for x in window)), jnp.arange(len(s))
     return delta_commit_reference(
-        s, empty, channels[0], rows, 0 * held, window, channels[1], path, held
+        RowStates(s, empty, rows, 0 * held), channels[0], window, channels[1], path, held
     )[0]
 
 
