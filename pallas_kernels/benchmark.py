@@ -13,7 +13,7 @@ from jax import Array
 from pallas_kernels.float8 import LARGEST, encode
 from pallas_kernels.selection import Implementation, is_hopper
 
-Arguments = tuple[Array | None, ...]
+Arguments = tuple[Any, ...]  # arrays, and pytrees of them
 LARGEST_NORMAL = 4.0  # about; a few normal numbers are larger
 LARGEST_OF_NUMPY = 2**24  # numbers of an array
 

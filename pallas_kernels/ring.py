@@ -26,7 +26,7 @@ def ring_stages(tuning: RingTuning, stage: int, results: int) -> int:
 
     Raises ValueError if it has no room for two.
     """
-    room = SHARED_BYTES // tuning.ctas - BARRIER_BYTES - results
-    if room < 2 * stage:
-        raise ValueError(f"two blocks of {stage} bytes do not fit {room} bytes: see {tuning}")
-    return min(room // stage, tuning.most_stages)
+    free = SHARED_BYTES // tuning.ctas - BARRIER_BYTES - results
+    if free < 2 * stage:
+        raise ValueError(f"two blocks of {stage} bytes do not fit {free} bytes: see {tuning}")
+    return min(free // stage, tuning.most_stages)

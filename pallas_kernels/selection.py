@@ -121,7 +121,7 @@ class Kernels:
         return "auto_tpu" if self.backend == "mosaic_tpu" else "auto"
 
     def over_pages(self, operation: str, pages: jax.Array) -> Implementation:
-        """As ``implementation``, of an operation over these pages: "reference" for bytes (see
+        """The ``implementation`` of an operation over these pages: "reference" for bytes (see
         float8.py), unless "float8_pages" was chosen, too."""
         if is_float8(pages) and "float8_pages" not in self:
             return "reference"

@@ -26,6 +26,5 @@ __all__ = [
     "PagedKV",
     "PagedLatent",
     "page_slots",
-    "pages_for",
     "sequential_page_table",
 ]

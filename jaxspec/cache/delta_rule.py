@@ -56,10 +56,12 @@ def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     """
 
     def step(s: Array, token: tuple[Array, DeltaInputs]) -> tuple[Array, Array]:
-        q, one = token
-        s = jnp.exp(one.g)[..., None, None] * s
-        written = one.beta[..., None] * (one.v - _einsum("bgd,bgred->bgre", one.k, s))
-        s = s + written[..., None] * one.k[:, :, None, None, :]
+        q, token_input = token
+        s = jnp.exp(token_input.g)[..., None, None] * s
+        written = token_input.beta[..., None] * (
+            token_input.v - _einsum("bgd,bgred->bgre", token_input.k, s)
+        )
+        s = s + written[..., None] * token_input.k[:, :, None, None, :]
         return s, _einsum("bgd,bgred->bgre", q, s)
 
     first = (jnp.moveaxis(q, 1, 0), _tokens_first(inputs))
@@ -251,8 +253,8 @@ def _inverse(below: Array) -> Array:
     place, block = jnp.arange(size), 1
     result = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
     while block < size:
-        own = place // block
-        pair = (own[:, None] == own + 1) & (own % 2 == 0)
+        block_of = place // block
+        pair = (block_of[:, None] == block_of + 1) & (block_of % 2 == 0)
         between = _einsum("...ij,...jk->...ik", result, jnp.where(pair, below, 0))
         result = result - _einsum("...ij,...jk->...ik", between, result)
         block *= 2

@@ -50,7 +50,7 @@ class PagedLatent(Pytree):
         pages = [state.pages for state in states]
         slots = moved_slots(committed, pages[0].shape[2])
         moved = kv_compact(pages, *slots, kernels.over_pages("kv_compact", pages[0]))
-        return [state.replace(pages=own) for state, own in zip(states, moved, strict=True)]
+        return [state.replace(pages=pages) for state, pages in zip(states, moved, strict=True)]
 
     def reset(self, rows: Array) -> Self:
         """Unchanged: a new sequence reads only slots that it has written."""

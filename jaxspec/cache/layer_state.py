@@ -133,6 +133,7 @@ class ModelState(Pytree):
         """The state with the result of ``take`` in pages [n] and rows [B]."""
         pairs = zip(self.layers, saved.layers, strict=True)
         layers = tuple(
-            None if state is None else state.put(one, pages, rows) for state, one in pairs
+            None if state is None else state.put(saved_state, pages, rows)
+            for state, saved_state in pairs
         )
         return self.replace(layers=layers)

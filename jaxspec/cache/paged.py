@@ -120,7 +120,7 @@ def move[T: PagedKV](
 
     All rows are read before any is written, so source and destination may overlap.
     """
-    pages = [one for state in states for one in (state.k, state.v)]
+    pages = [cache for state in states for cache in (state.k, state.v)]
     if states[0].spread:
         moved = move_rows(pages, source, destination, states[0].spread)
     else:

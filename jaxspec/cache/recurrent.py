@@ -35,7 +35,7 @@ from jaxspec.cache.delta_rule import (
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.parallel import Layout, named_shardings
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
-from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run, misfit
+from pallas_kernels.delta_rule import RowStates, delta_commit, delta_read, delta_run, misfit
 from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
 
 
@@ -142,9 +142,8 @@ class DeltaState(Pytree):
         waits for the commit. See delta_rule.tree for the arguments."""
         held, after = lens % self.folded, self.replace(nodes=nodes)
         if self._has_kernel("delta_rule", kernels, q.shape[1]):
-            window, inputs = self.window.tokens, nodes.inputs.tokens
-            out = delta_read(self.s, window, rows, held, q, inputs, ancestors, depth, "mosaic_gpu")
-            return out, after
+            states, inputs = self._row_states(rows, held), nodes.inputs.tokens
+            return delta_read(states, q, inputs, ancestors, depth, "mosaic_gpu"), after
         window = self._window(rows, held)
         return tree(self.s[rows], window, q, nodes.inputs, ancestors, depth), after
 
@@ -196,10 +195,10 @@ class DeltaState(Pytree):
         new: DeltaNodes,
         implementation: Implementation,
     ) -> tuple[Array, Self]:
-        """As ``read_run``, one token after the other; ``held``: [B] tokens in the windows."""
+        """``read_run`` one token after the other; ``held``: [B] tokens in the windows."""
         inputs, total = new.inputs, held + counts
-        run = rows, held, counts, q, inputs.tokens
-        out, s = delta_run(self.s, self.window.tokens, *run, implementation)
+        states = self._row_states(rows, held)
+        out, s = delta_run(states, counts, q, inputs.tokens, implementation)
         # Of the tokens since the last multiple of C, those from ``held`` on are new.
         place = (total // self.folded * self.folded)[:, None] + jnp.arange(self.folded)
         index = jnp.clip(place - held[:, None], 0, q.shape[1] - 1)
@@ -247,11 +246,8 @@ class DeltaState(Pytree):
         assert self.nodes is not None
         nodes = self.nodes
         s, window, channels = delta_commit(
-            self.s,
-            self.window.tokens,
+            self._row_states(committed.rows, held),
             self.channels,
-            committed.rows,
-            held,
             nodes.inputs.tokens,
             nodes.channels.astype(self.channels.dtype),
             committed.path,
@@ -273,14 +269,17 @@ class DeltaState(Pytree):
         return jax.tree.map(lambda x: x[rows], self)
 
     def put(self, saved: Self, pages: Array, rows: Array) -> Self:
-        return jax.tree.map(lambda x, one: x.at[rows].set(one), self, saved)
+        return jax.tree.map(lambda x, rows_saved: x.at[rows].set(rows_saved), self, saved)
 
     # Parts of the above.
 
+    def _row_states(self, rows: Array, held: Array) -> RowStates:
+        return RowStates(self.s, self.window.tokens, rows, held)
+
     def _window(self, rows: Array, held: Array) -> DeltaInputs:
         """The first ``held`` [B] entries of the rows' windows; the others change nothing."""
-        own = jax.tree.map(lambda x: x[rows], self.window)
-        return own.where(jnp.arange(self.folded) < held[:, None])
+        window = jax.tree.map(lambda x: x[rows], self.window)
+        return window.where(jnp.arange(self.folded) < held[:, None])
 
     def _aligned(self, rows: Array, held: Array, new: DeltaInputs, counts: Array) -> DeltaInputs:
         """The windows of the rows with ``counts`` [B] inputs of new [B, T, ...] after them, padded
@@ -315,7 +314,7 @@ class DeltaState(Pytree):
         last = _tokens(every, counts[:, None] + jnp.arange(past))
         return self.replace(
             window=jax.tree.map(
-                lambda x, one: x.at[target].set(one, mode="drop"), self.window, window
+                lambda x, new_rows: x.at[target].set(new_rows, mode="drop"), self.window, window
             ),
             channels=self.channels.at[target].set(last, mode="drop"),
         )

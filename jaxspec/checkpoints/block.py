@@ -53,7 +53,7 @@ def load_block_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
     harmless = {*_COPIES} if config.predicts_next else set()
-    splits = shapes.filled(splitting())
+    splits = shapes.mapped(splitting())
     return load_tree(stored, shapes, splits, placements(shapes, mesh), harmless)
 
 
@@ -82,7 +82,7 @@ def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> 
     if head.predicts_next:
         copies |= zip(_COPIES, _tables(target), strict=True)
     config = to_hf_block(head, target.config)
-    save_tree(directory, head, head.filled(splitting()), config, copies)
+    save_tree(directory, head, head.mapped(splitting()), config, copies)
 
 
 def _tables(target: Decoder) -> tuple[np.ndarray, np.ndarray]:

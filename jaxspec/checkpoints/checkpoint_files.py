@@ -140,7 +140,7 @@ def _alone(name: str) -> str:
 
 
 def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:
-    """As ``scan``; quantized modules have tensors of quantization.formats in place of their own.
+    """``scan``, where quantized modules have tensors of quantization.formats in place of their own.
 
     Raises ValueError for a quantization that is not supported.
     """

@@ -51,7 +51,7 @@ def _heads_bytes(heads: tuple[DraftHead, ...], steps: int, lm_head: int) -> int:
 
 
 def _block_bytes(head: BlockHead, steps: int, lm_head: int) -> int:
-    """Of its Markov head one table for each level, of the other table only a few rows."""
+    """Bytes of its Markov head: one table for each level, of the other table only a few rows."""
     layers = local_bytes(without_exchanges(head)) - local_bytes((head.markov, head.lm_head_copy))
     markov = 0 if head.markov is None else local_bytes(head.markov.after)
     return layers + _shared_lm_head_bytes(head, lm_head) + steps * markov
@@ -67,7 +67,7 @@ def _shared_lm_head_bytes(head: DraftHead | BlockHead, lm_head: int) -> int:
 
 
 def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
-    """Of each of an EagleDrafter's heads: how often a round of so many draft steps needs what it
+    """For each of an EagleDrafter's heads, how often a round of so many draft steps needs what it
     computes, and how often no more than the keys and values that it writes.
 
     The first step reads committed tokens with all heads. The others read drafted ones, with the
@@ -84,5 +84,5 @@ def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
 
 def _written_from(head: DraftHead) -> int:
     """Bytes of weights that a head's keys and values are computed with."""
-    qkv = [one.mixer.qkv for one in head.layers[:1] if isinstance(one.mixer, Attention)]
+    qkv = [layer.mixer.qkv for layer in head.layers[:1] if isinstance(layer.mixer, Attention)]
     return local_bytes((head.front, qkv))

@@ -98,13 +98,13 @@ def load_eagle_head(
     shapes = head_shapes(config, target, dtype, shards)
     midlayer = any(name.startswith("midlayer.") for name in stored)
     first_layer = "midlayer" if midlayer else "layers.0"
-    shapes = shapes.filled(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
+    shapes = shapes.mapped(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
     shardings = placements(shapes, mesh)
     without_ids = shapes.replace(token_ids=None)
     head = load_tree(
         stored,
         without_ids,
-        shapes.filled(first_layer, splitting()),
+        shapes.mapped(first_layer, splitting()),
         shardings.replace(token_ids=None),
         harmless={"d2t", "t2d"},
     )
@@ -138,7 +138,7 @@ def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig)
         ids = np.asarray(head.token_ids)
         extra["d2t"] = ids.astype(np.int64) - np.arange(ids.size)
         extra["t2d"] = np.isin(np.arange(target.vocab_size), ids)
-    splits = head.filled("midlayer" if eagle3 else "layers.0", splitting())
+    splits = head.mapped("midlayer" if eagle3 else "layers.0", splitting())
     save_tree(directory, head.replace(token_ids=None), splits, config, extra)
 
 

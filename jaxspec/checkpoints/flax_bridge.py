@@ -58,9 +58,9 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
     """
     _check_scales(like)
     bare = without_kv_scales(like)
-    splits = bare.filled(splitting(like.config.vocab_size))
+    splits = bare.mapped(splitting(like.config.vocab_size))
     tensors = _tensors(_leaves(bare, splits), params, names)
-    return with_scales_of(like, _in_place(bare, bare.filled(joining(tensors))))
+    return with_scales_of(like, _in_place(bare, bare.mapped(joining(tensors))))
 
 
 def head_from_flax(
@@ -78,9 +78,9 @@ def head_from_flax(
         )
     bare = without_kv_scales(like)
     without_ids = bare.replace(token_ids=None)
-    splits = without_ids.filled(first_layer, splitting())
+    splits = without_ids.mapped(first_layer, splitting())
     tensors = _tensors(_leaves(without_ids, splits), params, names)
-    joined = without_ids.filled(first_layer, joining(tensors))
+    joined = without_ids.mapped(first_layer, joining(tensors))
     return with_scales_of(like, _in_place(bare, joined.replace(token_ids=like.token_ids)))
 
 
@@ -161,10 +161,10 @@ def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tenso
         if path not in arrays:
             problems.append(f"{name} should be at {path}, which is not there")
             continue
-        own, wanted = arrays[path].dtype, tensor.dtype
-        if jnp.issubdtype(wanted, jnp.floating) and not jnp.issubdtype(own, jnp.floating):
+        found, wanted = arrays[path].dtype, tensor.dtype
+        if jnp.issubdtype(wanted, jnp.floating) and not jnp.issubdtype(found, jnp.floating):
             problems.append(
-                f"{path} is {own}, {name} needs floats: give the values that it stands for"
+                f"{path} is {found}, {name} needs floats: give the values that it stands for"
             )
             continue
         try:

@@ -59,11 +59,11 @@ class OfExpert:
         start, stop, _ = rows.indices(self.size)
         last = max(start, stop - 1)
         outputs = slice(self.first + start * self.step, self.first + last * self.step + 1)
-        own = slice(self.expert, self.expert + 1)
+        expert = slice(self.expert, self.expert + 1)
         if self.inputs_first and columns:
-            block = self.whole.read(own, *columns, outputs)[0].T
+            block = self.whole.read(expert, *columns, outputs)[0].T
         else:
-            block = self.whole.read(own, outputs, *columns)[0]
+            block = self.whole.read(expert, outputs, *columns)[0]
         return block[:: self.step][: stop - start]
 
 
@@ -80,8 +80,8 @@ def unfused(
             del tensors[name]
             suffix = "bias" if match["bias"] else "weight"
             for expert in range(tensor.shape[0]):
-                for projection, own in _parts(tensor, match["kind"], expert, fused).items():
-                    tensors[f"{match['experts']}.{expert}.{projection}.{suffix}"] = own
+                for projection, part in _parts(tensor, match["kind"], expert, fused).items():
+                    tensors[f"{match['experts']}.{expert}.{projection}.{suffix}"] = part
     return tensors
 
 

@@ -32,7 +32,10 @@ class KVScaleFile:
     def write(self, path: Path, **about: Any) -> None:
         """``about``: further fields."""
         parts = {
-            name: [{"k": _numbers(one.k), "v": _numbers(one.v)} for one in getattr(self, name)]
+            name: [
+                {"k": _numbers(layer_scales.k), "v": _numbers(layer_scales.v)}
+                for layer_scales in getattr(self, name)
+            ]
             for name in PARTS
         }
         path.write_text(json.dumps({"format": FORMAT, **about, **parts}, indent=1) + "\n")
@@ -73,4 +76,4 @@ def _scales(path: Path, name: str, entry: Any) -> KVScales:
 
 
 def _numbers(scale: Any) -> list[float]:
-    return [float(one) for one in np.asarray(scale)]
+    return [float(number) for number in np.asarray(scale)]

@@ -113,8 +113,8 @@ def _load_target(
     if layers is None:
         lm_head = _lm_head_bytes(config, dtype, options.drafter_bits) // meshes[-1].size
         read = draft_weight_bytes(drafter, drafted.speculation.max_depth, lm_head)
-        apart = options.drafter_mesh is not None
-        layers = chosen_layers(config, dtype, meshes, read, apart=apart)
+        drafter_has_devices = options.drafter_mesh is not None
+        layers = chosen_layers(config, dtype, meshes, read, drafter_has_devices=drafter_has_devices)
     check_layers(layers, config, len(meshes))
     return load_pipeline(directory, config, dtype, meshes, layers)
 

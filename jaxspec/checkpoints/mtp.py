@@ -77,7 +77,7 @@ class MtpChoice:
         names = [states.name for states in ALL_MTP_STATES]
         form = re.fullmatch(rf"mtp(?::({'|'.join(names)}))?(?::([1-9][0-9]*))?", name)
         if form is None:
-            *first, last = (f":{one}" for one in names)
+            *first, last = (f":{name}" for name in names)
             raise ValueError(
                 f"drafter {name!r}: after mtp may come {', '.join(first)} or {last}, and a number "
                 "of layers, as in mtp:after:1"
@@ -177,22 +177,22 @@ def load_mtp_head(
     assert head.mtp is not None
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, None)
-    own = {name: one for name, one in stored.items() if head.mtp.have(name)}
+    tensors = {name: tensor for name, tensor in stored.items() if head.mtp.have(name)}
     named = {_COPIED[copy]: f"{head.mtp.prefix}{copy}" for copy in head.mtp.copies}
     copies = {name: stored[copy] for name, copy in named.items() if copy in stored}
     warn_of_changed_copies(copies, stored, are_read=False, stacklevel=3)
-    own = unfused(own, head.model)
-    if not own:
+    tensors = unfused(tensors, head.model)
+    if not tensors:
         raise ValueError(
             f"{directory} has no tensors {head.mtp.prefix}*, though its config.json says that it "
             "has layers for multi-token prediction: choose another drafter"
         )
     first_layer = head.mtp.layer.removesuffix(".")
-    shapes = head_shapes(head, target, dtype, shards).filled(first_layer, choosing(kind))
+    shapes = head_shapes(head, target, dtype, shards).mapped(first_layer, choosing(kind))
     return load_tree(
-        own,
+        tensors,
         shapes,
-        shapes.filled(first_layer, splitting()),
+        shapes.mapped(first_layer, splitting()),
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
@@ -222,5 +222,5 @@ def save_mtp_head(head: DraftHead, directory: str | Path, hf_config: Mapping[str
     config = with_mtp_layer(hf_config, mtp_states(head)) | {
         "torch_dtype": jnp.dtype(head.dtype).name
     }
-    splits = head.filled(front.names.layer.removesuffix("."), splitting())
+    splits = head.mapped(front.names.layer.removesuffix("."), splitting())
     save_tree(directory, head, splits, config)

@@ -106,14 +106,14 @@ def _choices(
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield path or "the tree", type(value).__name__, default
         for field in dataclasses.fields(value):
-            own, static = getattr(value, field.name), inside_static or is_static(field)
+            content, static = getattr(value, field.name), inside_static or is_static(field)
             yield from _choices(
-                own,
+                content,
                 f"{path}.{field.name}",
                 inside_static=static,
                 default=static
                 and field.default is not dataclasses.MISSING
-                and own == field.default,
+                and content == field.default,
             )
     elif isinstance(value, dict):
         for key, item in value.items():

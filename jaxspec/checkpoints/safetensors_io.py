@@ -91,11 +91,11 @@ def load_decoder(
     stored, kind = open_checkpoint(directory, shards, kind)
     config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
-    shapes = decoder_shapes(config, dtype, shards).filled(choosing(kind))
+    shapes = decoder_shapes(config, dtype, shards).mapped(choosing(kind))
     return load_tree(
         stored,
         shapes,
-        shapes.filled(splitting(config.vocab_size)),
+        shapes.mapped(splitting(config.vocab_size)),
         placements(shapes, mesh),
         _harmless(config, stored),
     )
@@ -108,19 +108,19 @@ def load_pipeline(
     meshes: Sequence[Mesh],
     layers: Sequence[int],
 ) -> Pipeline:
-    """As load_decoder, for a pipeline of so many layers on each mesh."""
+    """load_decoder for a pipeline of so many layers on each mesh."""
     shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
     stored, kind = open_checkpoint(directory, shards, None)
     config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
-    whole = as_one(shapes.parts).filled(choosing(kind))
+    whole = as_one(shapes.parts).mapped(choosing(kind))
     shapes = cut(whole, shapes)
     places = [placements(part, mesh) for part, mesh in zip(shapes.parts, meshes, strict=True)]
     loaded = load_tree(
         stored,
         whole,
-        whole.filled(splitting(config.vocab_size)),
+        whole.mapped(splitting(config.vocab_size)),
         as_one(places),
         _harmless(config, stored),
     )
@@ -162,7 +162,7 @@ def save_decoder(
     decoder = without_kv_scales(decoder)
     config = to_hf_config(decoder.config) if hf_config is None else dict(hf_config)
     config |= {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
-    save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
+    save_tree(directory, decoder, decoder.mapped(splitting(decoder.config.vocab_size)), config)
 
 
 def check_not_quantized(weights: Any) -> None:
@@ -250,7 +250,7 @@ def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
     """Stored dtypes that may be read as ``dtype``: floats are cast, others must be the same."""
     if dtype in FLOATS:
         return FLOAT_DTYPES
-    return tuple(name for name, own in EXACT_DTYPES.items() if own == dtype)
+    return tuple(name for name, supported in EXACT_DTYPES.items() if supported == dtype)
 
 
 def _load_array(
@@ -342,12 +342,12 @@ def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]
     groups, used = [[]], 0
     names: set[str] = set()
     for leaf, split in leaves:
-        own = set(tensor_shapes([(leaf, split)]))
-        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES and not own & names:
+        leaf_names = set(tensor_shapes([(leaf, split)]))
+        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES and not leaf_names & names:
             groups.append([])
             used = 0
         groups[-1].append((leaf, split))
-        used, names = used + leaf.nbytes, own
+        used, names = used + leaf.nbytes, leaf_names
     return groups
 
 

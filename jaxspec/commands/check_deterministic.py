@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxspec.cache import pages_for
 from jaxspec.checkpoints.built_in import BUILT_IN_HEAD
 from jaxspec.checkpoints.load import load
 from jaxspec.commands.shared.run_facts import run_facts
@@ -35,7 +34,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     table_console,
 )
-from jaxspec.config.cache import CacheConfig
+from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams

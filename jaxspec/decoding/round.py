@@ -155,11 +155,11 @@ def verify(
         attend,
         (*capture, *options.hidden),
         options.kernels,
-        apart=options.isolate_blocks,
+        isolate_blocks=options.isolate_blocks,
         before=before,
     )
     features, asked = split_captured(captured, len(capture), len(options.hidden))
-    logits = decoder.logits(target, hidden, options.kernels, apart=options.isolate_blocks)
+    logits = decoder.logits(target, hidden, options.kernels, isolate_blocks=options.isolate_blocks)
     return Scores(logits, features, asked, layers)
 
 

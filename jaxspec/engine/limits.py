@@ -13,8 +13,7 @@ swapped, not recomputed.
 
 import dataclasses
 
-from jaxspec.cache import pages_for
-from jaxspec.config.cache import CacheConfig
+from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_verify_width
 from jaxspec.decoding.drafters.checks import check_drafter

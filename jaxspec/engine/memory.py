@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.cache import Geometry, pages_for
-from jaxspec.config.cache import CacheConfig
+from jaxspec.cache import Geometry
+from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.decoding.functional import EngineParams, init_pool
 from jaxspec.decoding.functional.pipelined import init_stage
 from jaxspec.parallel import Layout, named_shardings

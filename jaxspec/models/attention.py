@@ -1,8 +1,7 @@
 """How the tokens of a pass attend to the past: paged, or dense for training and references.
 
-This file and forward.py are the one place where model code calls kernels by operation name
-(paged_attention, partial_attention and latent_attention here, add_rms_norm and rope_kv_write
-there). Mixers and MLPs name none.
+The kernels that read or write pages are called here: rope_kv_write and paged, partial and latent
+attention. forward_pass.py calls the other kernels of model code.
 """
 
 import functools
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import PagedKV, PagedLatent
-from jaxspec.cache.spread import own_slots
+from jaxspec.cache.spread import local_slots
 from jaxspec.config.latent import LatentConfig
-from jaxspec.models.forward_pass import Heads, LatentHeads
+from jaxspec.models.attention_heads import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -29,8 +28,10 @@ from pallas_kernels.paged_attention.partial import (
     with_sinks,
 )
 from pallas_kernels.paged_attention.reference import MASKED, capped
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import einsum_f32
-from pallas_kernels.rope_kv_write.reference import write_rows
+from pallas_kernels.rope_kv_write import rope_kv_write
+from pallas_kernels.rope_kv_write.reference import HeadNorms, write_rows
 
 
 @pytree
@@ -62,6 +63,15 @@ class PagedAttend(Pytree):
     first_slot: int = static(default=0)
     order_invariant: bool = static(default=False)
 
+    @property
+    def context(self) -> QueryContext:
+        """What the tokens see, as kernels take it."""
+        lens, ends = self.context_lens, self.kv_lens
+        return QueryContext(self.page_table, lens, self.positions, self.ancestors, ends)
+
+    def _options(self, heads: Heads, window: int | None) -> AttentionOptions:
+        return AttentionOptions(window, heads.scale, heads.softcap, self.first_slot)
+
     def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Array, Any]:
         if isinstance(heads, LatentHeads):
             return self._latent(state, heads)
@@ -78,19 +88,10 @@ class PagedAttend(Pytree):
             return self._spread(queries, state, heads, window)
         return paged_attention(
             queries,
-            state.k,
-            state.v,
-            self.page_table,
-            self.context_lens,
-            self.positions,
-            self.ancestors,
-            self.kv_lens,
-            *heads.scales,
+            LayerPages(state.k, state.v, *heads.scales),
+            self.context,
             heads.sinks,
-            window=window,
-            scale=heads.scale,
-            softcap=heads.softcap,
-            first_slot=self.first_slot,
+            options=self._options(heads, window),
             order_invariant=self.order_invariant,
             implementation=heads.kernels.over_pages("paged_attention", state.k),
         )
@@ -104,10 +105,7 @@ class PagedAttend(Pytree):
                 pages,
                 heads.key_up,
                 heads.value_up,
-                self.page_table,
-                self.context_lens,
-                self.positions,
-                self.kv_lens,
+                self.context,
                 scale=heads.config.scale,
                 first_slot=self.first_slot,
             )
@@ -118,10 +116,7 @@ class PagedAttend(Pytree):
         out = latent_attention(
             heads.absorbed,
             pages,
-            self.page_table,
-            self.context_lens,
-            self.ancestors,
-            self.kv_lens,
+            self.context,
             latent=heads.config.latent,
             scale=heads.config.scale,
             first_slot=self.first_slot,
@@ -139,7 +134,7 @@ class PagedAttend(Pytree):
         return config.expands(self.slots.shape[1], self.page_table.shape[1] * page_size)
 
     def _spread(self, queries: Array, state: PagedKV, heads: Heads, window: int | None) -> Array:
-        """As ``attended``, where devices have a part of every page each: all queries attend to each
+        """``attended`` where devices have a part of every page each: all queries attend to each
         part, and the parts of their softmaxes are merged.
 
         Raises ValueError for sums that must not depend on the order of slots.
@@ -149,23 +144,14 @@ class PagedAttend(Pytree):
                 "sums that do not depend on the order of slots need whole sequences on a device: "
                 "take sp 1, or leave out deterministic and verify_width"
             )
-        own_size, axes = state.k.shape[2], state.spread
+        local_size, axes = state.k.shape[2], state.spread
         part = partial_attention(
             queries,
-            state.k,
-            state.v,
-            self.page_table,
-            self.context_lens,
-            self.positions,
-            self.ancestors,
-            self.kv_lens,
-            shard_offset(own_size, axes),
-            *heads.scales,
+            LayerPages(state.k, state.v, *heads.scales),
+            self.context,
+            shard_offset(local_size, axes),
             page_size=state.page_size,
-            window=window,
-            scale=heads.scale,
-            softcap=heads.softcap,
-            first_slot=self.first_slot,
+            options=self._options(heads, window),
             implementation=heads.kernels.over_pages("partial_attention", state.k),
         )
         count = heads.partials.shape[2] if heads.tokens else None
@@ -176,29 +162,38 @@ def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, Page
     """Queries [B, T, Q, D] of all tokens, and the state with their keys and values at ``slots``
     [B, T]."""
     if state.spread:
-        heads, slots = heads.of_all_tokens(), own_slots(slots, state.k.shape[2], state.spread)
-    queries, k, v = heads.written(state.k, state.v, slots)
+        heads, slots = heads.of_all_tokens(), local_slots(slots, state.k.shape[2], state.spread)
+    queries, k, v = rope_kv_write(
+        heads.partials,
+        heads.rope,
+        HeadNorms(heads.q_norm, heads.k_norm),
+        LayerPages(state.k, state.v, *heads.scales),
+        slots,
+        eps=heads.eps,
+        dtype=heads.dtype,
+        implementation=heads.kernels.over_pages("rope_kv_write", state.k),
+    )
     return queries, state.replace(k=k, v=v)
 
 
 @jax.named_scope("attention")
 def _merged(
-    part: PartialAttention, axes: Axes, own_count: int | None, sinks: Array | None
+    part: PartialAttention, axes: Axes, local_count: int | None, sinks: Array | None
 ) -> Array:
     """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
 
-    ``own_count``: each device gets the next so many tokens only, with padding after the last.
+    ``local_count``: each device gets the next so many tokens only, with padding after the last.
     """
     if sinks is not None:  # one device has the slot
         is_first = lax.axis_index(axes) == 0
         part = with_sinks(part, jnp.where(is_first, sinks, MASKED))
-    own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
-    if own_count is None:
-        parts = lax.all_gather(own, axes)
+    packed = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
+    if local_count is None:
+        parts = lax.all_gather(packed, axes)
     else:
-        missing = own_count * lax.axis_size(axes) - own.shape[1]
-        padded = jnp.pad(own, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1.0)
-        split = padded.reshape(own.shape[0], -1, own_count, *own.shape[2:])
+        missing = local_count * lax.axis_size(axes) - packed.shape[1]
+        padded = jnp.pad(packed, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1.0)
+        split = padded.reshape(packed.shape[0], -1, local_count, *packed.shape[2:])
         parts = lax.all_to_all(split.swapaxes(0, 1), axes, split_axis=0, concat_axis=0)
     return merge_partials(PartialAttention(parts[..., :-2], parts[..., -2], parts[..., -1]))
 
@@ -280,7 +275,7 @@ def _written_out_attention(
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
-    """As dense_causal_attention."""
+    """dense_causal_attention with scores that are written out."""
     *outer, head_dim = q.shape
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
     scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)
@@ -289,9 +284,9 @@ def _written_out_attention(
     visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     scores = jnp.where(visible, scores, MASKED)
     if sinks is not None:  # as a last slot, of which no value is added
-        own = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
-        own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, own], axis=-1)
+        sink_scores = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
+        sink_scores = jnp.broadcast_to(sink_scores, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink_scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
     return out.astype(q.dtype).reshape(*outer, head_dim)

@@ -19,13 +19,13 @@ from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.pipeline_stage import Passage, new_passage
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
 from jaxspec.parallel.collectives import (
     all_gather,
     all_reduce,
     all_tokens,
-    own_tokens,
+    local_tokens,
     padded_tokens,
     reduce_scatter,
     shard_offset,
@@ -46,7 +46,7 @@ class Decoder(Pytree):
 
     Attributes:
       layers: all of them; in a pipeline the last ones (see stages.py).
-      exchange: memory in which devices add up row-parallel products; see exchanges.py.
+      exchange: memory in which devices add up row-parallel products.
     """
 
     embed: Array = array("vocab", "whole_hidden")
@@ -75,18 +75,18 @@ class Decoder(Pytree):
         """States for passes that keep nothing."""
         return (None,) * len(self.layers)
 
-    def filled(self, filler: Filler) -> "Decoder":
-        """The same, with every array replaced by ``filler``'s result."""
-        filler = filler.with_norms(self.config.norm_offset)
+    def mapped(self, tensor_map: TensorMap) -> "Decoder":
+        """The same, with every array replaced by ``tensor_map``'s result."""
+        tensor_map = tensor_map.with_norms(self.config.norm_offset)
         head = One("lm_head", self.config.vocab_size)
         return self.replace(
-            embed=filler.array("model.embed_tokens.weight", self.embed),
+            embed=tensor_map.array("model.embed_tokens.weight", self.embed),
             layers=tuple(
-                layer.filled(f"model.layers.{index}.", filler)
+                layer.mapped(f"model.layers.{index}.", tensor_map)
                 for index, layer in enumerate(self.layers)
             ),
-            norm=filler.norm("model.norm.weight", self.norm),
-            lm_head=filler.linear(self.lm_head, head),
+            norm=tensor_map.norm("model.norm.weight", self.norm),
+            lm_head=tensor_map.linear(self.lm_head, head),
         )
 
 
@@ -106,7 +106,7 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
         head = linear_shape(("whole_hidden", "vocab"), (hidden, vocab), dtype)
     return Decoder(
         embed=array_shape(vocab, hidden, dtype=dtype),
-        layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
+        layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
         lm_head=head,
         config=config,
@@ -137,7 +137,7 @@ def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
     tokens [B, T] where ``layout`` splits them."""
     if layout.tokens:  # the sequence first, then the model
         tokens = padded_tokens(tokens, layout.tokens)
-        tokens = own_tokens(tokens, layout.sequence)
+        tokens = local_tokens(tokens, layout.sequence)
     rows = _own_rows(decoder, tokens)
     over = tuple(axis for axis in layout.vocab if axis in layout.tokens)
     rows = reduce_scatter(rows, over, dimension=1)
@@ -174,7 +174,7 @@ def run(
     capture: tuple[int, ...] = (),
     kernels: Kernels = NO_KERNELS,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
     many: bool = False,
     before: Passage | None = None,
 ) -> tuple[Array, LayerStates, Array | None]:
@@ -183,8 +183,8 @@ def run(
     ``capture`` lists hidden states to return, concatenated: ``i`` is the residual stream after
     ``i`` layers, FINAL_NORM the output itself.
 
-    ``apart``: XLA compiles each block by itself (see ForwardPass), so that programs which capture
-    other states, or do other things with the results, round alike.
+    ``isolate_blocks``: XLA compiles each block by itself (see ForwardPass), so that programs which
+    capture other states, or do other things with the results, round alike.
 
     ``many``: devices that share sequences split these tokens (see Layout.split_tokens). All of them
     return all tokens.
@@ -196,15 +196,15 @@ def run(
     """
     config = decoder.config
     eps, layout = config.rms_norm_eps, decoder.layout.split_tokens if many else decoder.layout
-    options: dict[str, Any] = {"apart": apart, "exchange": decoder.exchange}
+    options: dict[str, Any] = {"isolate_blocks": isolate_blocks, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
     x = _embed_split(decoder, tokens, layout) if before is None else before.x
     norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
     first = step.norm(x, norms[0])
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
     residuals: dict[int, Any] = {} if before is None else before.residuals
-    own = enumerate([x, *after], config.num_layers - len(decoder.layers))
-    residuals |= dict(own) | {FINAL_NORM: normed}
+    numbered = enumerate([x, *after], config.num_layers - len(decoder.layers))
+    residuals |= dict(numbered) | {FINAL_NORM: normed}
     captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
     whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, tokens.shape[1])
     if captured is not None:
@@ -226,15 +226,15 @@ def logits(
     hidden: Array,
     kernels: Kernels = NO_KERNELS,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
     lm_head: AnyLinear | None = None,
 ) -> Array:
     """This shard's float32 logits of normed hidden states: [..., H] -> [..., V / shards].
 
-    ``apart``: as in ``run``. ``lm_head``: takes the place of the decoder's own (see
+    ``isolate_blocks``: as in ``run``. ``lm_head``: takes the place of the decoder's own (see
     models/heads/lm_head.py).
     """
-    if apart:
+    if isolate_blocks:
         hidden = lax.optimization_barrier(hidden)
         return lax.optimization_barrier(logits(decoder, hidden, kernels, lm_head=lm_head))
     lm_head = decoder.lm_head if lm_head is None else lm_head

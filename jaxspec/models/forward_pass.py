@@ -1,8 +1,10 @@
 """What the layers of a model share during one forward pass.
 
-This file and attention.py are the one place where model code calls kernels by operation name
-(attention there: paged, partial, latent; all others here). Mixers and MLPs name none: they hand
-Products and Heads to the methods of a ForwardPass.
+Of model code only this file and attention.py call kernels by operation name. Here are those of
+norms, activations, experts and the search for the largest scores; attention.py calls those that
+read or write pages. Mixers and MLPs name none: they hand Products to the methods of a ForwardPass,
+and the heads of attention_heads.py to its ``attend``. (A Linear has a product of its own, which may
+be a kernel: see linear.py and quantized/.)
 """
 
 import dataclasses
@@ -15,11 +17,11 @@ from jax import Array, lax
 
 from jaxspec.cache import KVScales
 from jaxspec.config.experts import ClampedSwiglu
-from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import RopeConfig
+from jaxspec.models.attention_heads import Heads
 from jaxspec.models.linear import (
     Addend,
     AnyLinear,
@@ -30,19 +32,17 @@ from jaxspec.models.linear import (
 )
 from jaxspec.models.norms import norm_all_heads, rms_norm
 from jaxspec.models.rope import rope_angles
-from jaxspec.parallel import Axes, Layout
-from jaxspec.parallel.collectives import all_tokens
+from jaxspec.parallel import Layout
 from pallas_kernels.activations import Clamp
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
-from pallas_kernels.products import einsum_f32, sum_partials
+from pallas_kernels.products import sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
-from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
-from pallas_kernels.rope_kv_write.reference import apply_rope, rotated_heads
+from pallas_kernels.rope_kv_write.reference import apply_rope
 from pallas_kernels.round_tokens import round_gated
 from pallas_kernels.selection import Kernels
 from pallas_kernels.top_k import top_k
@@ -61,9 +61,10 @@ class ForwardPass:
         not attention reads the tokens' rows, slots and positions from it.
       ropes: results of ``rope_angles``, by rope config.
       eps: epsilon of the norms.
-      apart: XLA fuses nothing over the residual stream between two blocks. A block then rounds
-        alike in all programs that contain it.
-      exchange: memory in which devices add up row-parallel products (see exchanges.py), or None.
+      isolate_blocks: XLA fuses nothing over the residual stream between two blocks. A block then
+        rounds alike in all programs that contain it.
+      exchange: memory in which devices add up row-parallel products (see
+        decoding/all_reduce_buffers.py), or None.
     """
 
     attend: Attend
@@ -71,7 +72,7 @@ class ForwardPass:
     eps: float
     layout: Layout
     kernels: Kernels
-    apart: bool = False
+    isolate_blocks: bool = False
     exchange: Array | None = None
 
     def norm(self, x: Array, weight: Array | None) -> Array:
@@ -99,19 +100,19 @@ class ForwardPass:
         taking = self._taking("add_rms_norm", takes_partials)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
-            if self.apart:
+            if self.isolate_blocks:
                 partials = lax.optimization_barrier(partials)
             if weight is None or self.layout.hidden:  # the kernel's norm is of whole rows
                 total = x + sum_partials(partials, len(x), x.dtype)
                 both = total, followed_by(self.norm(total, weight), beside)
-                return lax.optimization_barrier(both) if self.apart else both
+                return lax.optimization_barrier(both) if self.isolate_blocks else both
             how = self.eps, self.kernels.implementation("add_rms_norm")
             if beside is None and self._rounds("add_rms_norm", x, reader):
                 total, rounded, scale = add_rms_norm_rounded(x, partials, weight, *how)
                 both = total, RoundedRows(values=rounded, scale=scale, dtype=x.dtype)
             else:
                 both = add_rms_norm(x, partials, weight, *how, beside)
-            return lax.optimization_barrier(both) if self.apart else both
+            return lax.optimization_barrier(both) if self.isolate_blocks else both
 
     def gated(self, gate_up: Array, activation: Activation, reader: AnyLinear) -> Any:
         """Hidden units [B, T, F] of gate and up [B, T, 2, F], which ``reader`` alone reads: if it
@@ -136,7 +137,7 @@ class ForwardPass:
         if norm is None and scale == 1:
             return addend
         partials = addend.partial_sums(self.layout, self.kernels, _takes_none)
-        if self.apart:
+        if self.isolate_blocks:
             partials = lax.optimization_barrier(partials)
         value = self.norm(sum_partials(partials, len(x), x.dtype), norm)
         return Computed(value if scale == 1 else value * scale)
@@ -156,13 +157,13 @@ class ForwardPass:
         self, x: Array, product: Product, weight: Array, axis: str
     ) -> tuple[Array, Array]:
         taking = self._taking("reduce_add_rms_norm", exchange_takes_partials)
-        partials = product.own_sums(self.kernels, taking)
+        partials = product.local_sums(self.kernels, taking)
         with jax.named_scope("norm"):
-            if self.apart:
+            if self.isolate_blocks:
                 partials = lax.optimization_barrier(partials)
             how = self.eps, axis, self.exchange, "mosaic_gpu"
             both = reduce_add_rms_norm(x, partials, weight, *how)
-            return lax.optimization_barrier(both) if self.apart else both
+            return lax.optimization_barrier(both) if self.isolate_blocks else both
 
     def heads(
         self,
@@ -174,7 +175,7 @@ class ForwardPass:
         kv_scales: KVScales | None = None,
         qk_norm: Array | None = None,
         sinks: Array | None = None,
-    ) -> "Heads":
+    ) -> Heads:
         """The heads of a qkv projection, not yet normed and rotated. ``dtype`` is that of sums.
 
         ``qk_norm``: weights [G, R - 1, D] of a norm over all query heads, and one over all key
@@ -241,113 +242,6 @@ def _takes_none(dtype: jnp.dtype, width: int) -> bool:
     return False
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """The input of attention: the heads of a qkv projection, not yet normed and rotated.
-
-    Attributes:
-      partials: [S, B, T, G, R, D] split-K partial sums. The R heads of a KV head are its queries,
-        its key and its value. Rows past B are padding.
-      dtype: of the sums.
-      rope: a result of ``rope_angles``.
-      q_norm, k_norm: [D] weights, or None.
-      eps: epsilon of the norms.
-      kv_scales: of keys and values in 8-bit pages, or None.
-      scale, softcap: of the scores; see AttentionConfig.
-      sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
-      tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
-    """
-
-    partials: Array
-    dtype: jnp.dtype
-    rope: Array
-    q_norm: Array | None
-    k_norm: Array | None
-    eps: float
-    kernels: Kernels
-    kv_scales: KVScales | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Array | None = None
-    tokens: Axes = ()
-
-    @property
-    def scales(self) -> tuple[Array | None, Array | None]:
-        """Of keys and of values in 8-bit pages [G], or None."""
-        own = self.kv_scales
-        return (None, None) if own is None else (own.k, own.v)
-
-    def of_all_tokens(self) -> "Heads":
-        """The heads of all tokens, on every device."""
-        if not self.tokens:
-            return self
-        own = sum_partials(self.partials, len(self.rope), self.dtype)
-        whole = all_tokens(own, self.tokens, self.rope.shape[1])
-        return dataclasses.replace(self, partials=whole[None], tokens=())
-
-    def rotated(self) -> tuple[Array, Array, Array]:
-        """Queries [B, T, Q, D], keys and values [B, T, G, D]."""
-        qkv = sum_partials(self.partials, len(self.rope), self.dtype)
-        return rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
-
-    def written(self, k_pages: Array, v_pages: Array, slots: Array) -> tuple[Array, Array, Array]:
-        """Queries [B, T, Q, D], and pages [P, G, K, D] with keys and values written at ``slots``.
-
-        ``slots`` is int32 [B, T].
-        """
-        return rope_kv_write(
-            self.partials,
-            self.rope,
-            self.q_norm,
-            self.k_norm,
-            k_pages,
-            v_pages,
-            slots,
-            *self.scales,
-            eps=self.eps,
-            dtype=self.dtype,
-            implementation=self.kernels.over_pages("rope_kv_write", k_pages),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentHeads:
-    """The input of latent attention: what stands for Heads in an Attend function, which returns the
-    heads' values.
-
-    Attributes:
-      plain, rotary: [B, T, Q, key_dim] and [B, T, Q, R], queries; ``rotary`` is rotated.
-      stored: [B, T, 1, L + R], latents and rotated keys: what is kept of the tokens.
-      key_up, value_up: [Q, key_dim, L] and [Q, value_dim, L], from a latent to the heads' keys and
-        values.
-    """
-
-    plain: Array
-    rotary: Array
-    stored: Array
-    key_up: Array
-    value_up: Array
-    config: LatentConfig
-    kernels: Kernels
-
-    @property
-    def queries(self) -> Array:
-        """[B, T, Q, key_dim + R], of the heads' own keys."""
-        return jnp.concatenate([self.plain, self.rotary], axis=-1)
-
-    @property
-    @jax.named_scope("attention")
-    def absorbed(self) -> Array:
-        """[B, T, Q, L + R], queries of what is stored."""
-        queries = einsum_f32("btqk,qkl->btql", self.plain, self.key_up).astype(self.plain.dtype)
-        return jnp.concatenate([queries, self.rotary], axis=-1)
-
-    @jax.named_scope("attention")
-    def values(self, attended: Array) -> Array:
-        """Values [B, T, Q, value_dim] of sums of latents [B, T, Q, L]."""
-        return einsum_f32("btql,qvl->btqv", attended, self.value_up).astype(attended.dtype)
-
-
 def make_pass(
     layers: Iterable[LayerConfig],
     positions: Array,  # [B, T] rotary positions
@@ -356,16 +250,16 @@ def make_pass(
     layout: Layout,
     kernels: Kernels,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
     exchange: Array | None = None,
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers with these configs."""
     ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
     angles = [rope_angles(rope, positions) for rope in ropes]
-    if apart:
+    if isolate_blocks:
         angles = lax.optimization_barrier(angles)
     by_rope = dict(zip(ropes, angles, strict=True))
-    return ForwardPass(attend, by_rope, eps, layout, kernels, apart, exchange)
+    return ForwardPass(attend, by_rope, eps, layout, kernels, isolate_blocks, exchange)
 
 
 @jax.named_scope("activation")

@@ -10,7 +10,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler
+from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Shards
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
@@ -34,22 +34,22 @@ class Layer(Pytree):
     mlp_norm: Array | None = array("hidden", default=None)
     residual_scale: float = static(default=1.0)
 
-    def filled(self, prefix: str, filler: Filler) -> "Layer":
-        """The same, with every array replaced by ``filler``'s result for layer ``prefix``.
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Layer":
+        """The same, with every array replaced by ``tensor_map``'s result for layer ``prefix``.
 
         What checkpoints call post_attention_layernorm is the norm of what the mixer gives, where
         there is one, else that of what the MLP reads.
         """
 
-        def norm(name: str, own: Array | None) -> Any:
-            return filler.norm(f"{prefix}{name}_layernorm.weight", own)
+        def norm(name: str, weight: Array | None) -> Any:
+            return tensor_map.norm(f"{prefix}{name}_layernorm.weight", weight)
 
         before_mlp = "post_attention" if self.mixer_norm is None else "pre_feedforward"
         return self.replace(
             input_norm=norm("input", self.input_norm),
-            mixer=self.mixer.filled(prefix, filler),
+            mixer=self.mixer.mapped(prefix, tensor_map),
             post_norm=norm(before_mlp, self.post_norm),
-            mlp=self.mlp.filled(prefix, filler),
+            mlp=self.mlp.mapped(prefix, tensor_map),
             mixer_norm=norm("post_attention", self.mixer_norm),
             mlp_norm=norm("post_feedforward", self.mlp_norm),
         )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel import UNSPLIT, Axes, Layout
 from jaxspec.parallel.collectives import all_gather, all_reduce, all_tokens, reduce_scatter
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -78,8 +78,8 @@ class AnyLinear(Protocol):
         kernels may run."""
         ...
 
-    def filled(self, source: Source, filler: Filler) -> Any:
-        """The same, with every array replaced by ``filler``'s result for ``source``."""
+    def mapped(self, source: Source, tensor_map: TensorMap) -> Any:
+        """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
         ...
 
 
@@ -146,10 +146,10 @@ class Linear(Pytree):
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         return self._with_bias(einsum_f32("...h,hv->...v", x, self.weight))
 
-    def filled(self, source: Source, filler: Filler) -> "Linear":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "Linear":
         return self.replace(
-            weight=filler.of_source(source, "weight", self.weight),
-            bias=filler.of_source(source, "bias", self.bias),
+            weight=tensor_map.of_source(source, "weight", self.weight),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
     def product(self, x: Array, scope: str) -> "Product":
@@ -227,7 +227,7 @@ class Product:
             x = all_tokens(self.x, _among(layout.tokens, *outputs))
             whole = dataclasses.replace(self, x=all_gather(x, ways.gathered))
         is_split = bool(ways.summed or ways.scattered)
-        partials = whole.own_sums(kernels, _never if is_split else takes_partials)
+        partials = whole.local_sums(kernels, _never if is_split else takes_partials)
         with jax.named_scope(self.scope):
             first = partials.ndim - len(self.linear.out_shape)  # dimension of the output
             partials = reduce_scatter(partials, ways.scattered, first + ways.dimension)
@@ -242,8 +242,10 @@ class Product:
             return self.linear(self.x, kernels)
         return self.partial_sums(layout, kernels, _never)[0]
 
-    def own_sums(self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]) -> Array:
-        """As ``partial_sums``, but of this device's part of the product, and without the bias."""
+    def local_sums(
+        self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
+        """``partial_sums`` of this device's part of the product, and without the bias."""
         linear = self.linear
         with jax.named_scope(self.scope):
             can_split = linear.bias is None

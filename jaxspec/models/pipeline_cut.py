@@ -39,11 +39,13 @@ def pipeline_shapes(
     for mesh, count in zip(meshes, layers, strict=True):
         layout = mesh_layout(mesh)
         shards = Shards.over(mesh, layout)
-        own = tuple(
-            layer_shape(one, config.hidden_size, dtype, shards)
-            for one in config.layers[first : first + count]
+        stage_layers = tuple(
+            layer_shape(layer, config.hidden_size, dtype, shards)
+            for layer in config.layers[first : first + count]
         )
-        stages.append(Stage(layers=own, first=first, config=config, layout=layout, mesh=mesh))
+        stages.append(
+            Stage(layers=stage_layers, first=first, config=config, layout=layout, mesh=mesh)
+        )
         first += count
     *before, last = stages
     decoder = decoder_shapes(config, dtype, Shards.over(last.mesh, last.layout))
@@ -66,15 +68,20 @@ def cut(whole: Decoder, like: Pipeline) -> Pipeline:
 
 
 def chosen_layers(
-    config: ModelConfig, dtype: jnp.dtype, meshes: Sequence[Mesh], drafted: float, *, apart: bool
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    meshes: Sequence[Mesh],
+    drafted: float,
+    *,
+    drafter_has_devices: bool,
 ) -> tuple[int, ...]:
     """Layers for each mesh, so that all read about as many bytes in a round.
 
     Args:
       drafted: bytes that drafting reads in a round, on each device of the last mesh.
-      apart: the last mesh has no layers.
+      drafter_has_devices: the last mesh has no layers.
     """
-    if apart:
+    if drafter_has_devices:
         return (*split_layers(_layer_bytes(config, dtype), 0.0, len(meshes) - 1), 0)
     devices = meshes[-1].size
     head = config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize
@@ -83,7 +90,7 @@ def chosen_layers(
 
 
 def _layer_bytes(config: ModelConfig, dtype: jnp.dtype) -> list[float]:
-    shapes = (layer_shape(one, config.hidden_size, dtype) for one in config.layers)
+    shapes = (layer_shape(layer, config.hidden_size, dtype) for layer in config.layers)
     return [
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape)) for shape in shapes
     ]

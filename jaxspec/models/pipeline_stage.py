@@ -27,7 +27,7 @@ class Stage(Pytree):
     Attributes:
       first: index of the first of them in the model.
       config: of the whole model.
-      exchange: memory in which devices add up row-parallel products; see exchanges.py.
+      exchange: memory in which devices add up row-parallel products.
     """
 
     layers: tuple[Layer, ...]
@@ -109,7 +109,7 @@ class Passage(Pytree):
 def new_passage(x: Array, attend: PagedAttend) -> Passage:
     """Tokens with embeddings x [B, T, H], at rotary positions ``attend.positions``."""
     columns = [attend.rows, attend.context_lens, attend.kv_lens]
-    parts = [one[:, None] for one in columns]
+    parts = [column[:, None] for column in columns]
     parts += [attend.page_table, attend.slots, attend.positions]
     words = 0
     if attend.ancestors is not None:
@@ -117,7 +117,7 @@ def new_passage(x: Array, attend: PagedAttend) -> Passage:
         parts.append(attend.ancestors.reshape(len(x), -1))
     return Passage(
         states=x,
-        tokens=jnp.concatenate([one.astype(jnp.int32) for one in parts], axis=1),
+        tokens=jnp.concatenate([part.astype(jnp.int32) for part in parts], axis=1),
         columns=attend.page_table.shape[1],
         words=words,
         order_invariant=attend.order_invariant,
@@ -131,9 +131,9 @@ def run_stage(
     capture: tuple[int, ...],
     kernels: Kernels = NO_KERNELS,
     *,
-    apart: bool = False,
+    isolate_blocks: bool = False,
 ) -> tuple[LayerStates, Passage]:
-    """Run a stage's layers. ``capture`` and ``apart``: as in decoder.run."""
+    """Run a stage's layers. ``capture`` and ``isolate_blocks``: as in decoder.run."""
     config, attend, start = stage.config, passage.attend, passage.x
     step = make_pass(
         config.layers,
@@ -142,14 +142,16 @@ def run_stage(
         config.rms_norm_eps,
         stage.layout,
         kernels,
-        apart=apart,
+        isolate_blocks=isolate_blocks,
         exchange=stage.exchange,
     )
     normed = step.norm(start, stage.layers[0].input_norm)
     after, _, states = run_layers(stage.layers, start, normed, states, step, None)
     *entering, x = [start, *after]
-    own = dict(enumerate(entering, stage.first))
-    return states, passage.after(x, {index: own[index] for index in captured_here(stage, capture)})
+    residuals = dict(enumerate(entering, stage.first))
+    return states, passage.after(
+        x, {index: residuals[index] for index in captured_here(stage, capture)}
+    )
 
 
 def captured_here(stage: Stage, capture: tuple[int, ...]) -> list[int]:

@@ -45,7 +45,7 @@ def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.nda
 
 
 def _scale_yarn(frequencies: np.ndarray, scaling: YarnRopeScaling, theta: float) -> np.ndarray:
-    """As YaRN's equations say: linear in the index of the frequency between two of them."""
+    """The ramp of YaRN's equations: linear in the index of the frequency between two of them."""
     count = len(frequencies)
 
     def index_of(rotations: float) -> float:

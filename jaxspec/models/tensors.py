@@ -76,7 +76,7 @@ class CheckpointTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it; I4 for signed integers of 4 bits."""
+        """The name that safetensors has for it; I4 for signed integers of 4 bits."""
         ...
 
     def read(self, *index: slice) -> np.ndarray:
@@ -132,10 +132,10 @@ class One:
         return (self.name,)
 
     def split(self, kind: str) -> Split:
-        own = same(f"{self.name}.{kind}", self.num_rows)
+        untransposed = same(f"{self.name}.{kind}", self.num_rows)
 
         def transposed(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return own(block.T, start[::-1])
+            return untransposed(block.T, start[::-1])
 
         return transposed
 
@@ -214,9 +214,9 @@ class GroupedHeads:
         groups, per_group, head_dim = shape[-3:]
 
         def heads(name: str, members: int) -> Array:
-            own = tensors[f"{name}.{kind}"].T
-            own = own.reshape(*own.shape[:-1], -1, members, head_dim)
-            return jnp.repeat(own, groups // own.shape[-3], axis=-3)
+            weight = tensors[f"{name}.{kind}"].T
+            weight = weight.reshape(*weight.shape[:-1], -1, members, head_dim)
+            return jnp.repeat(weight, groups // weight.shape[-3], axis=-3)
 
         queries = heads(self.query, per_group - len(self._shared))
         return jnp.concatenate([queries, *(heads(name, 1) for name in self._shared)], axis=-2)
@@ -249,8 +249,8 @@ class HeadPart:
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
         heads, part = shape[-2:]
-        first, own = self._first(part), tensors[f"{self.name}.{kind}"].T
-        return own.reshape(*own.shape[:-1], heads, self.size)[..., first : first + part]
+        first, weight = self._first(part), tensors[f"{self.name}.{kind}"].T
+        return weight.reshape(*weight.shape[:-1], heads, self.size)[..., first : first + part]
 
     def _first(self, part: int) -> int:
         """Where a part of so many outputs begins in a head."""
@@ -281,12 +281,13 @@ def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, jax.ShapeDty
 
 
 @dataclasses.dataclass(frozen=True)
-class Filler:
-    """Replaces the arrays of a tree of weights, given the names of their checkpoint tensors.
+class TensorMap:
+    """A function of the arrays of a tree of weights, given the names of their checkpoint tensors.
 
-    Every component of a model has a method ``filled``, which names its tensors. It returns the
-    component with every array replaced by the filler's result: a Split, or an array joined on a
-    device. A filler may also replace every Linear by one of another format.
+    Every component of a model has a method ``mapped``, which names its tensors. It returns a tree
+    of the component's structure with the map's result in place of every array: the Split of each
+    array (see ``splitting``), arrays joined on a device (``joining``), or the arrays as they were,
+    in Linears of another format (``choosing``).
 
     Attributes:
       vector: (name, array or shape, offset) -> result, for arrays with the tensor's layout, plus
@@ -301,64 +302,64 @@ class Filler:
     whole: Callable[[Any, Source], Any] | None = None
     norm_offset: int = 0
 
-    def with_norms(self, offset: int) -> "Filler":
+    def with_norms(self, offset: int) -> "TensorMap":
         """The same, for a model whose norms have this offset (see ModelConfig.norm_offset)."""
         return dataclasses.replace(self, norm_offset=offset)
 
-    def array(self, name: str, own: Any) -> Any:
-        """The result for an array ``own`` with the tensor's layout; None if ``own`` is None."""
-        return None if own is None else self.vector(name, own, 0)
+    def array(self, name: str, leaf: Any) -> Any:
+        """The result for an array ``leaf`` with the tensor's layout; None if ``leaf`` is None."""
+        return None if leaf is None else self.vector(name, leaf, 0)
 
-    def norm(self, name: str, own: Any) -> Any:
-        """As ``array``, for the weight of a norm that has the model's offset."""
-        return None if own is None else self.vector(name, own, self.norm_offset)
+    def norm(self, name: str, leaf: Any) -> Any:
+        """``array`` for the weight of a norm that has the model's offset."""
+        return None if leaf is None else self.vector(name, leaf, self.norm_offset)
 
-    def linear(self, own: Any, source: Source) -> Any:
-        """The result for a Linear of any kind; None if ``own`` is None."""
-        if own is None:
+    def linear(self, linear: Any, source: Source) -> Any:
+        """The result for a Linear of any kind; None if ``linear`` is None."""
+        if linear is None:
             return None
-        return own.filled(source, self) if self.whole is None else self.whole(own, source)
+        return linear.mapped(source, self) if self.whole is None else self.whole(linear, source)
 
-    def of_source(self, source: Source, kind: str, own: Any) -> Any:
-        """The result for an array of a Linear; None if ``own`` is None."""
-        return None if own is None else self.part(source, kind, own)
+    def of_source(self, source: Source, kind: str, leaf: Any) -> Any:
+        """The result for an array of a Linear; None if ``leaf`` is None."""
+        return None if leaf is None else self.part(source, kind, leaf)
 
 
-def splitting(num_rows: int | None = None) -> Filler:
+def splitting(num_rows: int | None = None) -> TensorMap:
     """Replaces each array by its Split. Rows past ``num_rows`` of an embedding are padding."""
 
-    def vector(name: str, own: Any, offset: int) -> Split:
-        return same(name, num_rows if len(own.shape) > 1 else None, offset)
+    def vector(name: str, leaf: Any, offset: int) -> Split:
+        return same(name, num_rows if len(leaf.shape) > 1 else None, offset)
 
-    def part(source: Source, kind: str, own: Any) -> Split:
+    def part(source: Source, kind: str, leaf: Any) -> Split:
         return source.split(kind)
 
-    return Filler(vector, part)
+    return TensorMap(vector, part)
 
 
-def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
+def choosing(kind: Callable[[Any, Source], Any]) -> TensorMap:
     """Replaces each Linear by ``kind(linear, source)``; other arrays stay unchanged.
 
     For shapes, where the checkpoint decides which projections are quantized.
     """
 
-    def part(source: Source, name: str, own: Any) -> Any:
-        return own
+    def part(source: Source, name: str, leaf: Any) -> Any:
+        return leaf
 
-    return Filler(lambda name, own, offset: own, part, kind)
+    return TensorMap(lambda name, leaf, offset: leaf, part, kind)
 
 
-def joining(tensors: Tensors) -> Filler:
+def joining(tensors: Tensors) -> TensorMap:
     """Replaces each array by one that is joined on the device from whole tensors."""
 
-    def vector(name: str, own: Any, offset: int) -> Array:
+    def vector(name: str, leaf: Any, offset: int) -> Array:
         tensor = tensors[name]
         if offset:
             tensor = tensor.astype(jnp.float32) + offset
-        padding = [(0, o - t) for o, t in zip(own.shape, tensor.shape, strict=True)]
-        return jnp.pad(tensor, padding).astype(own.dtype)
+        padding = [(0, o - t) for o, t in zip(leaf.shape, tensor.shape, strict=True)]
+        return jnp.pad(tensor, padding).astype(leaf.dtype)
 
-    def part(source: Source, kind: str, own: Any) -> Array:
-        return source.join(kind, tensors, own.shape).astype(own.dtype)
+    def part(source: Source, kind: str, leaf: Any) -> Array:
+        return source.join(kind, tensors, leaf.shape).astype(leaf.dtype)
 
-    return Filler(vector, part)
+    return TensorMap(vector, part)

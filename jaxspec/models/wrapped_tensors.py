@@ -49,12 +49,12 @@ class Grouped:
         return split
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        def own(part: Part) -> Array:
+        def rows_of(part: Part) -> Array:
             last = part.first + shape[-2] * part.width
             rows = tensors[f"{part.name}.{kind}"][part.first : last].T
             return rows.reshape(*shape[:-1], part.width)
 
-        return jnp.concatenate([own(part) for part in self.parts], axis=-1)
+        return jnp.concatenate([rows_of(part) for part in self.parts], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Depthwise:
         return self.source.names
 
     def split(self, kind: str) -> Split:
-        own = self.source.split(kind)
+        inner = self.source.split(kind)
 
         def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return [piece._replace(depthwise=True) for piece in own(block, start)]
+            return [piece._replace(depthwise=True) for piece in inner(block, start)]
 
         return split
 
@@ -96,12 +96,14 @@ class Fused:
         return (self.name,)
 
     def split(self, kind: str) -> Split:
-        own, name = self.source.split(kind), f"{self.name}.{kind}"
+        inner, name = self.source.split(kind), f"{self.name}.{kind}"
         first = {part: rows.start for part, rows in self._places(kind).items()}
 
         def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            pieces = own(block, start)
-            return [one._replace(name=name, row=one.row + first[one.name]) for one in pieces]
+            pieces = inner(block, start)
+            return [
+                piece._replace(name=name, row=piece.row + first[piece.name]) for piece in pieces
+            ]
 
         return split
 
@@ -128,10 +130,10 @@ class InputsFirst:
         return self.source.names
 
     def split(self, kind: str) -> Split:
-        own = self.source.split(kind)
+        inner = self.source.split(kind)
 
         def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return [piece._replace(inputs_first=True) for piece in own(block, start)]
+            return [piece._replace(inputs_first=True) for piece in inner(block, start)]
 
         return split
 
@@ -151,10 +153,10 @@ class OutputsFirst:
         return self.source.names
 
     def split(self, kind: str) -> Split:
-        own = self.source.split(kind)
+        inner = self.source.split(kind)
 
         def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return own(np.moveaxis(block, -1, 0), (start[-1], *start[:-1]))
+            return inner(np.moveaxis(block, -1, 0), (start[-1], *start[:-1]))
 
         return split
 

@@ -39,7 +39,7 @@ def padded_tokens(x: Array, axes: Axes) -> Array:
     return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
 
 
-def own_tokens(x: Array, axes: Axes) -> Array:
+def local_tokens(x: Array, axes: Axes) -> Array:
     """This shard's part of the tokens: x [B, n * T, ...] -> [B, T, ...]."""
     if not axes:
         return x

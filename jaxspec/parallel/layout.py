@@ -149,14 +149,14 @@ class Layout:
     def product(self, logical: tuple[str, ...]) -> ProductAxes:
         """What devices exchange for a product with a weight: ``logical`` are the axes of its input,
         then those of its output. The input and the product are split as ``axes`` says."""
-        own, *outputs = self.splits(logical)
+        weight_inputs, *outputs = self.splits(logical)
         wanted = [self.axes(name) for name in logical[1:]]
         parts = [_without(axes, had) for axes, had in zip(wanted, outputs, strict=True)]
         dimension = next((index for index, axes in enumerate(parts) if axes), 0)
         scattered = parts[dimension]
         return ProductAxes(
-            gathered=_without(self.axes(logical[0]), own),
-            summed=_without(own, scattered),
+            gathered=_without(self.axes(logical[0]), weight_inputs),
+            summed=_without(weight_inputs, scattered),
             scattered=scattered,
             dimension=dimension,
         )

@@ -88,11 +88,11 @@ def stage_meshes(mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> tuple[A
         stages = tuple(Mesh(devices, names) for devices in parts)
     if drafter_mesh is None:
         return stages
-    meshes = [make_mesh(devices=jax.devices()[:1]) if one is None else one for one in stages]
-    if any(one.size != one.shape[MODEL_AXIS] for one in (*meshes, drafter_mesh)):
+    meshes = [make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh for mesh in stages]
+    if any(mesh.size != mesh.shape[MODEL_AXIS] for mesh in (*meshes, drafter_mesh)):
         raise ValueError("drafter_mesh goes with tp N and pp alone: leave out dp, sp and a grid")
-    shared = {one.id for mesh in meshes for one in mesh.devices.flat}
-    shared &= {one.id for one in drafter_mesh.devices.flat}
+    shared = {device.id for mesh in meshes for device in mesh.devices.flat}
+    shared &= {device.id for device in drafter_mesh.devices.flat}
     if shared:
         raise ValueError(f"drafter_mesh has devices {sorted(shared)} of the target: give others")
     return (*meshes, drafter_mesh)
@@ -130,7 +130,7 @@ def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:
 
 
 def shown_size(tensor_parallel: TensorParallel) -> str:
-    """As ``--tp`` takes it: ``4``, ``2x2``."""
+    """The text that ``--tp`` takes: ``4``, ``2x2``."""
     x, y = grid_of(tensor_parallel)
     return str(y) if isinstance(tensor_parallel, int) else f"{x}x{y}"
 

@@ -117,7 +117,7 @@ class Checkpoint:
         kind = layer_kinds(self.config)[int(unit.prefix.split(".")[-2])]
         stored = {name: x for name, x in self.stored.items() if name.startswith(unit.prefix)}
         shape = kind.shape()
-        splits = shape.filled(unit.prefix, splitting().with_norms(kind.norm_offset))
+        splits = shape.mapped(unit.prefix, splitting().with_norms(kind.norm_offset))
         pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(splits), strict=True)
         expected = tensor_shapes(pairs)
         check_tensors(stored, expected)
@@ -179,8 +179,8 @@ class Streamed:
         if self.config.tie_word_embeddings:
             rest.pop(HEAD, None)  # a copy of the embeddings
         shapes = decoder_shapes(self.config, FLOAT32).replace(layers=())
-        shapes = shapes.filled(choosing(self._kind))
-        return self._load(rest, shapes, shapes.filled(splitting(self.config.vocab_size)))
+        shapes = shapes.mapped(choosing(self._kind))
+        return self._load(rest, shapes, shapes.mapped(splitting(self.config.vocab_size)))
 
     def _load(self, stored: dict[str, CheckpointTensor], shapes: Any, splits: Any) -> Any:
         return load_tree(stored, shapes, splits, placements(shapes, None))

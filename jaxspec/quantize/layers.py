@@ -68,7 +68,7 @@ class LayerKind:
         return layer_shape(self.config, self.hidden_size, FLOAT32)
 
     def filled(self, tensors: Tensors) -> Layer:
-        return self.shape().filled("", joining(tensors).with_norms(self.norm_offset))
+        return self.shape().mapped("", joining(tensors).with_norms(self.norm_offset))
 
     def names(self) -> list[str]:
         """Names of the layer's projections."""
@@ -78,7 +78,7 @@ class LayerKind:
             found.extend(source.names)
             return linear
 
-        self.shape().filled("", choosing(note))
+        self.shape().mapped("", choosing(note))
         return found
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ def inputs_of(
     def observe(linear: Any, source: Source) -> Any:
         return Observed(linear, functools.partial(noted.__setitem__, tuple(source.names)))
 
-    layer = kind.filled(tensors).filled("", choosing(observe))
+    layer = kind.filled(tensors).mapped("", choosing(observe))
     run_layer(layer, kind, states)
     return [noted[shared.projections] for shared in groups]
 

@@ -60,7 +60,7 @@ def add_rms_norm_rounded(
     eps: float,
     implementation: Implementation = "reference",
 ) -> tuple[Array, Array, Array]:
-    """As add_rms_norm, with the normed sum rounded to 8-bit floats (see round_tokens).
+    """add_rms_norm with the normed sum rounded to 8-bit floats (see round_tokens).
 
     Returns the sum [B, ..., H], e4m3 [B, ..., H], and float32 scales [1, P] of the rows, padded as
     those of round_tokens.

@@ -8,10 +8,10 @@ from pallas_kernels.delta_rule.reference import (
     delta_read_reference,
     delta_run_reference,
 )
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
-__all__ = ["Tokens", "delta_commit", "delta_read", "delta_run", "misfit"]
+__all__ = ["RowStates", "Tokens", "delta_commit", "delta_read", "delta_run", "misfit"]
 
 KEY_DIM = 128  # of a head: the kernel was tested with it
 VALUE_STEP = 64  # columns of a value head in a warpgroup
@@ -20,10 +20,7 @@ MAX_PARTS = 8  # warpgroups that commit one key head's values
 
 
 def delta_read(
-    s: Array,
-    window: Tokens,
-    rows: Array,
-    held: Array,
+    states: RowStates,
     q: Array,
     nodes: Tokens,
     ancestors: Array,
@@ -33,10 +30,7 @@ def delta_read(
     """Outputs of a tree's nodes, each after the window, its ancestors and itself.
 
     Args:
-      s: float32 [R, G, r, Dv, Dk], states before the window.
-      window: [R, C, ...], tokens after it.
-      rows: int32 [B], each sequence's entry of s and window.
-      held: int32 [B], tokens in the window; the entries after them are not read.
+      states: of the rows.
       q: float32 [B, N, G, Dk], queries.
       nodes: [B, N, ...]; a parent comes before its children.
       ancestors: bool [B, N, N], whether node j is node i or one of its ancestors.
@@ -49,17 +43,14 @@ def delta_read(
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
     """
-    problem = misfit(s, window.k.shape[1], q.shape[1], 1)
+    problem = misfit(states.s, states.window.k.shape[1], q.shape[1], 1)
     mosaic = kernel_module("delta_rule", implementation, problem)
     read = delta_read_reference if mosaic is None else mosaic.delta_read_mosaic
-    return read(s, window, rows, held, q, nodes, ancestors, depth)
+    return read(states, q, nodes, ancestors, depth)
 
 
 def delta_run(
-    s: Array,
-    window: Tokens,
-    rows: Array,
-    held: Array,
+    states: RowStates,
     counts: Array,
     q: Array,
     tokens: Tokens,
@@ -68,7 +59,7 @@ def delta_run(
     """Outputs of consecutive tokens after the window, and the states at the last multiple of C.
 
     Args:
-      s, window, rows, held: as of ``delta_read``. No two sequences with a count share a row.
+      states: of the rows. No two sequences with a count share a row.
       counts: int32 [B], tokens that are there; the others are padding.
       q: float32 [B, T, G, Dk], queries.
       tokens: [B, T, ...].
@@ -82,17 +73,15 @@ def delta_run(
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
     """
-    mosaic = kernel_module("delta_rule", implementation, misfit(s, window.k.shape[1], 1, 1))
+    problem = misfit(states.s, states.window.k.shape[1], 1, 1)
+    mosaic = kernel_module("delta_rule", implementation, problem)
     run = delta_run_reference if mosaic is None else mosaic.delta_run_mosaic
-    return run(s, window, rows, held, counts, q, tokens)
+    return run(states, counts, q, tokens)
 
 
 def delta_commit(
-    s: Array,
-    window: Tokens,
+    states: RowStates,
     channels: Array,
-    rows: Array,
-    held: Array,
     nodes: Tokens,
     node_channels: Array,
     path: Array,
@@ -102,7 +91,8 @@ def delta_commit(
     """Append accepted nodes to windows. A window that is full is applied to its state, in order.
 
     Args:
-      s, window, rows, held, nodes: as of ``delta_read``. No two sequences share a row.
+      states: of the rows. No two sequences share a row.
+      nodes: as of ``delta_read``.
       channels: [R, K - 1, G, c], the last inputs of the convolution.
       node_channels: [B, N, G, c], those of the nodes.
       path: int32 [B, A], accepted nodes by depth.
@@ -113,10 +103,10 @@ def delta_commit(
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
     """
-    problem = misfit(s, window.k.shape[1], nodes.k.shape[1], path.shape[1])
+    problem = misfit(states.s, states.window.k.shape[1], nodes.k.shape[1], path.shape[1])
     mosaic = kernel_module("delta_rule", implementation, problem)
     commit = delta_commit_reference if mosaic is None else mosaic.delta_commit_mosaic
-    return commit(s, window, channels, rows, held, nodes, node_channels, path, counts)
+    return commit(states, channels, nodes, node_channels, path, counts)
 
 
 def misfit(s: Array, capacity: int, num_nodes: int, longest_path: int) -> str | None:

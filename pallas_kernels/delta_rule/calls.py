@@ -3,8 +3,7 @@
 Their arguments are those of ``round_arguments`` or ``run_arguments`` in cases.py.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,8 +11,7 @@ from jax import Array, lax
 from pallas_kernels.benchmark import Arguments
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
 from pallas_kernels.delta_rule.snapshots import snapshot_round
-from pallas_kernels.delta_rule.tokens import Tokens
-from pallas_kernels.delta_rule.transform import transform_read
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from pallas_kernels.selection import Implementation
 
 KEPT = 8  # arguments that a round hands to the next: states, windows, channels, rows, lengths
@@ -22,12 +20,12 @@ SMALL = 1e-12  # share of an output that the next queries get
 
 def read(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
     """delta_read; nothing is committed."""
-    return _read(functools.partial(delta_read, implementation=implementation), arguments)
-
-
-def read_by_transform(*arguments: Array, levels: int) -> tuple[Array, ...]:
-    """The same by one triangular system, for trees of so many levels."""
-    return _read(functools.partial(transform_read, levels=levels), arguments)
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
+    held = lens[rows] % window[0].shape[1]
+    states = RowStates(s, Tokens(*window), rows, held)
+    out = delta_read(states, q, Tokens(*nodes), ancestors, depth, implementation)
+    return out, s, *window, channels, _next(rows, s), lens
 
 
 def whole_round(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
@@ -38,7 +36,8 @@ def whole_round(*arguments: Array, implementation: Implementation) -> tuple[Arra
     out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
     held = lens[rows] % window[0].shape[1]
     s, after, channels = delta_commit(
-        s, Tokens(*window), channels, rows, held, Tokens(*nodes), new, path, counts, implementation
+        RowStates(s, Tokens(*window), rows, held),
+        *(channels, Tokens(*nodes), new, path, counts, implementation),
     )
     return out, s, *after, channels, following, lens.at[rows].add(counts)
 
@@ -64,9 +63,8 @@ def run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
     s, *window, channels, rows, lens = arguments[:KEPT]
     q, *tokens = arguments[KEPT:]
     counts = jnp.full_like(rows, q.shape[1])
-    out, s = delta_run(
-        s, Tokens(*window), rows, lens[rows], counts, q, Tokens(*tokens), implementation
-    )
+    states = RowStates(s, Tokens(*window), rows, lens[rows])
+    out, s = delta_run(states, counts, q, Tokens(*tokens), implementation)
     return out, s, *window, channels, _next(rows, s), lens
 
 
@@ -75,14 +73,6 @@ def feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
     (out, *kept), q = output, arguments[KEPT]
     assert q is not None
     return *kept, q + SMALL * out[:, :, :, 0, :1], *arguments[KEPT + 1 :]
-
-
-def _read(function: Callable[..., Array], arguments: Sequence[Array]) -> tuple[Array, ...]:
-    s, *window, channels, rows, lens = arguments[:KEPT]
-    q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
-    held = lens[rows] % window[0].shape[1]
-    out = function(s, Tokens(*window), rows, held, q, Tokens(*nodes), ancestors, depth)
-    return out, s, *window, channels, _next(rows, s), lens
 
 
 def _next(rows: Array, s: Array) -> Array:

@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.delta_rule import calls
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def read_flops(self) -> int:
-        """Of what keys and queries of nodes read from states."""
+        """FLOPs of what keys and queries of nodes read from states."""
         return self.batch * self.nodes * self.state_bytes
 
 
@@ -121,17 +121,18 @@ def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     )
     channels, new = channels.astype(jnp.bfloat16), new.astype(jnp.bfloat16)
     q = unit(case.batch, nodes)
+    states = RowStates(s, window, places, held)
     return (
-        (s, window, places, held, q, drafted, ancestors, depth),
-        (s, window, channels, places, held, drafted, new, path, counts),
+        (states, q, drafted, ancestors, depth),
+        (states, channels, drafted, new, path, counts),
     )
 
 
 def make_run_arguments(case: Case, seed: int = 0) -> tuple:
     """Positional arguments of delta_run, of ``nodes`` tokens, of which some are padding."""
-    (s, window, rows, held, q, tokens, *_), _ = make_arguments(case, seed)
+    (states, q, tokens, *_), _ = make_arguments(case, seed)
     counts = jnp.asarray([case.nodes, 0, *range(1, case.batch - 1)][: case.batch], jnp.int32)
-    return s, window, rows, held, counts, q, tokens
+    return states, counts, q, tokens
 
 
 def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, Array]:
@@ -139,13 +140,13 @@ def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, A
     longest = min(case.nodes, 6, case.capacity)
     ancestors = np.zeros((case.batch, case.nodes, case.nodes), bool)
     path, counts = np.zeros((case.batch, longest), np.int32), np.zeros(case.batch, np.int32)
-    for row, own in enumerate(ancestors):
+    for row, mask in enumerate(ancestors):
         for node in range(case.nodes):
-            parents = [other for other in range(node) if own[other].sum() < longest]
+            parents = [other for other in range(node) if mask[other].sum() < longest]
             if parents:
-                own[node] = own[rng.choice(parents)]
-            own[node, node] = True
-        accepted = np.flatnonzero(own[rng.integers(case.nodes)])
+                mask[node] = mask[rng.choice(parents)]
+            mask[node, node] = True
+        accepted = np.flatnonzero(mask[rng.integers(case.nodes)])
         counts[row] = len(accepted) if row != 1 else 0  # a row that does not change
         path[row, : len(accepted)] = accepted
     depth = jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)
@@ -199,12 +200,12 @@ TOKEN_SECONDS = 1e-6  # of a prompt in the kernel, at least
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    """Trees that are read, the same by a triangular system, rounds (a tree read and its path
-    committed), rounds that keep a state per node, and prompts."""
-    rounds = (read_benchmark, transform_benchmark, round_benchmark, snapshot_benchmark)
+    """Trees that are read, rounds (a tree read and its path committed), rounds that keep a state
+    per node, and prompts."""
+    rounds = (read_benchmark, round_benchmark, snapshot_benchmark)
     return [
-        *(make(one) for make in rounds for one in BENCHMARK_ROUNDS),
-        *(run_benchmark(one) for one in BENCHMARK_RUNS),
+        *(make(size) for make in rounds for size in BENCHMARK_ROUNDS),
+        *(run_benchmark(size) for size in BENCHMARK_RUNS),
     ]
 
 
@@ -221,16 +222,6 @@ def read_benchmark(size: Round) -> Benchmark:
         flops=size.case.read_flops,
         implementation=implementation,
         reference_seconds=size.case.nodes * STEP_SECONDS,
-    )
-
-
-def transform_benchmark(size: Round) -> Benchmark:
-    """The read by one triangular system over the whole tree; the reference is that of the read."""
-    return dataclasses.replace(
-        read_benchmark(size),
-        name=f"read by transform {size}",
-        call=functools.partial(calls.read_by_transform, levels=len(size.levels)),
-        implementation="reference",
     )
 
 
@@ -342,5 +333,5 @@ def _leveled_trees(size: Round) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         parents = rng.integers(above, first, (batch, end - first))
         ancestors[:, first:end] |= np.take_along_axis(ancestors, parents[..., None], axis=1)
     depth = np.repeat(np.arange(len(size.levels), dtype=np.int32), size.levels)
-    path = np.stack([np.flatnonzero(own[-1]) for own in ancestors]).astype(np.int32)
+    path = np.stack([np.flatnonzero(mask[-1]) for mask in ancestors]).astype(np.int32)
     return ancestors, np.broadcast_to(depth, (batch, len(depth))), path

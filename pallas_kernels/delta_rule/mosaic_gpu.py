@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from pallas_kernels.kernel_names import fixed_name
 
 COLUMNS = 64  # of a value head, that a warpgroup holds
@@ -27,10 +27,7 @@ THREADS = 128  # of a warpgroup
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_read_mosaic(
-    s: Array,  # [R, G, r, Dv, Dk]
-    window: Tokens,  # [R, C, ...]
-    rows: Array,  # [B]
-    held: Array,  # [B]
+    states: RowStates,
     q: Array,  # [B, N, G, Dk]
     nodes: Tokens,  # [B, N, ...]
     ancestors: Array,  # [B, N, N]
@@ -42,6 +39,7 @@ def delta_read_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    s, window, rows, held = states
     _, groups, values, v_dim, k_dim = s.shape
     batch, size = q.shape[:2]
     readers = jnp.stack([nodes.k, q], axis=1)
@@ -87,8 +85,8 @@ def delta_read_mosaic(
             v = _load(v_ref.at[sequence, node, group, value, columns], BY_COLUMN)
             written = b_ref[sequence, node, group, value] * (v - decay * by_key)
             written_ref[node] = written
-            own = gram_ref[sequence, group, 1, node, node]
-            out_ref[sequence, node, group, value, columns] = decay * by_query + own * written
+            diagonal = gram_ref[sequence, group, 1, node, node]
+            out_ref[sequence, node, group, value, columns] = decay * by_query + diagonal * written
 
     kernel = plgpu.kernel(
         delta_read_kernel,
@@ -105,10 +103,7 @@ def delta_read_mosaic(
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_run_mosaic(
-    s: Array,  # [R, G, r, Dv, Dk]
-    window: Tokens,  # [R, C, ...]
-    rows: Array,  # [B]
-    held: Array,  # [B]
+    states: RowStates,
     counts: Array,  # [B]
     q: Array,  # [B, T, G, Dk]
     tokens: Tokens,  # [B, T, ...]
@@ -119,6 +114,7 @@ def delta_run_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    s, window, rows, held = states
     _, groups, values, v_dim, _ = s.shape
     batch, size = q.shape[:2]
     capacity = window.k.shape[1]
@@ -135,24 +131,24 @@ def delta_run_mosaic(
         until = jnp.maximum((first + count) // capacity * capacity - first, 0)
         old = functools.partial(_token, Tokens(wk_ref, wv_ref, wg_ref, wb_ref), row)
         new = functools.partial(_token, Tokens(k_ref, v_ref, g_ref, b_ref), sequence)
-        own = group, value, columns
+        part = group, value, columns
 
         def apply(place: Any, carry: Any) -> Any:
             tile, token = carry
-            following = old(jnp.minimum(place + 1, first - 1), *own)
+            following = old(jnp.minimum(place + 1, first - 1), *part)
             return _applied(tile, token), following
 
         def read(index: Any, carry: Any) -> Any:
             tile, token = carry
             query = _load(q_ref.at[sequence, index, group], BY_KEY)
-            following = new(jnp.minimum(index + 1, count - 1), *own)
+            following = new(jnp.minimum(index + 1, count - 1), *part)
             tile = _applied(tile, token)
             out_ref[sequence, index, group, value, columns] = _read(tile, query)
             return tile, following
 
         tile = _load(s_ref.at[row, group, value, columns], TILE)
-        tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, *own)))
-        carry = lax.fori_loop(0, until, read, (tile, new(0, *own)))
+        tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, *part)))
+        carry = lax.fori_loop(0, until, read, (tile, new(0, *part)))
 
         @pl.when(until > 0)  # at the last multiple of the window's size
         def _store():
@@ -173,19 +169,16 @@ def delta_run_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    states = jax.new_ref(s)
-    out = kernel(*window, rows, held, counts, q, *tokens, states)
-    return out, jax.freeze(states)
+    s_ref = jax.new_ref(s)
+    out = kernel(*window, rows, held, counts, q, *tokens, s_ref)
+    return out, jax.freeze(s_ref)
 
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_commit_mosaic(
-    s: Array,  # [R, G, r, Dv, Dk]
-    window: Tokens,  # [R, C, ...]
+    states: RowStates,
     channels: Array,  # [R, K - 1, G, c]
-    rows: Array,  # [B]
-    held: Array,  # [B]
     nodes: Tokens,  # [B, N, ...]
     node_channels: Array,  # [B, N, G, c]
     path: Array,  # [B, A]
@@ -197,6 +190,7 @@ def delta_commit_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    s, window, rows, held = states
     _, groups, values, v_dim, k_dim = s.shape
     capacity, past, width = window.k.shape[1], channels.shape[1], channels.shape[-1]
     parts = values * v_dim // COLUMNS
@@ -277,7 +271,7 @@ def delta_commit_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    refs = [jax.new_ref(one) for one in (s, *window, channels)]
+    refs = [jax.new_ref(array) for array in (s, *window, channels)]
     kernel(rows, held, path, counts, *nodes, node_channels, *refs)
     s, *kept, channels = (jax.freeze(ref) for ref in refs)
     return s, Tokens(*kept), channels

@@ -6,51 +6,47 @@ jaxspec/cache/delta_rule.py computes the same in chunks, which is what runs with
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 
 
 def delta_read_reference(
-    s: Array,
-    window: Tokens,
-    rows: Array,
-    held: Array,
+    states: RowStates,
     q: Array,
     nodes: Tokens,
     ancestors: Array,
     depth: Array,
 ) -> Array:
     """See pallas_kernels.delta_rule.delta_read."""
-    own = Tokens(*(x[rows] for x in window))
-    before = _after_window(s[rows], own, held)
+    s, window, rows, held = states
+    windows = Tokens(*(x[rows] for x in window))
+    before = _after_window(s[rows], windows, held)
     parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)  # [B, N, N]
-    above = jnp.where(parent.any(-1), 1 + jnp.argmax(parent, axis=-1), 0)  # [B, N] of ``states``
+    above = jnp.where(parent.any(-1), 1 + jnp.argmax(parent, axis=-1), 0)  # [B, N] of ``per_node``
     batch, size = jnp.arange(len(rows)), q.shape[1]
 
-    def step(states: Array, node: Array) -> tuple[Array, Array]:
-        state = _applied(states[above[:, node], batch], nodes, node)
-        return states.at[1 + node].set(state), _einsum("bgd,bgred->bgre", q[:, node], state)
+    def step(per_node: Array, node: Array) -> tuple[Array, Array]:
+        state = _applied(per_node[above[:, node], batch], nodes, node)
+        return per_node.at[1 + node].set(state), _einsum("bgd,bgred->bgre", q[:, node], state)
 
-    states = jnp.zeros((1 + size, *before.shape), before.dtype).at[0].set(before)
-    _, out = lax.scan(step, states, jnp.arange(size))
+    per_node = jnp.zeros((1 + size, *before.shape), before.dtype).at[0].set(before)
+    _, out = lax.scan(step, per_node, jnp.arange(size))
     return jnp.moveaxis(out, 0, 1)
 
 
 def delta_run_reference(
-    s: Array,
-    window: Tokens,
-    rows: Array,
-    held: Array,
+    states: RowStates,
     counts: Array,
     q: Array,
     tokens: Tokens,
 ) -> tuple[Array, Array]:
     """See pallas_kernels.delta_rule.delta_run."""
+    s, window, rows, held = states
     capacity = window.k.shape[1]
-    own, kept = Tokens(*(x[rows] for x in window)), s[rows]
-    state = _after_window(kept, own, held)
+    windows, kept = Tokens(*(x[rows] for x in window)), s[rows]
+    state = _after_window(kept, windows, held)
 
-    def step(states: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], Array]:
-        state, kept = states
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], Array]:
+        state, kept = carry
         valid = index < counts
         state = _where(valid, _applied(state, tokens, index), state)
         kept = _where(valid & ((held + index + 1) % capacity == 0), state, kept)
@@ -63,38 +59,36 @@ def delta_run_reference(
 
 
 def delta_commit_reference(
-    s: Array,
-    window: Tokens,
+    states: RowStates,
     channels: Array,
-    rows: Array,
-    held: Array,
     nodes: Tokens,
     node_channels: Array,
     path: Array,
     counts: Array,
 ) -> tuple[Array, Tokens, Array]:
     """See pallas_kernels.delta_rule.delta_commit."""
+    s, window, rows, held = states
     capacity, batch = window.k.shape[1], jnp.arange(len(rows))
-    own, state, last = Tokens(*(x[rows] for x in window)), s[rows], channels[rows]
+    windows, state, last = Tokens(*(x[rows] for x in window)), s[rows], channels[rows]
     for index in range(path.shape[1]):
         valid, node = index < counts, path[:, index]
         place = (held + index) % capacity
-        own = Tokens(
+        windows = Tokens(
             *(
                 x.at[batch, place].set(_where(valid, new[batch, node], x[batch, place]))
-                for x, new in zip(own, nodes, strict=True)
+                for x, new in zip(windows, nodes, strict=True)
             )
         )
-        folded = _after_window(state, own, jnp.full_like(held, capacity))
+        folded = _after_window(state, windows, jnp.full_like(held, capacity))
         state = _where(valid & (place == capacity - 1), folded, state)
         moved = jnp.concatenate([last[:, 1:], node_channels[batch, node][:, None]], axis=1)
         last = _where(valid, moved.astype(last.dtype), last)
     target = jnp.where(counts > 0, rows, len(s))
 
-    def put(x: Array, one: Array) -> Array:
-        return x.at[target].set(one, mode="drop")
+    def put(x: Array, entries: Array) -> Array:
+        return x.at[target].set(entries, mode="drop")
 
-    return put(s, state), Tokens(*map(put, window, own)), put(channels, last)
+    return put(s, state), Tokens(*map(put, window, windows)), put(channels, last)
 
 
 def _after_window(state: Array, window: Tokens, held: Array) -> Array:

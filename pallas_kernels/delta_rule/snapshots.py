@@ -43,10 +43,10 @@ def snapshot_round(
     outputs, first, above = [], 0, 0
     states, kept = s[rows][:, None], s[rows]  # [B, n, G, r, Dv, Dk], [B, G, r, Dv, Dk]
     for level, size in enumerate(levels):
-        own = slice(first, first + size)
+        level_nodes = slice(first, first + size)
         if level > 0:
-            states = states[batch[:, None], parents[:, own] - above]
-        out, states = _level(states, q[:, own], Tokens(*(x[:, own] for x in nodes)))
+            states = states[batch[:, None], parents[:, level_nodes] - above]
+        out, states = _level(states, q[:, level_nodes], Tokens(*(x[:, level_nodes] for x in nodes)))
         if len(levels) > 1:
             states = lax.optimization_barrier(states)  # in memory, not computed where it is read
         outputs.append(out)

@@ -1,4 +1,4 @@
-"""What tokens do to the state of a gated delta rule."""
+"""States of a gated delta rule, and what tokens do to them."""
 
 from typing import NamedTuple
 
@@ -12,3 +12,19 @@ class Tokens(NamedTuple):
     v: Array  # [B, T, G, r, Dv] values
     g: Array  # [B, T, G, r] logs of the decays
     beta: Array  # [B, T, G, r] strengths
+
+
+class RowStates(NamedTuple):
+    """The states of B of R rows: each after some tokens, of which the last are in a window.
+
+    Attributes:
+      s: float32 [R, G, r, Dv, Dk], states before the window.
+      window: [R, C, ...], tokens after it.
+      rows: int32 [B], each sequence's entry of s and window.
+      held: int32 [B], tokens in the window; the entries after them are not read.
+    """
+
+    s: Array
+    window: Tokens
+    rows: Array
+    held: Array

@@ -56,8 +56,8 @@ def expert_product(
 def misfit(x: Array, gate_up: Array, down: Array, bias: Array | None = None) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     arrays = [x, gate_up, down, *([] if bias is None else [bias])]
-    if any(one.dtype != jnp.bfloat16 for one in arrays):
-        return f"{', '.join(str(one.dtype) for one in arrays)}: all must be bfloat16"
+    if any(array.dtype != jnp.bfloat16 for array in arrays):
+        return f"{', '.join(str(array.dtype) for array in arrays)}: all must be bfloat16"
     (rows, hidden), units = x.shape, down.shape[1]
     if rows > MOST_ROWS:
         return f"{rows} rows: at most {MOST_ROWS}"

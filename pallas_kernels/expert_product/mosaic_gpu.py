@@ -180,8 +180,8 @@ def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> 
         for part in range(plan.parts):
             for warpgroup in range(plan.config.warpgroups):
                 first = part * plan.width + tile * plan.config.tile + warpgroup * OUTPUTS
-                own = weights.at[inputs, pl.ds(first, OUTPUTS)]
-                plgpu.copy_gmem_to_smem(own, refs["values"].at[stage, part, warpgroup], full)
+                source = weights.at[inputs, pl.ds(first, OUTPUTS)]
+                plgpu.copy_gmem_to_smem(source, refs["values"].at[stage, part, warpgroup], full)
         plgpu.copy_gmem_to_smem(x.at[lanes, pl.ds(start, plan.block)], refs["x"].at[stage], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
@@ -203,26 +203,26 @@ def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
         plgpu.barrier_arrive(refs["free"].at[stage])
 
     def operands(stage: Array, part: int) -> tuple[Any, Any]:
-        own = refs["values"].at[stage, part, kernel_axes.index("warpgroup")]
-        return own.transpose((1, 0)), refs["x"].at[stage].transpose((1, 0))
+        values = refs["values"].at[stage, part, kernel_axes.index("warpgroup")]
+        return values.transpose((1, 0)), refs["x"].at[stage].transpose((1, 0))
 
     def accumulate(*sums: Any) -> list[Array]:
         def step(index: Array, carry: None) -> None:
             stage = taken(index)
-            for part, own in enumerate(sums):
-                plgpu.wgmma(own, *operands(stage, part))
+            for part, accumulator in enumerate(sums):
+                plgpu.wgmma(accumulator, *operands(stage, part))
             plgpu.wgmma_wait(0)
             free(stage)
 
         lax.fori_loop(0, plan.blocks, step, None)
-        return [own[...] for own in sums]
+        return [accumulator[...] for accumulator in sums]
 
     def add(index: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         """A step for the interpreter, which knows no accumulators across blocks."""
         stage = taken(index)
-        pairs = [[one[...] for one in operands(stage, part)] for part in range(plan.parts)]
+        pairs = [[operand[...] for operand in operands(stage, part)] for part in range(plan.parts)]
         free(stage)
-        wide = [[one.astype(jnp.float32) for one in pair] for pair in pairs]
+        wide = [[operand.astype(jnp.float32) for operand in pair] for pair in pairs]
         products = [jnp.dot(*pair, precision=lax.Precision.HIGHEST) for pair in wide]
         return tuple(map(jnp.add, totals, products))
 
@@ -241,8 +241,8 @@ def _result(plan: Plan, sums: Sequence[Array], biases: Sequence[Any], first: Arr
         loads = [bias.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
         values = [plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False) for ref in loads]
         shape = sums[0].shape
-        wide = [lax.broadcast_in_dim(one.astype(jnp.float32), shape, [0]) for one in values]
-        sums = [own + one for own, one in zip(sums, wide, strict=True)]
+        wide = [lax.broadcast_in_dim(value.astype(jnp.float32), shape, [0]) for value in values]
+        sums = [total + bias for total, bias in zip(sums, wide, strict=True)]
     gate, up = sums
     return units_of(gate, up, plan.clamp, _sigmoid)
 

@@ -38,11 +38,11 @@ def _of_gathered(
     bias: Array | None,
     clamp: Clamp | None,
 ) -> Array:
-    own = jnp.minimum(experts, len(gate_up) - 1)
+    clipped = jnp.minimum(experts, len(gate_up) - 1)
     repeated = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[-1]))
-    sums = einsum_f32("nkh,nkhtf->nktf", repeated, gate_up[own])
-    units = _units(sums, None if bias is None else bias[own], x.dtype, clamp)
-    return einsum_f32("nkf,nkfh->nkh", units, down[own])
+    sums = einsum_f32("nkh,nkhtf->nktf", repeated, gate_up[clipped])
+    units = _units(sums, None if bias is None else bias[clipped], x.dtype, clamp)
+    return einsum_f32("nkf,nkfh->nkh", units, down[clipped])
 
 
 def _units(sums: Array, bias: Array | None, dtype: jnp.dtype, clamp: Clamp | None) -> Array:

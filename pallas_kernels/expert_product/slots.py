@@ -55,9 +55,9 @@ def _shared(experts: Array, num_experts: int) -> Slots:
     same = flat[:, None] == flat
     slot = jnp.min(jnp.where(same, pairs, experts.size), axis=1)  # the first pair of that expert
     repeats = same & (pairs < pairs[:, None])
-    own = jnp.max(jnp.where(repeats, num_experts, flat[:, None]), axis=1)
+    expert_of_slot = jnp.max(jnp.where(repeats, num_experts, flat[:, None]), axis=1)
     places = slot * LEAST_LANES + pairs // experts.shape[1]
-    return Slots(own, None, places.reshape(experts.shape))
+    return Slots(expert_of_slot, None, places.reshape(experts.shape))
 
 
 def _grouped(experts: Array, num_experts: int, lanes: int) -> Slots:
@@ -73,7 +73,7 @@ def _grouped(experts: Array, num_experts: int, lanes: int) -> Slots:
     kept = jnp.where(flat < num_experts, places, -1)
     lane = jnp.arange(size * lanes, dtype=jnp.int32)[:, None]
     pair = jnp.max(jnp.where(kept == lane, pairs, -1), axis=1).reshape(size, lanes)
-    own = jnp.where(pair[:, 0] < 0, num_experts, flat[pair[:, 0]])
+    expert_of_slot = jnp.where(pair[:, 0] < 0, num_experts, flat[pair[:, 0]])
     rows = jnp.maximum(pair, 0) // experts.shape[1]
     last = size * lanes - 1
-    return Slots(own, rows, jnp.minimum(places, last).reshape(experts.shape))
+    return Slots(expert_of_slot, rows, jnp.minimum(places, last).reshape(experts.shape))

@@ -45,7 +45,7 @@ def kv_compact(
 
 def misfit(pages: Sequence[Array], source: Array) -> str | None:
     """Why the kernel cannot take these caches, None if it can."""
-    kinds = {(one.shape, one.dtype) for one in pages}
+    kinds = {(array.shape, array.dtype) for array in pages}
     if len(kinds) != 1 or pages[0].dtype not in (jnp.bfloat16, BYTES):
         return f"{len(pages)} caches that are not bfloat16 of one shape, nor bytes of one shape"
     if pages[0].shape[-1] not in HEAD_SIZES:

@@ -75,6 +75,6 @@ def _compact_some(
         grid_names=kernel_axes.names("kv_head", "sequence", "cache"),
         interpret=interpret,
     )
-    refs = [jax.new_ref(one) for one in pages]
+    refs = [jax.new_ref(array) for array in pages]
     kernel(source, destination, *refs)
     return [jax.freeze(ref) for ref in refs]

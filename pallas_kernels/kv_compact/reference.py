@@ -12,7 +12,7 @@ def kv_compact_reference(
 ) -> tuple[Array, ...]:
     """See pallas_kernels.kv_compact.kv_compact."""
 
-    def moved(one: Array) -> Array:
-        return write_rows(one, read_rows(one, source), destination)
+    def moved(array: Array) -> Array:
+        return write_rows(array, read_rows(array, source), destination)
 
-    return tuple(moved(one) for one in pages)
+    return tuple(moved(array) for array in pages)

@@ -16,6 +16,7 @@ from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.tuning import MOST_STORED
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 
 
@@ -23,10 +24,7 @@ from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 def latent_attention(
     q: Array,
     pages: Array,
-    page_table: Array,
-    context_lens: Array,
-    ancestors: Array | None = None,
-    kv_lens: Array | None = None,
+    context: QueryContext,
     *,
     latent: int,
     scale: float,
@@ -41,7 +39,7 @@ def latent_attention(
     Args:
       q: [B, T, Q, L + R]
       pages: [P, 1, K, L + R]; they already hold the queries' own vectors.
-      page_table, context_lens, ancestors, kv_lens: as of paged_attention.
+      context: as of paged_attention.
       latent: L, the leading entries of a vector that are its value.
       scale: of the scores.
       first_slot, order_invariant: as of paged_attention.
@@ -54,24 +52,14 @@ def latent_attention(
     Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" or
     "mosaic_tpu" and the kernel cannot take the arguments.
     """
-    _check_shapes(q, pages, page_table, context_lens, ancestors, latent)
-    if kv_lens is None:
-        kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
-    arguments = (q, pages, page_table, context_lens, ancestors, kv_lens)
+    _check_shapes(q, pages, context, latent)
     how = {"latent": latent, "scale": scale, "first_slot": first_slot}
     if wants_tpu(implementation):
-        positions = context_lens[:, None] + jnp.arange(q.shape[1])  # only windows use them
         return paged_attention(
             q,
-            pages,
-            pages,
-            page_table,
-            context_lens,
-            positions,
-            ancestors,
-            kv_lens,
-            scale=scale,
-            first_slot=first_slot,
+            LayerPages(pages, pages),
+            context,
+            options=AttentionOptions(scale=scale, first_slot=first_slot),
             order_invariant=order_invariant,
             implementation=implementation,
         )[..., :latent]
@@ -81,9 +69,9 @@ def latent_attention(
     problem = misfit(q, pages, latent, order_invariant)
     mosaic = kernel_module("latent_attention", implementation, problem)
     if mosaic is None:
-        return reference(*arguments)
+        return reference(q, pages, context)
     kernel = functools.partial(mosaic.latent_attention_mosaic, **how)
-    return with_reference_gradient(kernel, reference)(*arguments)
+    return with_reference_gradient(kernel, reference)(q, pages, context)
 
 
 def misfit(q: Array, pages: Array, latent: int, order_invariant: bool) -> str | None:
@@ -106,14 +94,8 @@ def misfit(q: Array, pages: Array, latent: int, order_invariant: bool) -> str | 
     return None
 
 
-def _check_shapes(
-    q: Array,
-    pages: Array,
-    page_table: Array,
-    context_lens: Array,
-    ancestors: Array | None,
-    latent: int,
-) -> None:
+def _check_shapes(q: Array, pages: Array, context: QueryContext, latent: int) -> None:
+    page_table, context_lens, _, ancestors, _ = context
     batch, num_tokens, _, stored = q.shape
     if pages.shape[1] != 1 or pages.shape[3] != stored or not 0 < latent <= stored:
         raise ValueError(

@@ -119,9 +119,9 @@ def make_arguments(case: LatentCase, dtype: Any = jnp.float32, seed: int = 0) ->
 
 
 def of_latents(arguments: Any) -> Arguments:
-    """Those of paged_attention's positional arguments that latent_attention takes."""
-    q, pages, _, page_table, context_lens, _, ancestors, kv_lens = arguments
-    return q, pages, page_table, context_lens, ancestors, kv_lens
+    """Arguments of paged_attention as latent_attention takes them."""
+    q, pages, context = arguments
+    return q, pages.k, context
 
 
 def poisoned(case: LatentCase, poison: float, dtype: Any = jnp.bfloat16) -> Arguments:
@@ -154,7 +154,7 @@ def feed_lengths(arguments: Arguments, output: Array) -> Arguments:
 
     (To write outputs, which are narrower than queries, into them would take a copy.)
     """
-    q, *others, kv_lens = arguments
+    q, *others, context = arguments
     q, output = lax.optimization_barrier((q, output))
-    assert kv_lens is not None
-    return q, *others, kv_lens + (0 * output[0, 0, 0, 0]).astype(kv_lens.dtype)
+    kv_lens = context.kv_lens + (0 * output[0, 0, 0, 0]).astype(context.kv_lens.dtype)
+    return q, *others, context._replace(kv_lens=kv_lens)

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from pallas_kernels.paged_attention.partial import PartialAttention, in_blocks
 from pallas_kernels.paged_attention.reference import MASKED, gather_pages, visible_slots
+from pallas_kernels.pages import AttentionOptions, QueryContext
 from pallas_kernels.products import einsum_f32, scores_f32, weighted_sum_f32
 
 BLOCK_BYTES = 1 << 28  # limit for a block's keys, values and scores
@@ -26,10 +27,7 @@ def expanded_attention(
     pages: Array,
     key_up: Array,
     value_up: Array,
-    page_table: Array,
-    context_lens: Array,
-    positions: Array,
-    kv_lens: Array,
+    context: QueryContext,
     *,
     scale: float,
     first_slot: int = 0,
@@ -44,25 +42,27 @@ def expanded_attention(
       q: [B, T, Q, D + R] queries, of each head the R rotated entries last.
       pages: [P, 1, K, L + R] latents and rotated keys, which already hold the tokens' own.
       key_up, value_up: [Q, D, L] and [Q, Dv, L], from latents to keys and values.
-      page_table, context_lens, positions, kv_lens, first_slot: as of paged_attention.
+      context: without ancestors.
+      first_slot: slots before it are hidden.
       scale: of the scores.
       block: slots of a block, rounded down to pages, at least one; None: as fit BLOCK_BYTES.
 
     Returns [B, T, Q, Dv] in q's dtype. Queries that see no slot return a finite value.
     """
-    (batch, columns), page_size = page_table.shape, pages.shape[2]
+    (batch, columns), page_size = context.page_table.shape, pages.shape[2]
+    options = AttentionOptions(first_slot=first_slot)
     if block is None:
         block = BLOCK_BYTES // _slot_bytes(q, value_up)
     width = min(max(1, block // page_size), columns)  # columns of a block
-    table = jnp.pad(page_table, ((0, 0), (0, -columns % width)))
-    kv_lens = jnp.minimum(kv_lens, columns * page_size)
+    table = jnp.pad(context.page_table, ((0, 0), (0, -columns % width)))
+    kv_lens = jnp.minimum(context.ends, columns * page_size)
+    context = context._replace(kv_lens=kv_lens)
     queries = q.swapaxes(1, 2)
 
     def attend(index: Array | int) -> PartialAttention:
         first = index * width
         slots = first * page_size + jnp.arange(width * page_size)
-        seen = visible_slots(context_lens, positions, None, slots, None, first_slot)
-        seen &= slots < kv_lens[:, None, None]  # [B, T, S]
+        seen = visible_slots(context, slots, options)  # [B, T, S]
         stored = gather_pages(pages, lax.dynamic_slice(table, (0, first), (batch, width)))[:, 0]
         stored = jnp.where(seen.any(1)[..., None], stored, 0)  # [B, S, L + R]; 0 x NaN is NaN
         keys, values = _expanded(stored, key_up, value_up)
@@ -94,7 +94,7 @@ def _expanded(stored: Array, key_up: Array, value_up: Array) -> tuple[Array, Arr
 
 
 def _slot_bytes(q: Array, value_up: Array) -> int:
-    """Of the scores, keys and values of a slot."""
+    """Bytes of the scores, keys and values of a slot."""
     batch, num_tokens, num_heads, key_dim = q.shape
     entries = (key_dim + value_up.shape[1]) * q.dtype.itemsize
     return batch * num_heads * (4 * num_tokens + entries)

@@ -17,6 +17,7 @@ from pallas_kernels.latent_attention.cases import SCALE, LatentCase, feed_length
 from pallas_kernels.latent_attention.expanded import expanded_attention
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import cases as paged_attention
+from pallas_kernels.pages import QueryContext
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import Implementation
 
@@ -74,35 +75,26 @@ BENCHMARK_CASES = tuple(
 
 def make_arguments(case: ExpandedCase, dtype: Any = jnp.float32, seed: int = 0) -> Arguments:
     """Positional arguments of expanded_attention. Every slot holds noise, unseen ones too."""
-    _, pages, _, page_table, context_lens, positions, _, kv_lens = paged_attention.make_arguments(
-        case, dtype, seed
-    )
+    _, pages, context = paged_attention.make_arguments(case, dtype, seed)
     queries = (len(case.context_lens), case.num_tokens, case.num_heads, case.key_dim + case.rotated)
     key_up, value_up = (
         noise(seed, 4 + i, (case.num_heads, size, case.latent), dtype) * case.latent**-0.5
         for i, size in enumerate((case.key_dim, case.value_dim))
     )
     q = noise(seed, 3, queries, dtype)
-    return q, pages, key_up, value_up, page_table, context_lens, positions, kv_lens
+    return q, pages.k, key_up, value_up, context._replace(ancestors=None)
 
 
 def absorbed(attend: Callable[..., Array], case: ExpandedCase) -> Callable[..., Array]:
     """The same function by ``attend``, of queries that are projected to the latent's space."""
 
     def call(
-        q: Array,
-        pages: Array,
-        key_up: Array,
-        value_up: Array,
-        page_table: Array,
-        context_lens: Array,
-        positions: Array,
-        kv_lens: Array,
+        q: Array, pages: Array, key_up: Array, value_up: Array, context: QueryContext
     ) -> Array:
         plain, rotated = jnp.split(q, [case.key_dim], axis=-1)
         plain = einsum_f32("btqd,qdl->btql", plain, key_up).astype(q.dtype)
         queries = jnp.concatenate([plain, rotated], axis=-1)
-        attended = attend(queries, pages, page_table, context_lens, None, kv_lens, **case.options)
+        attended = attend(queries, pages, context, **case.options)
         return einsum_f32("btql,qvl->btqv", attended, value_up).astype(q.dtype)
 
     return call
@@ -126,9 +118,9 @@ def as_benchmark(case: ExpandedCase, dtype: Any) -> Benchmark:
 def as_absorbed_benchmark(case: ExpandedCase, dtype: Any) -> Benchmark:
     """The absorbed form with the kernel of latent attention, where there is one. Its bytes and
     FLOPs are counted as those of the expanded form, so that the two compare."""
-    own = implementation_to_time()
-    attend = functools.partial(latent_attention, implementation=own)
-    return _benchmark(case, dtype, f"{case.name}, absorbed", absorbed(attend, case), own)
+    implementation = implementation_to_time()
+    attend = functools.partial(latent_attention, implementation=implementation)
+    return _benchmark(case, dtype, f"{case.name}, absorbed", absorbed(attend, case), implementation)
 
 
 def _benchmark(

@@ -53,6 +53,7 @@ from pallas_kernels.paged_attention.rows import (
     write,
 )
 from pallas_kernels.paged_attention.tuning import ROWS
+from pallas_kernels.pages import QueryContext
 from pallas_kernels.shared_memory import SWIZZLED, swizzled, zero_rows_outside
 
 LEADER, FOLLOWER, PRODUCER = range(3)  # warpgroups
@@ -66,10 +67,7 @@ LN_2 = math.log(2)
 def latent_attention_mosaic(
     q: Array,  # [B, T, Q, L + R]
     pages: Array,  # [P, 1, K, L + R]
-    page_table: Array,  # [B, M]
-    context_lens: Array,  # [B]
-    ancestors: Array | None,  # [B, T, words]
-    kv_lens: Array,  # [B]
+    context: QueryContext,
     *,
     latent: int,
     scale: float,
@@ -82,6 +80,7 @@ def latent_attention_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     batch, num_tokens, heads, stored = q.shape
+    page_table, context_lens, _, ancestors, _ = context
     page_size, columns = pages.shape[2], page_table.shape[1]
     if config is None:
         tiles = -(-num_tokens * heads // ROWS)
@@ -106,7 +105,7 @@ def latent_attention_mosaic(
     words = words_of_rows(ancestors, token_of_row, batch)
     rows = q.reshape(batch, plan.rows, stored)
     outputs = _make_kernel(plan, q.dtype, interpret)(
-        rows, pages, page_table, context_lens, kv_lens, words
+        rows, pages, page_table, context_lens, context.ends, words
     )
     out = outputs[0].reshape(config.splits, batch, num_tokens, heads, latent)
     if config.splits == 1:

@@ -26,7 +26,7 @@ class LatentTuning:
 
     @property
     def producer_registers(self) -> int:
-        """Of the 3 x 168 that three warpgroups start with."""
+        """The share of the 3 x 168 that three warpgroups start with."""
         return 3 * 168 - 2 * self.registers
 
 

@@ -66,8 +66,10 @@ def copy_block(
             plgpu.copy_gmem_to_smem(of_rows, refs[name], full)
             continue
         for part in range(tile_size // plan.part):
-            own = pl.ds(tile * tile_size + part * plan.part, plan.part)
-            plgpu.copy_gmem_to_smem(scales[name].at[groups, own], refs[name].at[part], full)
+            scale_outputs = pl.ds(tile * tile_size + part * plan.part, plan.part)
+            plgpu.copy_gmem_to_smem(
+                scales[name].at[groups, scale_outputs], refs[name].at[part], full
+            )
 
 
 def no_sums(plan: Plan) -> Array:
@@ -76,16 +78,16 @@ def no_sums(plan: Plan) -> Array:
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
-def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Array:
+def add_block(plan: Plan, refs: Any, outputs: Any, slot: Array, total: Array) -> Array:
     """total + the product of the block in ``slot``, whose sums are scaled step by step.
 
-    ``own``: the warpgroup's outputs. Totals are [OUTPUTS, rows]. Frees the slot.
+    ``outputs``: the warpgroup's outputs. Totals are [OUTPUTS, rows]. Frees the slot.
     """
     weights = None
     plgpu.barrier_wait(refs["full"].at[slot])
     for start in range(0, plan.block, plan.step):
         group = start // plan.group
-        sums, weights = _product(plan, refs, slot, own, start, weights)
+        sums, weights = _product(plan, refs, slot, outputs, start, weights)
         if "x_scale" in plan.by_step:
             x_scales = refs["x_scale"].at[slot, group, pl.ds(_first_row(plan), plan.tile_rows)]
             x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
@@ -99,8 +101,8 @@ def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Arr
 
 def scaled_by_row(total: Array, x_scale: Any, rows: Any) -> Array:
     """Sums [OUTPUTS, rows] of weights that were widened to 8-bit floats, times the rows' scales."""
-    own = plgpu.load(x_scale.at[0, rows], layout=_ROW_LAYOUT, optimized=False)
-    return total * lax.broadcast_in_dim(own, total.shape, [1]) * (1 / FLOAT8_STEP)
+    row_scale = plgpu.load(x_scale.at[0, rows], layout=_ROW_LAYOUT, optimized=False)
+    return total * lax.broadcast_in_dim(row_scale, total.shape, [1]) * (1 / FLOAT8_STEP)
 
 
 def own_rows(plan: Plan) -> Any:
@@ -119,7 +121,7 @@ def own_outputs() -> Any:
 
 
 def _product(
-    plan: Plan, refs: Any, slot: Array, own: Any, start: int, weights: Any
+    plan: Plan, refs: Any, slot: Array, outputs: Any, start: int, weights: Any
 ) -> tuple[Array, Any]:
     """The weights of a step times x: float32 [OUTPUTS, rows].
 
@@ -128,10 +130,10 @@ def _product(
     """
     starts = range(start, start + plan.step, plan.unit)
     if plan.interpret:
-        return interpreted(plan, refs, slot, own, starts), None
+        return interpreted(plan, refs, slot, outputs, starts), None
 
     def multiply(sums: Any) -> tuple[Array, Any]:
-        following = accumulate(plan, refs, slot, own, starts, sums, weights)
+        following = accumulate(plan, refs, slot, outputs, starts, sums, weights)
         return sums[...], following
 
     sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.tile_rows), jnp.float32)
@@ -142,7 +144,7 @@ def accumulate(
     plan: Plan,
     refs: Any,
     slot: Array,
-    own: Any,
+    outputs: Any,
     starts: Sequence[int],
     sums: Any,
     weights: Any = None,
@@ -150,34 +152,34 @@ def accumulate(
     """Add the products of the units that begin at ``starts``; ``weights`` as in ``_product``."""
     for first in starts:
         if weights is None:
-            weights = _weights(plan, refs, slot, own, first)
+            weights = _weights(plan, refs, slot, outputs, first)
         plgpu.wgmma(sums, weights, _x(plan, refs, slot, first))
         following = first + plan.unit
         widens = plan.config.ahead and plan.weight_bits == 4 and following < plan.block
-        weights = _weights(plan, refs, slot, own, following) if widens else None
+        weights = _weights(plan, refs, slot, outputs, following) if widens else None
         plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
     return weights
 
 
-def interpreted(plan: Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int]) -> Array:
+def interpreted(plan: Plan, refs: Any, slot: Array, outputs: Any, starts: Sequence[int]) -> Array:
     """The same: the interpreter knows no operands in registers, and CPUs no 8-bit floats."""
     total = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
     for first in starts:
-        weights = _weights(plan, refs, slot, own, first)[...].astype(jnp.float32)
+        weights = _weights(plan, refs, slot, outputs, first)[...].astype(jnp.float32)
         weights = lax.reduce_precision(weights, 8, 7)  # XLA may leave out a rounding to bfloat16
         x = _x(plan, refs, slot, first)[...].astype(jnp.float32)
         total += jnp.dot(weights, x, precision=lax.Precision.HIGHEST)
     return total
 
 
-def _weights(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Any:
+def _weights(plan: Plan, refs: Any, slot: Array, outputs: Any, start: int) -> Any:
     """A unit of them: [OUTPUTS, unit]."""
-    values = refs["values"].at[slot, own]
+    values = refs["values"].at[slot, outputs]
     if plan.weight_bits == 8:
         return values.at[:, pl.ds(start, plan.unit)]
     if plan.widens_to_float8:
         return float8_weights(values, start, plan.unit, interpret=plan.interpret)
-    return _widened(plan, refs, slot, own, start)
+    return _widened(plan, refs, slot, outputs, start)
 
 
 def _x(plan: Plan, refs: Any, slot: Array, start: int) -> Any:
@@ -185,9 +187,9 @@ def _x(plan: Plan, refs: Any, slot: Array, start: int) -> Any:
     return refs["x"].at[slot, :, pl.ds(start, plan.unit)].transpose((1, 0))
 
 
-def _widened(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+def _widened(plan: Plan, refs: Any, slot: Array, outputs: Any, start: int) -> Array:
     """Weights of 4 bits less their zeros, exactly, or scaled: bfloat16 [OUTPUTS, unit]."""
-    values = refs["values"].at[slot, own]
+    values = refs["values"].at[slot, outputs]
     biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
     bias = jnp.bfloat16(BIAS)
     if "zero" in plan.by_step:
@@ -205,19 +207,21 @@ def _widened(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
 def _by_output(plan: Plan, ref: Any, slot: Array, group: int) -> Array:
     """A warpgroup's scales or zeros of a group."""
     first = kernel_axes.index("warpgroup") * OUTPUTS
-    own = pl.ds(lax.rem(first, plan.part), OUTPUTS)
-    place = ref.at[slot, lax.div(first, plan.part), group, own]
+    outputs = pl.ds(lax.rem(first, plan.part), OUTPUTS)
+    place = ref.at[slot, lax.div(first, plan.part), group, outputs]
     return plgpu.load(place, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
 def store_rows(total: Array, place: Any, rows: Any) -> None:
     """Store a warpgroup's outputs [OUTPUTS, rows] as rows of ``place``, through ``rows``: shared
     memory of all warpgroups. The copy is under way yet, but has read them there."""
-    own = rows.at[kernel_axes.index("warpgroup")]
-    transposed = plgpu.layout_cast(total.astype(own.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    write_plain(own.transpose((1, 0)), transposed)
+    warpgroup_rows = rows.at[kernel_axes.index("warpgroup")]
+    transposed = plgpu.layout_cast(
+        total.astype(warpgroup_rows.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+    )
+    write_plain(warpgroup_rows.transpose((1, 0)), transposed)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(own, place)
+    plgpu.copy_smem_to_gmem(warpgroup_rows, place)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

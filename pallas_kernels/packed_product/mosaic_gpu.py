@@ -69,7 +69,7 @@ def packed_product_mosaic(
     """
     (rows, depth), (groups, width) = x.shape, scale.shape
     given = {"scale": scale, "zero": zero, "x_scale": x_scale}
-    scales = {name: one for name, one in given.items() if one is not None}
+    scales = {name: scale for name, scale in given.items() if scale is not None}
     weight_bits = 4 if values.dtype == jnp.int4 else 8
     x_bits = 8 * x.dtype.itemsize
     plan = Plan(
@@ -150,8 +150,8 @@ def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: 
             plgpu.barrier_wait(refs["free"].at[slot])
 
         names = ("values", "x", "full", *plan.by_step)
-        own = {name: refs[name].at[slot] for name in names}
-        copy_block(plan, x, values, scales, own, tile, first + index)
+        slot_refs = {name: refs[name].at[slot] for name in names}
+        copy_block(plan, x, values, scales, slot_refs, tile, first + index)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -160,29 +160,31 @@ def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: 
 
 def _multiply_blocks(plan: Plan, refs: Any) -> Array:
     """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
-    own = own_outputs()
+    outputs = own_outputs()
     if not plan.scales_weights:
 
         def add(index: Array, total: Array) -> Array:
-            return add_block(plan, refs, own, lax.rem(index, plan.stages), total)
+            return add_block(plan, refs, outputs, lax.rem(index, plan.stages), total)
 
         return lax.fori_loop(0, plan.blocks, add, no_sums(plan))
     if plan.interpret:
         zeros = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
-        return lax.fori_loop(0, plan.blocks, functools.partial(_add_block, plan, refs, own), zeros)
+        return lax.fori_loop(
+            0, plan.blocks, functools.partial(_add_block, plan, refs, outputs), zeros
+        )
     return pl.run_scoped(
-        functools.partial(_sum_blocks, plan, refs, own),
+        functools.partial(_sum_blocks, plan, refs, outputs),
         plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.tile_rows), jnp.float32),
     )
 
 
-def _sum_blocks(plan: Plan, refs: Any, own: Any, sums: Any) -> Array:
+def _sum_blocks(plan: Plan, refs: Any, outputs: Any, sums: Any) -> Array:
     """All blocks' products with scaled weights."""
 
     def step(index: Array, carry: None) -> None:
         slot = lax.rem(index, plan.stages)
         plgpu.barrier_wait(refs["full"].at[slot])
-        accumulate(plan, refs, slot, own, range(0, plan.block, plan.unit), sums)
+        accumulate(plan, refs, slot, outputs, range(0, plan.block, plan.unit), sums)
         plgpu.commit_smem()  # as in blocks.add_block
         plgpu.barrier_arrive(refs["free"].at[slot])
 
@@ -190,11 +192,11 @@ def _sum_blocks(plan: Plan, refs: Any, own: Any, sums: Any) -> Array:
     return sums[...]
 
 
-def _add_block(plan: Plan, refs: Any, own: Any, index: Array, total: Array) -> Array:
+def _add_block(plan: Plan, refs: Any, outputs: Any, index: Array, total: Array) -> Array:
     """A step of ``_sum_blocks`` for the interpreter, which knows no accumulators across blocks."""
     slot = lax.rem(index, plan.stages)
     plgpu.barrier_wait(refs["full"].at[slot])
-    total += interpreted(plan, refs, slot, own, range(0, plan.block, plan.unit))
+    total += interpreted(plan, refs, slot, outputs, range(0, plan.block, plan.unit))
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs["free"].at[slot])
     return total

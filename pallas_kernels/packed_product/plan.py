@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def padded_rows(self) -> int:
-        """Of all CTAs."""
+        """The number of all CTAs."""
         return self.row_parts * self.tile_rows
 
     @property

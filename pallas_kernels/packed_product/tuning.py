@@ -179,7 +179,7 @@ def _fills(width: int) -> bool:
 
 
 def _tuning_of_sums(rows: int, *, is_small: bool, fills: bool, is_wide: bool) -> PackedTuning:
-    """Of 17 to SUMMED_ROWS rows; of rows of 8 bits of more than 32."""
+    """The tuning of 17 to SUMMED_ROWS rows; of rows of 8 bits, of more than 32."""
     if fills and not is_wide:
         return PackedTuning(warpgroups=4, unit=128, ctas=1)
     if fills and rows <= 48:  # registers have no room for more rows
@@ -194,7 +194,7 @@ def _tuning_of_sums(rows: int, *, is_small: bool, fills: bool, is_wide: bool) ->
 def choose_splits_alone(
     rows: int, depth: int, width: int, weight_bits: int = 4, x_bits: int = 16
 ) -> int:
-    """As ``choose_packed_splits``, where a launch of its own has to add up the partial sums."""
+    """``choose_packed_splits`` where a launch of its own has to add up the partial sums."""
     if depth < DEEP:
         return 1
     return choose_packed_splits(rows, depth, width, weight_bits, x_bits)

@@ -67,9 +67,9 @@ def float8_weights(ref: Any, start: int, inputs: int, *, interpret: bool) -> Arr
 def _inlined(emit: Any, dtype: str, layout: Any, block: int, start: int, inputs: int) -> Any:
     """A function of a ``ref`` as above, which ``emit`` writes."""
     result: Any = plgpu.ShapeDtypeStruct((OUTPUTS, inputs), jnp.dtype(dtype), layout=layout)
-    own = functools.partial(emit, line=block // 2, start=start, inputs=inputs)
+    emit_here = functools.partial(emit, line=block // 2, start=start, inputs=inputs)
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(block, 4)),), return_type=result)(
-        own
+        emit_here
     )
 
 
@@ -126,7 +126,7 @@ def word_offset(thread: Any, span: int, half: int, line: int) -> Any:
 def biased_pairs(word: Any, mask: Any) -> list[Any]:
     """The pairs of a word, plus BIAS, each as two bfloat16 in 32 bits; ``mask``: HALVES."""
     shifted = [word, *(word >> 4 * j for j in range(1, PAIRS))]
-    return [(one & mask) ^ 0x43084308 for one in shifted]
+    return [(word & mask) ^ 0x43084308 for word in shifted]
 
 
 def float8_fours(word: Any) -> list[Any]:
@@ -135,7 +135,7 @@ def float8_fours(word: Any) -> list[Any]:
 
 
 def _float8_of(low: Any, high: Any) -> Any:
-    """Of the integers in the low half of each byte, which are in the high half of ``high``, too.
+    """The floats of the integers in the low half of each byte; ``high`` has them in the high half.
 
     The magnitude of a negative one is its complement plus 1.
     """

@@ -12,32 +12,24 @@ from pallas_kernels.float8 import check_scales, is_float8
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import ROWS
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 
 # Rows of a tile of a TPU's memory, by dtype.
 TPU_TILES = MappingProxyType({jnp.dtype("bfloat16"): 16, jnp.dtype("float32"): 8})
 TPU_PAGE_BYTES = 1 << 20  # most that a page of all KV heads may have
 TPU_TABLE = 1 << 17  # most entries of a page table
+NO_OPTIONS = AttentionOptions()
 
 
 @jax.named_scope("attention")
 def paged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    context_lens: Array,
-    positions: Array,
-    ancestors: Array | None = None,
-    kv_lens: Array | None = None,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
+    pages: LayerPages,
+    context: QueryContext,
     sinks: Array | None = None,
     *,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    first_slot: int = 0,
+    options: AttentionOptions = NO_OPTIONS,
     order_invariant: bool = False,
     implementation: Implementation = "reference",
 ) -> Array:
@@ -54,23 +46,9 @@ def paged_attention(
 
     Args:
       q: [B, T, Q, D]. Query heads ``g * Q / G`` to ``(g + 1) * Q / G - 1`` share KV head ``g``.
-      k_pages, v_pages: [P, G, K, D]; they already hold the queries' own keys and values.
-      page_table: [B, M] int32, the pages of each sequence, in order.
-      context_lens: [B] int32, committed slots of each sequence.
-      positions: [B, T] int32, the position of each query counted in slots; only used by ``window``.
-      ancestors: [B, T, words] uint32 bit mask over the slots past the context, or None.
-      window: attend only to the latest ``window`` positions, the query's own included. Tree slots
-        are always visible under the mask: the caller must keep trees shallower than the window.
-      scale: of the scores; None: 1 / sqrt(D).
-      softcap: scores x, scaled, become ``softcap * tanh(x / softcap)``; None: they stay.
-      kv_lens: [B] int32, end of each sequence's slots. No query of sequence ``b`` sees a slot from
-        ``kv_lens[b]`` on, whatever the mask says. None: ``context_lens`` plus T for causal queries,
-        or plus the number of mask bits.
-      k_scale, v_scale: float32 [G], for pages of bytes (see float8.py): the bytes' numbers times
-        the scale are the keys and values; else None.
+      pages: of the layer; they already hold the queries' own keys and values.
       sinks: float32 [Q], for each query head the score of one more slot, whose value is zero
         (Xiao et al., arXiv 2309.17453; learned scores as in gpt-oss). No kernel takes them.
-      first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
         may in the last bit, where exp does). Slower.
@@ -83,37 +61,25 @@ def paged_attention(
     Raises ValueError for shapes that do not match, for pages of bytes without scales, and if
     ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and the kernel cannot take the arguments.
     """
-    if kv_lens is None:
-        kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
-    arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens)
-    _check_shapes(*arguments)
+    _check_shapes(q, pages, context)
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"sinks must be {q.shape[2:3]}, got {sinks.shape}")
-    check_scales(k_pages, v_pages, k_scale, v_scale)
-    if k_scale is not None:
-        arguments = (*arguments, k_scale, v_scale)
+    check_scales(*pages)
     reference = functools.partial(
-        paged_attention_reference,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        first_slot=first_slot,
-        order_invariant=order_invariant,
+        paged_attention_reference, options=options, order_invariant=order_invariant
     )
     if sinks is not None:
         problem = "attention sinks: leave out the operation paged_attention"
     elif wants_tpu(implementation):
-        problem = misfit_tpu(q, k_pages, v_pages, page_table, order_invariant)
+        problem = misfit_tpu(q, pages.k, pages.v, context.page_table, order_invariant)
     else:
-        problem = misfit(q, k_pages, v_pages, order_invariant)
-    problem = problem or softcap_misfit(softcap)
+        problem = misfit(q, pages.k, pages.v, order_invariant)
+    problem = problem or softcap_misfit(options.softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
-        return reference(*arguments, sinks=sinks)
-    kernel = functools.partial(
-        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot, scale=scale
-    )
-    return with_reference_gradient(kernel, reference)(*arguments)
+        return reference(q, pages, context, sinks)
+    kernel = functools.partial(mosaic.paged_attention_mosaic, options=options)
+    return with_reference_gradient(kernel, reference)(q, pages, context)
 
 
 def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> str | None:
@@ -170,17 +136,18 @@ def misfit_tpu(
     return None
 
 
-def _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens):
+def _check_shapes(q: Array, pages: LayerPages, context: QueryContext) -> None:
     batch, num_tokens, num_heads, head_dim = q.shape
-    _, kv_heads, _, page_head_dim = k_pages.shape
-    if k_pages.shape != v_pages.shape or page_head_dim != head_dim or num_heads % kv_heads:
+    _, kv_heads, _, page_head_dim = pages.k.shape
+    if pages.k.shape != pages.v.shape or page_head_dim != head_dim or num_heads % kv_heads:
         raise ValueError(
-            f"queries {q.shape} do not fit pages {k_pages.shape} (keys), {v_pages.shape} (values)"
+            f"queries {q.shape} do not fit pages {pages.k.shape} (keys), {pages.v.shape} (values)"
         )
-    if page_table.shape[0] != batch or not context_lens.shape == kv_lens.shape == (batch,):
+    table, lens, positions, ancestors, _ = context
+    if table.shape[0] != batch or not lens.shape == context.ends.shape == (batch,):
         raise ValueError(
-            f"page table {page_table.shape}, context lengths {context_lens.shape} and kv_lens "
-            f"{kv_lens.shape} do not fit a batch of {batch}"
+            f"page table {table.shape}, context lengths {lens.shape} and kv_lens "
+            f"{context.ends.shape} do not fit a batch of {batch}"
         )
     if positions.shape != (batch, num_tokens):
         raise ValueError(f"positions must be {(batch, num_tokens)}, got {positions.shape}")

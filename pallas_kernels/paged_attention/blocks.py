@@ -129,11 +129,11 @@ def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs
 
     Values that no query sees are overwritten with zeros, as they may be NaN.
     """
-    config, ahead = plan.config, plan.config.byte_stages
+    config, byte_stages = plan.config, plan.config.byte_stages
     rings = (("k", k), ("v", v))
 
     def copy(name: str, source: Any, block: Array, indices: Any) -> None:
-        slot = lax.rem(block - work.start, ahead)
+        slot = lax.rem(block - work.start, byte_stages)
         arrived = refs[f"{name}_arrived"].at[slot]
         copy_block(plan, work, source, refs[f"{name}_bytes"], arrived, block, slot, indices)
 
@@ -144,10 +144,10 @@ def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs
         return following
 
     def produce(block: Array, indices: Any) -> Any:
-        """``indices``: of the block that is ``ahead`` of this one."""
-        following = block_pages(plan, work, table, block + ahead + 1)
+        """``indices``: of the block that is ``byte_stages`` after this one."""
+        following = block_pages(plan, work, table, block + byte_stages + 1)
         index = block - work.start
-        slot, byte_slot = lax.rem(index, config.stages), lax.rem(index, ahead)
+        slot, byte_slot = lax.rem(index, config.stages), lax.rem(index, byte_stages)
         for name, (source, ring) in rings:
             plgpu.barrier_wait(refs[f"{name}_arrived"].at[byte_slot])
             wait_until_free(plan, refs, name, index)
@@ -159,14 +159,14 @@ def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs
             plgpu.commit_smem()  # all threads have read the bytes, too
             plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
 
-            @pl.when(block + ahead < work.stop)
+            @pl.when(block + byte_stages < work.stop)
             def _(name=name, source=source):
-                copy(name, source, block + ahead, indices)
+                copy(name, source, block + byte_stages, indices)
 
         return following
 
     first = block_pages(plan, work, table, work.start)
-    begun = jnp.minimum(work.start + ahead, work.stop)
+    begun = jnp.minimum(work.start + byte_stages, work.stop)
     indices = lax.fori_loop(work.start, begun, begin, first)
     lax.fori_loop(work.start, work.stop, produce, indices)
     wait_until_all_free(plan, refs, ("k", "v"), work.stop - work.start)

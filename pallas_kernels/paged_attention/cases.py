@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Case:
         return max(needed, self.num_columns or 0)
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"window": self.window, "first_slot": self.first_slot}
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(window=self.window, first_slot=self.first_slot)
 
     @property
     def visible_slots(self) -> int:
@@ -75,12 +76,12 @@ class Case:
         return rows * self.head_dim * jnp.dtype(dtype).itemsize
 
     def num_float8_bytes(self, dtype: Any) -> int:
-        """As ``num_bytes``, of keys and values of a byte each."""
+        """``num_bytes`` with keys and values of a byte each."""
         numbers = 2 * self.visible_slots * self.kv_heads * self.head_dim
         return self.num_bytes(dtype) - numbers * (jnp.dtype(dtype).itemsize - 1)
 
     def num_partial_bytes(self, dtype: Any, devices: int) -> int:
-        """As ``num_bytes``, of one of several devices; the output is in float32, with a log-sum-exp
+        """``num_bytes`` of one of several devices; the output is in float32, with a log-sum-exp
         of each query."""
         heads = len(self.context_lens) * self.num_tokens * self.num_heads
         size = jnp.dtype(dtype).itemsize
@@ -211,7 +212,7 @@ def ancestor_words(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
-) -> tuple[Array, Array, Array, Array, Array, Array, Array | None, Array]:
+) -> tuple[Array, LayerPages, QueryContext]:
     """Positional arguments of paged_attention. Each sequence's pages are scattered over the pool.
 
     Every slot holds noise, including those that no query may see.
@@ -233,39 +234,35 @@ def make_arguments(
     context_lens = np.array(case.context_lens, np.int32)
     real_tokens = case.num_tokens if case.real_tokens is None else case.real_tokens
     q, k, v = (noise(seed, i, shape, dtype) for i, shape in enumerate((queries, pool, pool)))
-    return (
-        q,
-        k,
-        v,
-        jnp.asarray((1 + rng.permutation(batch * columns)).reshape(batch, columns).astype("i4")),
-        jnp.asarray(context_lens),
-        jnp.asarray((context_lens[:, None] + depth).astype("i4")),
-        ancestors,
-        jnp.asarray((context_lens + real_tokens).astype("i4")),
+    table = (1 + rng.permutation(batch * columns)).reshape(batch, columns).astype("i4")
+    context = QueryContext(
+        page_table=jnp.asarray(table),
+        context_lens=jnp.asarray(context_lens),
+        positions=jnp.asarray((context_lens[:, None] + depth).astype("i4")),
+        ancestors=ancestors,
+        kv_lens=jnp.asarray((context_lens + real_tokens).astype("i4")),
     )
+    return q, LayerPages(k, v), context
 
 
 def with_float8_pages(arguments: Any, seed: int = 0) -> Any:
-    """Arguments of paged_attention with pages of bytes instead, and their scales at the end."""
-    q, pages, _, *rest = arguments
-    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, pages.shape) for index in (3, 4))
-    return q, k, v, *rest, k_scale, v_scale
+    """Arguments of paged_attention with pages of bytes instead, and their scales."""
+    q, pages, context = arguments
+    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, pages.k.shape) for index in (3, 4))
+    return q, LayerPages(k, v, k_scale, v_scale), context
 
 
 def parts_of(arguments: Any, count: int) -> list[Any]:
     """Arguments of partial_attention on each of ``count`` devices that share the sequences."""
-    q, k_pages, v_pages, *rest = arguments
-    size = k_pages.shape[2] // count
-    return [
-        (
-            q,
-            k_pages[:, :, offset : offset + size],
-            v_pages[:, :, offset : offset + size],
-            *rest,
-            jnp.int32(offset),
-        )
-        for offset in range(0, count * size, size)
-    ]
+    q, pages, context = arguments
+    size = pages.k.shape[2] // count
+
+    def part(offset: int) -> LayerPages:
+        k, v = (x[:, :, offset : offset + size] for x in (pages.k, pages.v))
+        return pages._replace(k=k, v=v)
+
+    offsets = range(0, count * size, size)
+    return [(q, part(offset), context, jnp.int32(offset)) for offset in offsets]
 
 
 def normalized(part: PartialAttention) -> tuple[Array, Array]:
@@ -282,7 +279,8 @@ def poisoned(case: Case, arguments: Any, poison: float) -> Any:
     Those are the null page (to which unused columns of the page table point), a page of no
     sequence, and slots past ``kv_lens``, before ``first_slot`` or left of every query's window.
     """
-    q, k_pages, v_pages, table, context_lens, positions, ancestors, kv_lens = arguments
+    q, pages, context = arguments
+    table, context_lens, positions, _, kv_lens = context
     table = np.asarray(table)
     slots = np.arange(case.columns * case.page_size).reshape(case.columns, case.page_size)
     first = np.full(len(case.context_lens), case.first_slot)
@@ -291,17 +289,17 @@ def poisoned(case: Case, arguments: Any, poison: float) -> Any:
         first = np.maximum(first, np.minimum(in_window, context_lens))
     first, end = first[:, None, None], np.asarray(kv_lens)[:, None, None]
     table = np.where(slots[:, 0] < end[:, 0], table, 0)
-    hidden = np.ones((len(k_pages) + 1, case.page_size), bool)
+    hidden = np.ones((len(pages.k) + 1, case.page_size), bool)
     hidden[table] = (slots < first) | (slots >= end)
     hidden[0] = True
 
-    def spoiled(pages: Array) -> Array:
-        kept = np.asarray(pages)
+    def spoiled(x: Array) -> Array:
+        kept = np.asarray(x)
         more = np.concatenate([kept, np.zeros_like(kept[:1])])
         return jnp.asarray(np.where(hidden[:, None, :, None], kept.dtype.type(poison), more))
 
-    pages = spoiled(k_pages), spoiled(v_pages)
-    return q, *pages, jnp.asarray(table), context_lens, positions, ancestors, kv_lens
+    pages = pages._replace(k=spoiled(pages.k), v=spoiled(pages.v))
+    return q, pages, context._replace(page_table=jnp.asarray(table))
 
 
 def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
@@ -314,9 +312,11 @@ def as_benchmark(case: Case, dtype: Any) -> Benchmark:
     return Benchmark(
         name=case.name,
         make_arguments=functools.partial(make_arguments, case, dtype),
-        call=functools.partial(paged_attention, **case.options, implementation=implementation),
+        call=functools.partial(
+            paged_attention, options=case.options, implementation=implementation
+        ),
         reference=functools.partial(
-            paged_attention_reference, **case.options, order_invariant=False
+            paged_attention_reference, options=case.options, order_invariant=False
         ),
         feed=_feed,
         num_bytes=case.num_bytes(dtype),
@@ -326,7 +326,7 @@ def as_benchmark(case: Case, dtype: Any) -> Benchmark:
 
 
 def float8_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
-    """As ``benchmarks``, with 8-bit pages."""
+    """``benchmarks`` with 8-bit pages."""
     return tuple(as_float8_benchmark(case, dtype) for case in BENCHMARK_CASES)
 
 
@@ -344,13 +344,13 @@ def _feed(arguments: Arguments, output: Array) -> Arguments:
 
 
 def partial_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
-    """As ``benchmarks``, of the first of two devices that share the sequences."""
+    """``benchmarks`` of the first of two devices that share the sequences."""
     return tuple(as_partial_benchmark(case, dtype) for case in PARTIAL_BENCHMARK_CASES)
 
 
 def as_partial_benchmark(case: Case, dtype: Any, devices: int = 2) -> Benchmark:
     implementation = implementation_to_time()
-    options = {**case.options, "page_size": case.page_size}
+    options: Any = {"options": case.options, "page_size": case.page_size}
 
     def part(seed: int) -> Arguments:
         return parts_of(make_arguments(case, dtype, seed), devices)[0]

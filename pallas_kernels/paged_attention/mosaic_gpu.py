@@ -49,28 +49,18 @@ from pallas_kernels.paged_attention.rows import (
     words_of_rows,
 )
 from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes
 
 
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
-@functools.partial(
-    jax.jit, static_argnames=("window", "first_slot", "scale", "config", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
-    k_pages: Array,  # [P, G, K, D]
-    v_pages: Array,
-    page_table: Array,  # [B, M]
-    context_lens: Array,  # [B]
-    positions: Array,  # [B, T]
-    ancestors: Array | None,  # [B, T, words]
-    kv_lens: Array,  # [B]
-    k_scale: Array | None = None,  # [G]
-    v_scale: Array | None = None,
+    pages: LayerPages,
+    context: QueryContext,
     *,
-    window: int | None,
-    first_slot: int,
-    scale: float | None = None,
+    options: AttentionOptions,
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -78,35 +68,20 @@ def paged_attention_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    plan = make_plan(
-        q, k_pages, page_table, ancestors, None, window, first_slot, scale, config, interpret
-    )
+    plan = make_plan(q, pages, context, options, None, config, interpret)
     kernel = _make_kernel(plan, q.dtype, interpret)
-    masks = _row_masks(plan, positions, ancestors)
-    scales = [] if k_scale is None else [k_scale, v_scale]
-    return kernel(q, k_pages, v_pages, page_table, context_lens, kv_lens, *masks, *scales)
+    return kernel(*_operands(plan, q, pages, context), *_scales(pages))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("page_size", "window", "first_slot", "scale", "config", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("page_size", "options", "config", "interpret"))
 def partial_attention_mosaic(
     q: Array,  # [B, T, Q, D]
-    k_pages: Array,  # [P, G, K, D]
-    v_pages: Array,
-    page_table: Array,  # [B, M]
-    context_lens: Array,  # [B]
-    positions: Array,  # [B, T]
-    ancestors: Array | None,  # [B, T, words]
-    kv_lens: Array,  # [B]
+    pages: LayerPages,
+    context: QueryContext,
     offset: Array,  # []
-    k_scale: Array | None = None,  # [G]
-    v_scale: Array | None = None,
     *,
     page_size: int,
-    window: int | None,
-    first_slot: int,
-    scale: float | None = None,
+    options: AttentionOptions,
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> PartialAttention:
@@ -114,16 +89,25 @@ def partial_attention_mosaic(
 
     The output is normalized: ``peak`` is the log-sum-exp, and ``total`` is 1.
     """
-    plan = make_plan(
-        q, k_pages, page_table, ancestors, page_size, window, first_slot, scale, config, interpret
-    )
+    plan = make_plan(q, pages, context, options, page_size, config, interpret)
     kernel = _make_kernel(plan, q.dtype, interpret)
-    masks = _row_masks(plan, positions, ancestors)
-    lengths = context_lens, kv_lens
-    more = [offset[None]] if k_scale is None else [offset[None], k_scale, v_scale]
-    out, log_sums = kernel(q, k_pages, v_pages, page_table, *lengths, *masks, *more)
+    out, log_sums = kernel(*_operands(plan, q, pages, context), offset[None], *_scales(pages))
     log_sums = _by_token(plan, log_sums)
     return PartialAttention(out, log_sums, jnp.ones_like(log_sums))
+
+
+def _operands(plan: Plan, q: Array, pages: LayerPages, context: QueryContext) -> list[Array]:
+    """The first operands of a kernel, those of its masks last."""
+    masks = _row_masks(plan, context.positions, context.ancestors)
+    return [
+        *(q, pages.k, pages.v, context.page_table, context.context_lens, context.ends),
+        *masks,
+    ]
+
+
+def _scales(pages: LayerPages) -> list[Array]:
+    """The scales of keys and values, for pages of bytes."""
+    return [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
 
 
 def _row_masks(plan: Plan, positions: Array, ancestors: Array | None) -> list[Array]:

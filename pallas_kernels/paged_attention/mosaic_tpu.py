@@ -21,6 +21,7 @@ import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import precision_of
 
 # Finite, so that a row that sees no slot gives no NaN. The running maximum starts far above masked
@@ -61,15 +62,10 @@ class _Plan:
 
 
 def _make_plan(
-    q: Array,
-    k_pages: Array,
-    page_table: Array,
-    words: int,
-    window: int | None,
-    first_slot: int,
-    scale: float | None,
+    q: Array, pages_of_layer: LayerPages, context: QueryContext, options: AttentionOptions
 ) -> _Plan:
     batch, num_tokens, num_heads, head_dim = q.shape
+    k_pages, page_table, ancestors = pages_of_layer.k, context.page_table, context.ancestors
     _, kv_heads, page_size, _ = k_pages.shape
     group = num_heads // kv_heads
     tokens = min(num_tokens, max(min(ROWS, ALL_ROWS // kv_heads) // group, 1))
@@ -84,45 +80,39 @@ def _make_plan(
         head_dim=head_dim,
         page_size=page_size,
         columns=page_table.shape[1],
-        words=words,
+        words=0 if ancestors is None else ancestors.shape[-1],
         tokens=tokens,
         tiles=tiles,
         rows=-(-tokens * group // ROW_TILE) * ROW_TILE,
         pages=min(pages, page_table.shape[1]),
-        window=window,
-        first_slot=first_slot,
-        scale=head_dim**-0.5 if scale is None else scale,
+        window=options.window,
+        first_slot=options.first_slot,
+        scale=head_dim**-0.5 if options.scale is None else options.scale,
     )
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("window", "first_slot", "scale", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
-    k_pages: Array,  # [P, G, K, D]
-    v_pages: Array,
-    page_table: Array,  # [B, M]
-    context_lens: Array,  # [B]
-    positions: Array,  # [B, T]
-    ancestors: Array | None,  # [B, T, words]
-    kv_lens: Array,  # [B]
+    pages: LayerPages,
+    context: QueryContext,
     *,
-    window: int | None,
-    first_slot: int,
-    scale: float | None = None,
+    options: AttentionOptions,
     interpret: Any = False,
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention; only for what ``misfit_tpu`` accepts.
 
     ``interpret``: True or pltpu.InterpretParams, for tests.
     """
-    words = 0 if ancestors is None else ancestors.shape[-1]
-    plan = _make_plan(q, k_pages, page_table, words, window, first_slot, scale)
+    plan = _make_plan(q, pages, context, options)
+    page_table, context_lens, positions, ancestors, _ = context
+    k_pages, v_pages, first_slot, window = pages.k, pages.v, options.first_slot, options.window
     first = jnp.full_like(context_lens, first_slot)
     if window is not None:  # it does not hide tree nodes
         in_window = jnp.min(positions, axis=1) - (window - 1)
         first = jnp.maximum(jnp.minimum(in_window, context_lens), first_slot)
-    end = jnp.minimum(kv_lens, plan.columns * plan.page_size)
+    end = jnp.minimum(context.ends, plan.columns * plan.page_size)
     bounds = jnp.stack([context_lens, first, end], axis=1)  # [B, 3]
     tile = (1, 1, plan.kv_heads, plan.rows, plan.head_dim)
     facts = _row_facts(plan, positions, ancestors)

@@ -48,8 +48,8 @@ def _wait_for_others(plan: Plan, refs: Any) -> None:
 
 def _store_log_sums(work: Work, tile: Array, log_sums: Any, refs: Any) -> None:
     """The tile's log-sum-exps from shared memory to the output; _store_tokens waits for it."""
-    own = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
-    plgpu.copy_smem_to_gmem(own, log_sums.at[work.sequence, work.kv_head, tile])
+    log_sums_here = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
+    plgpu.copy_smem_to_gmem(log_sums_here, log_sums.at[work.sequence, work.kv_head, tile])
 
 
 def _store_tokens(
@@ -113,8 +113,9 @@ def merge_and_store(
 
         @pl.when(work.split == 0)
         def _merge_log_sums():
-            own = refs["row_log_sums"].at[warpgroup]
-            write(own, LN_2 * _merged_log_sums(plan, own))  # which no other CTA reads
+            row_log_sums = refs["row_log_sums"].at[warpgroup]
+            # No other CTA reads these.
+            write(row_log_sums, LN_2 * _merged_log_sums(plan, row_log_sums))
 
     plgpu.commit_smem()  # makes the rows visible to TMA
     cluster.arrive()
@@ -128,14 +129,14 @@ def merge_and_store(
     cluster.wait()  # no CTA may exit before all have read its shared memory
 
 
-def _merged_log_sums(plan: Plan, own: Any) -> Array:
+def _merged_log_sums(plan: Plan, log_sums: Any) -> Array:
     """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
     parts = [
-        row_load(plgpu.cluster_ref(own, {kernel_axes.name("split"): jnp.int32(i)}))
+        row_load(plgpu.cluster_ref(log_sums, {kernel_axes.name("split"): jnp.int32(i)}))
         for i in range(plan.config.splits)
     ]
     best = functools.reduce(jnp.maximum, parts)
-    return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(one - best) for one in parts]))
+    return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(part - best) for part in parts]))
 
 
 def _merged(plan: Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
@@ -154,6 +155,6 @@ def _merged(plan: Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
 
     all_sums, outputs = peers(log_sums), peers(split_out)
     best = functools.reduce(jnp.maximum, all_sums)
-    weights = [jnp.exp2(one - best) for one in all_sums]
-    weighted = [one * weight for one, weight in zip(outputs, weights, strict=True)]
+    weights = [jnp.exp2(log_sum - best) for log_sum in all_sums]
+    weighted = [output * weight for output, weight in zip(outputs, weights, strict=True)]
     return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, weights)

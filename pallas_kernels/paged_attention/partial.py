@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.float8 import check_scales
-from pallas_kernels.paged_attention import misfit, softcap_misfit
+from pallas_kernels.paged_attention import NO_OPTIONS, misfit, softcap_misfit
 from pallas_kernels.paged_attention.reference import (
     by_head,
     by_token,
     masked_scores,
     visible_slots,
 )
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import weighted_sum_f32
 from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 
-STATIC = ("page_size", "window", "scale", "softcap", "first_slot", "block")
 SCORE_BYTES = 1 << 27  # limit for the scores that are in memory together
 
 
@@ -40,22 +40,12 @@ class PartialAttention(NamedTuple):
 @jax.named_scope("attention")
 def partial_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    context_lens: Array,
-    positions: Array,
-    ancestors: Array | None,
-    kv_lens: Array,
+    pages: LayerPages,
+    context: QueryContext,
     offset: Array | int,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
     *,
     page_size: int,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    first_slot: int = 0,
+    options: AttentionOptions = NO_OPTIONS,
     implementation: Implementation = "reference",
 ) -> PartialAttention:
     """Attend to the slots that these pages hold. Other arguments are those of paged_attention.
@@ -63,7 +53,7 @@ def partial_attention(
     There is no gradient.
 
     Args:
-      k_pages, v_pages: [P, G, K, D] slots ``offset`` to ``offset + K - 1`` of every page.
+      pages: slots ``offset`` to ``offset + K - 1`` of every page.
       offset: int32 [].
       page_size: slots of a whole page.
       implementation: "auto" takes the Hopper kernel where it takes whole pages of K slots, else the
@@ -74,53 +64,25 @@ def partial_attention(
     Raises ValueError if ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and there is no kernel
     that can take the arguments.
     """
-    check_scales(k_pages, v_pages, k_scale, v_scale)
-    problem = misfit(q, k_pages, v_pages, order_invariant=False) or softcap_misfit(softcap)
+    check_scales(*pages)
+    problem = misfit(q, pages.k, pages.v, order_invariant=False) or softcap_misfit(options.softcap)
     if wants_tpu(implementation):
         problem = "parts of pages: the TPU kernel attends to whole ones"
     mosaic = kernel_module("paged_attention", implementation, problem)
-    function = functools.partial(partial_attention_reference, softcap=softcap)
-    if mosaic is not None:
-        function = mosaic.partial_attention_mosaic
-    return function(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        context_lens,
-        positions,
-        ancestors,
-        kv_lens,
-        offset,
-        k_scale,
-        v_scale,
-        page_size=page_size,
-        window=window,
-        first_slot=first_slot,
-        scale=scale,
-    )
+    function = partial_attention_reference if mosaic is None else mosaic.partial_attention_mosaic
+    return function(q, pages, context, offset, page_size=page_size, options=options)
 
 
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=STATIC)
+@functools.partial(jax.jit, static_argnames=("page_size", "options", "block"))
 def partial_attention_reference(
     q: Array,  # [B, T, Q, D]
-    k_pages: Array,  # [P, G, K, D]
-    v_pages: Array,
-    page_table: Array,  # [B, M]
-    context_lens: Array,  # [B]
-    positions: Array,  # [B, T]
-    ancestors: Array | None,  # [B, T, words]
-    kv_lens: Array,  # [B]
+    pages: LayerPages,
+    context: QueryContext,
     offset: Array | int,  # []
-    k_scale: Array | None = None,  # [G]
-    v_scale: Array | None = None,
     *,
     page_size: int,
-    window: int | None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    first_slot: int,
+    options: AttentionOptions,
     block: int | None = None,
 ) -> PartialAttention:
     """See partial_attention.
@@ -130,28 +92,27 @@ def partial_attention_reference(
 
     ``block``: slots that are read at a time, at least one page's; None: as fit SCORE_BYTES.
     """
-    own, (batch, columns) = k_pages.shape[2], page_table.shape
+    local_size, (batch, columns) = pages.k.shape[2], context.page_table.shape
     if block is None:
         block = SCORE_BYTES // (4 * math.prod(q.shape[:3]))
-    kv_lens = jnp.minimum(kv_lens, columns * page_size)
-    width = min(max(1, block // own), columns)  # columns of a block
-    table = jnp.pad(page_table, ((0, 0), (0, -columns % width)))
+    kv_lens = jnp.minimum(context.ends, columns * page_size)
+    context = context._replace(kv_lens=kv_lens)
+    width = min(max(1, block // local_size), columns)  # columns of a block
+    table = jnp.pad(context.page_table, ((0, 0), (0, -columns % width)))
 
     def attend(index: Array | int) -> PartialAttention:
         first = index * width
-        pages = lax.dynamic_slice(table, (0, first), (batch, width))
-        slots = (first + jnp.arange(width)[:, None]) * page_size + offset + jnp.arange(own)
-        slots = slots.reshape(-1)
-        seen = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
-        seen &= slots < kv_lens[:, None, None]
-        scores, v = masked_scores(q, k_pages, v_pages, pages, seen, False, k_scale, scale, softcap)
+        part_of_table = lax.dynamic_slice(table, (0, first), (batch, width))
+        slots = (first + jnp.arange(width)[:, None]) * page_size + offset + jnp.arange(local_size)
+        seen = visible_slots(context, slots.reshape(-1), options)
+        scores, v = masked_scores(q, pages, part_of_table, seen, options)
         peak = jnp.max(scores, axis=-1)
         exps = jnp.exp(scores - peak[..., None])
         return PartialAttention(weighted_sum_f32(exps.astype(v.dtype), v), peak, exps.sum(-1))
 
     found = in_blocks(attend, -(-jnp.max(kv_lens) // (width * page_size)), width < columns)
     per_query = (by_token(x[..., None], (*q.shape[:3], 1))[..., 0] for x in found[1:])
-    weighted = by_head(found.weighted, v_scale)
+    weighted = by_head(found.weighted, pages.v_scale)
     return PartialAttention(by_token(weighted, q.shape), *per_query)
 
 
@@ -179,15 +140,17 @@ def merge_partials(parts: PartialAttention) -> Array:
 
 def with_sinks(part: PartialAttention, sinks: Array) -> PartialAttention:
     """The part with one more slot, whose value is zero and whose scores are ``sinks`` [Q]."""
-    zeros, own = jnp.zeros_like(part.weighted), jnp.broadcast_to(sinks, part.peak.shape)
-    return _both(part, PartialAttention(zeros, own.astype(jnp.float32), jnp.ones_like(part.total)))
+    zeros, peaks = jnp.zeros_like(part.weighted), jnp.broadcast_to(sinks, part.peak.shape)
+    return _both(
+        part, PartialAttention(zeros, peaks.astype(jnp.float32), jnp.ones_like(part.total))
+    )
 
 
-def _both(one: PartialAttention, other: PartialAttention) -> PartialAttention:
-    peak = jnp.maximum(one.peak, other.peak)
-    weights = [jnp.exp(part.peak - peak) for part in (one, other)]
+def _both(first: PartialAttention, other: PartialAttention) -> PartialAttention:
+    peak = jnp.maximum(first.peak, other.peak)
+    weights = [jnp.exp(part.peak - peak) for part in (first, other)]
     return PartialAttention(
-        weighted=one.weighted * weights[0][..., None] + other.weighted * weights[1][..., None],
+        weighted=first.weighted * weights[0][..., None] + other.weighted * weights[1][..., None],
         peak=peak,
-        total=one.total * weights[0] + other.total * weights[1],
+        total=first.total * weights[0] + other.total * weights[1],
     )

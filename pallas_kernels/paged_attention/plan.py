@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention.tuning import (
     attention_tuning,
     float8_tuning,
 )
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +72,15 @@ class Plan:
 
 def make_plan(
     q: Array,
-    k_pages: Array,
-    page_table: Array,
-    ancestors: Array | None,
+    pages: LayerPages,
+    context: QueryContext,
+    options: AttentionOptions,
     whole_size: int | None,
-    window: int | None,
-    first_slot: int,
-    scale: float | None,
     config: AttentionTuning | None,
     interpret: Any,
 ) -> Plan:
+    """The sizes of a call. ``whole_size``: see Plan; ``config`` None: from tuning.py."""
+    k_pages, page_table, ancestors = pages.k, context.page_table, context.ancestors
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     group = num_heads // kv_heads
@@ -103,9 +103,9 @@ def make_plan(
         causal=ancestors is None,
         tiles=tiles,
         tokens=-(-num_tokens // tiles),
-        window=window,
-        first_slot=first_slot,
-        scale=head_dim**-0.5 if scale is None else scale,
+        window=options.window,
+        first_slot=options.first_slot,
+        scale=head_dim**-0.5 if options.scale is None else options.scale,
         float8=is_float8(k_pages),
         config=config,
         interpret=interpret is not None,

@@ -7,66 +7,51 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.float8 import decode
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import scores_f32, weighted_sum_f32
 
 MASKED = -1e30  # finite, so that a row that sees no slot gives no NaN
-STATIC = ("window", "scale", "softcap", "first_slot", "order_invariant")
 
 
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=STATIC)
+@functools.partial(jax.jit, static_argnames=("options", "order_invariant"))
 def paged_attention_reference(
     q: Array,  # [B, T, Q, D]
-    k_pages: Array,  # [P, G, K, D]
-    v_pages: Array,
-    page_table: Array,  # [B, M]
-    context_lens: Array,  # [B]
-    positions: Array,  # [B, T]
-    ancestors: Array | None,  # [B, T, words]
-    kv_lens: Array,  # [B]
-    k_scale: Array | None = None,  # [G]
-    v_scale: Array | None = None,
+    pages: LayerPages,
+    context: QueryContext,
     sinks: Array | None = None,  # [Q]
     *,
-    window: int | None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    first_slot: int,
+    options: AttentionOptions,
     order_invariant: bool,
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention."""
-    slots = jnp.arange(page_table.shape[1] * k_pages.shape[2])
-    visible = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
-    visible &= slots < kv_lens[:, None, None]
-    pages = (k_pages, v_pages, page_table)
-    scores, v = masked_scores(q, *pages, visible, order_invariant, k_scale, scale, softcap)
+    slots = jnp.arange(context.page_table.shape[1] * pages.k.shape[2])
+    visible = visible_slots(context, slots, options)
+    scores, v = masked_scores(q, pages, context.page_table, visible, options, order_invariant)
     rows = None if sinks is None else _sinks_of_rows(sinks, scores.shape)
-    out = by_head(_softmax_times_values(scores, v, order_invariant, rows), v_scale)
+    out = by_head(_softmax_times_values(scores, v, order_invariant, rows), pages.v_scale)
     return by_token(out, q.shape).astype(q.dtype)
 
 
 def masked_scores(
     q: Array,  # [B, T, Q, D]
-    k_pages: Array,  # [P, G, K, D]
-    v_pages: Array,
+    layer: LayerPages,
     page_table: Array,  # [B, M]
     visible: Array,  # bool [B, T, S]
-    order_invariant: bool,
-    k_scale: Array | None = None,  # [G]
-    scale: float | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
+    order_invariant: bool = False,
 ) -> tuple[Array, Array]:
     """Scores of the queries of each KV head, MASKED where a slot is not visible, and the values,
     not yet multiplied by their scales: float32 [B, G, T * R, S] and [B, G, S, D]."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     batch, num_tokens, num_heads, head_dim = q.shape
-    kv_heads, num_slots = k_pages.shape[1], visible.shape[-1]
+    kv_heads, num_slots = layer.k.shape[1], visible.shape[-1]
     # Slots that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN),
     # neither from the sum nor from a gradient, so those slots are replaced by 0.
     seen = jnp.any(visible, axis=1)[:, None, :, None]
     k, v = (
         jnp.where(seen, decode(gather_pages(pages, page_table), q.dtype), 0)  # [B, G, S, D]
-        for pages in (k_pages, v_pages)
+        for pages in (layer.k, layer.v)
     )
     rows = num_tokens * num_heads // kv_heads  # queries that share a KV head, of all T tokens
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
@@ -75,7 +60,7 @@ def masked_scores(
         scores = _scaled_scores_f64(grouped, k, factor)  # [B, G, T * R, S]
     else:
         scores = scores_f32(grouped, k) * factor
-    scores = capped(by_head(scores, k_scale), softcap)
+    scores = capped(by_head(scores, layer.k_scale), options.softcap)
     split = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
     return jnp.where(visible[:, None, :, None], split, MASKED).reshape(scores.shape), v
 
@@ -107,24 +92,21 @@ def gather_pages(pages: Array, page_table: Array) -> Array:
     return tiles.reshape(batch, kv_heads, num_pages * page_size, head_dim)
 
 
-def visible_slots(
-    context_lens: Array,  # [B]
-    positions: Array,  # [B, T]
-    ancestors: Array | None,  # [B, T, words]
-    slots: Array,  # [S]
-    window: int | None,
-    first_slot: int,
-) -> Array:
-    """Which of a sequence's slots each query sees: bool [B, T, S]."""
+def visible_slots(context: QueryContext, slots: Array, options: AttentionOptions) -> Array:
+    """Which of a sequence's ``slots`` [S] each query sees: bool [B, T, S]."""
+    _, context_lens, positions, ancestors, _ = context
     beyond = slots - context_lens[:, None]  # [B, S], index past the committed context
-    committed = (beyond < 0) & (slots >= first_slot)
-    past_context = (beyond >= 0) & (slots >= first_slot)
+    committed = (beyond < 0) & (slots >= options.first_slot)
+    past_context = (beyond >= 0) & (slots >= options.first_slot)
+    window = options.window
     in_window = True if window is None else positions[:, :, None] - slots < window
     if ancestors is None:
         causal = beyond[:, None, :] <= jnp.arange(positions.shape[1])[:, None]
-        return (committed[:, None, :] | past_context[:, None, :] & causal) & in_window
-    in_tree = past_context[:, None, :] & _bit_of(ancestors, jnp.maximum(beyond, 0)[:, None, :])
-    return (committed[:, None, :] & in_window) | in_tree
+        seen = (committed[:, None, :] | past_context[:, None, :] & causal) & in_window
+    else:
+        in_tree = past_context[:, None, :] & _bit_of(ancestors, jnp.maximum(beyond, 0)[:, None, :])
+        seen = (committed[:, None, :] & in_window) | in_tree
+    return seen & (slots < context.ends[:, None, None])
 
 
 def _bit_of(mask: Array, index: Array) -> Array:

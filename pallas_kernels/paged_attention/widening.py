@@ -61,9 +61,9 @@ def _emit(_: Any, rows: Any, to: Any, *, num_rows: int, width: int) -> None:
         for (_, wide_places), chunk in zip(step, loaded, strict=True):
             words = _widened(chunk)
             for half, place in enumerate(wide_places):
-                own = words[half * CHUNK // 4 : (half + 1) * CHUNK // 4]
+                half_words = words[half * CHUNK // 4 : (half + 1) * CHUNK // 4]
                 at = utils.getelementptr(target, [place.value], i8)
-                llvm.store(vector.from_elements(four, own), at, alignment=CHUNK)
+                llvm.store(vector.from_elements(four, half_words), at, alignment=CHUNK)
 
 
 def _widened(chunk: Any) -> list[Any]:

@@ -66,8 +66,8 @@ def reduce_add_rms_norm_mosaic(
             residual = load(x_ref.at[row])
             added = [load(partials_ref.at[split, row]) for split in range(num_splits)]
             scales = load(weight_ref)
-            own = total_f32(added).astype(x.dtype)  # rounded as an unsplit product is
-            y = summed(own, exchange_ref, block, lax.axis_index(axis), first())
+            local_sum = total_f32(added).astype(x.dtype)  # rounded as an unsplit product is
+            y = summed(local_sum, exchange_ref, block, lax.axis_index(axis), first())
             total = (residual.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
             total_ref[row] = total
             wide = total.astype(jnp.float32)  # from the rounded sum, as the reference does
@@ -130,18 +130,18 @@ def sum_over_devices(
     places = devices * columns if one_shot else 2 * columns  # packets of a thread in an exchange
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=PACKET_ENTRIES)
 
-    def emit(ctx: Any, own: Any, exchange: Any, *scalars: Any) -> Any:
-        block, me, first = (one.registers.item() for one in scalars)
+    def emit(ctx: Any, row: Any, exchange: Any, *scalars: Any) -> Any:
+        block, me, first = (scalar.registers.item() for scalar in scalars)
         peers = [add(first, index * stride) for index in range(devices)]
         start = add(multiply(block, words * WORD), before * WORD)
         area = Area.open(ctx, exchange, peers, start, places)
-        values = [utils.bitcast(one, i64()) for one in own.registers.flat]
+        values = [utils.bitcast(entry, i64()) for entry in row.registers.flat]
         run = one_shot_sums if one_shot else two_shot_sums
         sums = run(area, values, me, devices, tuning.packets)
         area.close()
-        registers = np.array([utils.bitcast(one, entries_type()) for one in sums], dtype=object)
+        registers = np.array([utils.bitcast(entry, entries_type()) for entry in sums], dtype=object)
         return mgpu.FragmentedArray(
-            _registers=registers.reshape(own.registers.shape), _layout=own.layout, _is_signed=None
+            _registers=registers.reshape(row.registers.shape), _layout=row.layout, _is_signed=None
         )
 
     scalar = plgpu.Layout.WG_SPLAT(())

@@ -120,8 +120,8 @@ class Area:
                     result_types=[i32()] * 4,
                     has_side_effects=True,
                 )
-                for one in (flag, other_flag):
-                    missing = arith.ori(missing, arith.xori(one, self.number))
+                for packet_flag in (flag, other_flag):
+                    missing = arith.ori(missing, arith.xori(packet_flag, self.number))
                 wide = arith.shli(arith.extui(i64(), high), utils.c(32, i64()))
                 values.append(arith.ori(arith.extui(i64(), low), wide))
             again = arith.cmpi(arith.CmpIPredicate.ne, missing, utils.c(0, i32()))

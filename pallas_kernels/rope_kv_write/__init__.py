@@ -8,7 +8,8 @@ from jax import Array
 
 from pallas_kernels.float8 import BYTES, check_scales, is_float8
 from pallas_kernels.gradients import with_reference_gradient
-from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+from pallas_kernels.pages import LayerPages
+from pallas_kernels.rope_kv_write.reference import HeadNorms, rope_kv_write_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
 HEAD_DIM = 128  # the kernel's head dimension: one entry for each thread of a warpgroup
@@ -18,13 +19,9 @@ HEAD_DIM = 128  # the kernel's head dimension: one entry for each thread of a wa
 def rope_kv_write(
     partials: Array,
     rope: Array,
-    q_norm: Array | None,
-    k_norm: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    norms: HeadNorms,
+    pages: LayerPages,
     slots: Array,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
     *,
     eps: float,
     dtype: jax.typing.DTypeLike | None = None,
@@ -40,30 +37,29 @@ def rope_kv_write(
         dimension is the cosine, the fourth dimension the two halves of a head. The sine of the
         first half is negated. A last dimension r below D / 2: only the first 2 r entries of a head
         are rotated.
-      q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.
-      k_pages, v_pages: [P, G, K, D]; written in place where the caller donates them.
+      norms: of queries and keys before the rotation.
+      pages: of the layer; written in place where the caller donates them. Scales are above 0.
       slots: int32 [B, T], ``page * K + offset``; distinct, except for slots of the null page 0.
-      k_scale, v_scale: float32 [G], above 0, for pages of bytes (see float8.py); else None.
       dtype: of the queries, and of keys and values before they become bytes; None: the pages'.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 128 that are rotated whole), else the reference.
 
-    Returns queries [B, T, Q, D], and the pages.
+    Returns queries [B, T, Q, D], and the pages of keys and of values.
 
     Raises ValueError for pages of bytes without scales or a dtype, for scales of other pages, and
     if ``implementation`` is "mosaic_gpu" and the kernel cannot take the arguments.
     """
-    check_scales(k_pages, v_pages, k_scale, v_scale)
-    if dtype is None and is_float8(k_pages):
+    check_scales(*pages)
+    if dtype is None and is_float8(pages.k):
         raise ValueError("pages of bytes do not say which dtype queries have: give dtype")
-    own = None if dtype is None or dtype == k_pages.dtype else jnp.dtype(dtype)
-    reference = functools.partial(rope_kv_write_reference, eps=eps, dtype=own)
-    arguments = (partials, rope, q_norm, k_norm, k_pages, v_pages, slots, k_scale, v_scale)
-    problem = misfit(partials, k_pages, v_pages, own, rope.shape[-1])
+    query_dtype = None if dtype is None or dtype == pages.k.dtype else jnp.dtype(dtype)
+    reference = functools.partial(rope_kv_write_reference, eps=eps, dtype=query_dtype)
+    arguments = (partials, rope, norms, pages, slots)
+    problem = misfit(partials, pages.k, pages.v, query_dtype, rope.shape[-1])
     mosaic = kernel_module("rope_kv_write", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
-    kernel = functools.partial(mosaic.rope_kv_write_mosaic, eps=eps, dtype=own)
+    kernel = functools.partial(mosaic.rope_kv_write_mosaic, eps=eps, dtype=query_dtype)
     return with_reference_gradient(kernel, reference)(*arguments)
 
 

@@ -16,8 +16,9 @@ from pallas_kernels.benchmark import (
     implementation_to_time,
     noise,
 )
+from pallas_kernels.pages import LayerPages
 from pallas_kernels.rope_kv_write import rope_kv_write
-from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+from pallas_kernels.rope_kv_write.reference import HeadNorms, rope_kv_write_reference
 
 EPS = 1e-5
 
@@ -80,19 +81,17 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
     return (
         noise(seed, 2, heads, dtype if case.num_splits == 1 else jnp.float32),
         jnp.asarray(rope),
-        q_norm,
-        k_norm,
-        noise(seed, 3, pool, dtype),
-        noise(seed, 4, pool, dtype),
+        HeadNorms(q_norm, k_norm),
+        LayerPages(noise(seed, 3, pool, dtype), noise(seed, 4, pool, dtype)),
         jnp.asarray(slots),
     )
 
 
 def make_float8_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
-    """As ``make_arguments``, of pages of bytes with scales, which are two more arguments."""
-    *before, k_pages, _, slots = make_arguments(case, dtype, seed)
-    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, k_pages.shape) for index in (5, 6))
-    return *before, k, v, slots, k_scale, v_scale
+    """The arguments of ``make_arguments`` with pages of bytes and their scales."""
+    *before, pages, slots = make_arguments(case, dtype, seed)
+    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, pages.k.shape) for index in (5, 6))
+    return *before, LayerPages(k, v, k_scale, v_scale), slots
 
 
 def benchmarks() -> Sequence[Benchmark]:
@@ -102,19 +101,13 @@ def benchmarks() -> Sequence[Benchmark]:
 def _benchmark(case: Case) -> Benchmark:
     implementation = implementation_to_time()
 
-    def flat(seed: int) -> Arguments:
-        partials, rope, _, _, k_pages, v_pages, slots = make_arguments(case, jnp.bfloat16, seed)
-        return partials, rope, k_pages, v_pages, slots
-
-    def call(function: Any, partials, rope, k_pages, v_pages, slots) -> tuple[Array, ...]:
-        return function(partials, rope, None, None, k_pages, v_pages, slots, eps=EPS)
-
-    timed = functools.partial(rope_kv_write, implementation=implementation)
+    make = functools.partial(make_arguments, case, jnp.bfloat16)
+    timed = functools.partial(rope_kv_write, eps=EPS, implementation=implementation)
     return Benchmark(
         name=str(case),
-        make_arguments=flat,
-        call=functools.partial(call, timed),
-        reference=functools.partial(call, rope_kv_write_reference),
+        make_arguments=make,
+        call=timed,
+        reference=functools.partial(rope_kv_write_reference, eps=EPS),
         feed=_feed,
         num_bytes=case.num_bytes,
         flops=6 * case.batch * case.num_tokens * case.kv_heads * case.group * case.head_dim,
@@ -124,6 +117,5 @@ def _benchmark(case: Case) -> Benchmark:
 
 def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
     """Each call gets the pages of the call before, so that they are updated in place."""
-    partials, rope, _, _, slots = arguments
-    _, k_pages, v_pages = output
-    return partials, rope, k_pages, v_pages, slots
+    *before, _, slots = arguments
+    return *before, LayerPages(*output[1:]), slots

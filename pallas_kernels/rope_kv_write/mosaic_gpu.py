@@ -12,7 +12,9 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.float8 import to_bytes
 from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.pages import LayerPages
 from pallas_kernels.products import total_f32
+from pallas_kernels.rope_kv_write.reference import HeadNorms
 
 
 # Traced once for all layers of a model.
@@ -20,13 +22,9 @@ from pallas_kernels.products import total_f32
 def rope_kv_write_mosaic(
     partials: Array,  # [S, B, T, G, R, D]
     rope: Array,
-    q_norm: Array | None,
-    k_norm: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    norms: HeadNorms,
+    pages: LayerPages,
     slots: Array,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
     *,
     eps: float,
     dtype: jnp.dtype | None = None,
@@ -38,15 +36,15 @@ def rope_kv_write_mosaic(
     """
     num_splits, _, _, kv_heads, rows, head_dim = partials.shape
     batch, num_tokens = slots.shape
-    group, page_size, tokens = rows - 2, k_pages.shape[2], batch * num_tokens
-    dtype = k_pages.dtype if dtype is None else dtype
-    norms = [weight for weight in (q_norm, k_norm) if weight is not None]
-    scales = [] if k_scale is None else [k_scale, v_scale]
+    group, page_size, tokens = rows - 2, pages.k.shape[2], batch * num_tokens
+    dtype = pages.k.dtype if dtype is None else dtype
+    weights = [weight for weight in norms if weight is not None]
+    scales = [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
 
     @fixed_name(interpret)
     def rope_kv_write_kernel(*refs):
         partials_ref, rope_ref, slots_ref, k_ref, v_ref, *more, q_ref, rotation_buffer = refs
-        norm_refs, scale_refs = more[: len(norms)], more[len(norms) :]
+        norm_refs, scale_refs = more[: len(weights)], more[len(weights) :]
         token, head = kernel_axes.index("token"), kernel_axes.index("kv_head")
         page, offset = slots_ref[token] // page_size, slots_ref[token] % page_size
         loaded = [
@@ -54,10 +52,10 @@ def rope_kv_write_mosaic(
             for row in range(rows)
         ]
         cos, sin = (plgpu.load(rope_ref.at[token, index]) for index in range(2))
-        q_weight = None if q_norm is None else plgpu.load(norm_refs[0])
-        k_weight = None if k_norm is None else plgpu.load(norm_refs[-1])
+        q_weight = None if norms.q is None else plgpu.load(norm_refs[0])
+        k_weight = None if norms.k is None else plgpu.load(norm_refs[-1])
         heads = [total_f32(row).astype(dtype) for row in loaded]
-        k_by, v_by = (one[head] for one in scale_refs) if scales else (None, None)
+        k_by, v_by = (scale_ref[head] for scale_ref in scale_refs) if scales else (None, None)
         v_ref[page, head, offset] = _stored(heads.pop(), v_by)
         for row, x in enumerate(heads):
             weight = q_weight if row < group else k_weight
@@ -82,14 +80,14 @@ def rope_kv_write_mosaic(
         grid_names=kernel_axes.names("kv_head", "token"),
         interpret=interpret,
     )
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    k_ref, v_ref = jax.new_ref(pages.k), jax.new_ref(pages.v)
     q = kernel(
         partials.reshape(num_splits, -1, kv_heads, rows, head_dim),
         rope.reshape(tokens, 2, head_dim),
         slots.reshape(tokens),
         k_ref,
         v_ref,
-        *norms,
+        *weights,
         *scales,
     )
     return q.reshape(batch, num_tokens, -1, head_dim), jax.freeze(k_ref), jax.freeze(v_ref)
@@ -101,7 +99,7 @@ def _stored(x: Array, scale: Array | None) -> Array:
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """As in the reference, including where it rounds: x and weight [D]."""
+    """The norm of the reference, which rounds at the same places: x and weight [D]."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / x.size + eps)
     return (wide * scale).astype(x.dtype) * weight

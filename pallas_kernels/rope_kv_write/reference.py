@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,17 @@ from jax import Array, lax
 
 from pallas_kernels.add_rms_norm.reference import rms_norm
 from pallas_kernels.float8 import encode
+from pallas_kernels.pages import LayerPages
 from pallas_kernels.products import sum_partials
 
 Index = tuple[Any, ...]
+
+
+class HeadNorms(NamedTuple):
+    """Weights [D] of root-mean-square norms of queries and of keys, or None."""
+
+    q: Array | None = None
+    k: Array | None = None
 
 
 def apply_rope(x: Array, rope: Array) -> Array:
@@ -93,21 +101,17 @@ def _at_slots(act: Callable[..., Array], pages: Array, *rows_and_slots: Array) -
 def rope_kv_write_reference(
     partials: Array,
     rope: Array,
-    q_norm: Array | None,
-    k_norm: Array | None,
-    k_pages: Array,
-    v_pages: Array,
+    norms: HeadNorms,
+    pages: LayerPages,
     slots: Array,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
     *,
     eps: float,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.rope_kv_write.rope_kv_write."""
-    qkv = sum_partials(partials, len(slots), k_pages.dtype if dtype is None else dtype)
-    q, k, v = rotated_heads(qkv, rope, q_norm, k_norm, eps)
-    if k_scale is not None and v_scale is not None:
-        k, v = encode(k, k_scale), encode(v, v_scale)
+    qkv = sum_partials(partials, len(slots), pages.k.dtype if dtype is None else dtype)
+    q, k, v = rotated_heads(qkv, rope, norms.q, norms.k, eps)
+    if pages.k_scale is not None and pages.v_scale is not None:
+        k, v = encode(k, pages.k_scale), encode(v, pages.v_scale)
     with jax.named_scope("kv_write"):
-        return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)
+        return q, write_rows(pages.k, k, slots), write_rows(pages.v, v, slots)

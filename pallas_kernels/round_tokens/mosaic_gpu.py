@@ -34,9 +34,9 @@ def round_tokens_mosaic(x: Array, padded: int, *, interpret: Any = None) -> tupl
     @fixed_name(interpret)
     def round_tokens_kernel(x_ref, rounded_ref, scale_ref, largest):
         row = kernel_axes.index("row")
-        own = parts.load(x_ref.at[row]).astype(jnp.float32)
-        scale = scale_of(parts.largest(jnp.abs(own), largest, interpret))
-        _store(parts, row, own, scale, rounded_ref, scale_ref)
+        part = parts.load(x_ref.at[row]).astype(jnp.float32)
+        scale = scale_of(parts.largest(jnp.abs(part), largest, interpret))
+        _store(parts, row, part, scale, rounded_ref, scale_ref)
 
     return _kernel(round_tokens_kernel, parts, rows, padded, interpret)(x)
 
@@ -54,17 +54,17 @@ def round_gated_mosaic(
         row = kernel_axes.index("row")
         gate, up = (parts.load(gate_up_ref.at[row, index]) for index in range(2))
         units = units_of(gate.astype(jnp.float32), up.astype(jnp.float32), None, _sigmoid)
-        own = units.astype(gate_up.dtype).astype(jnp.float32)
-        scale = scale_of(parts.largest(jnp.abs(own), largest, interpret))
-        _store(parts, row, own, scale, rounded_ref, scale_ref)
+        part = units.astype(gate_up.dtype).astype(jnp.float32)
+        scale = scale_of(parts.largest(jnp.abs(part), largest, interpret))
+        _store(parts, row, part, scale, rounded_ref, scale_ref)
 
     return _kernel(round_gated_kernel, parts, rows, padded, interpret)(gate_up)
 
 
 def _store(
-    parts: RowParts, row: Array, own: Array, scale: Array, rounded_ref: Any, scale_ref: Any
+    parts: RowParts, row: Array, part: Array, scale: Array, rounded_ref: Any, scale_ref: Any
 ) -> None:
-    rounded_ref[row, parts.own()] = rounded_by(own, scale)
+    rounded_ref[row, parts.slice_of_part()] = rounded_by(part, scale)
 
     @pl.when(kernel_axes.index(THREAD_NAME) == 0)
     def _store_scale():

@@ -47,16 +47,16 @@ class RowParts:
 
     @property
     def layout(self) -> Any:
-        """Of a part in registers, the same for all dtypes; the default depends on the dtype."""
+        """The layout of a part in registers, the same for all dtypes."""
         return plgpu.Layout.WG_STRIDED((self.part,), vec_size=math.gcd(self.part // THREADS, 4))
 
-    def own(self) -> Any:
+    def slice_of_part(self) -> Any:
         """The slice of a row that the calling warpgroup has."""
         return pl.ds(kernel_axes.index(THREAD_NAME) * self.part, self.part)
 
     def load(self, ref: Any) -> Array:
-        """The own part of a row."""
-        return plgpu.load(ref.at[self.own()], layout=self.layout)
+        """The calling warpgroup's part of a row."""
+        return plgpu.load(ref.at[self.slice_of_part()], layout=self.layout)
 
     def scratch(self, interpret: Any = None) -> Any:
         """What a call of ``largest`` needs: a number of each warp in shared memory.
@@ -68,16 +68,16 @@ class RowParts:
             return values
         return values, plgpu.Barrier(num_arrivals=self.warpgroups)
 
-    def largest(self, own: Array, scratch: Any, interpret: Any = None) -> Array:
+    def largest(self, part: Array, scratch: Any, interpret: Any = None) -> Array:
         """The largest entry of a row; no entry may be negative. All warpgroups must call it.
 
         Args:
-          own: the own part, float32.
+          part: the calling warpgroup's, float32.
           scratch: what ``scratch`` describes; each call needs its own.
         """
         if interpret is not None:  # the interpreter does not support inlined MLIR
             values, written = scratch
-            values[kernel_axes.index(THREAD_NAME) * WARPS] = jnp.max(own)
+            values[kernel_axes.index(THREAD_NAME) * WARPS] = jnp.max(part)
             plgpu.barrier_arrive(written)
             plgpu.barrier_wait(written)
             return jnp.max(values[...].reshape(-1, WARPS)[:, 0])
@@ -86,7 +86,7 @@ class RowParts:
             (), jnp.dtype("float32"), layout=plgpu.Layout.WG_SPLAT(())
         )
         emit = functools.partial(_emit_largest, warps=WARPS * self.warpgroups)
-        return plgpu.inline_mgpu(arg_types=types, return_type=scalar)(emit)(own, scratch)
+        return plgpu.inline_mgpu(arg_types=types, return_type=scalar)(emit)(part, scratch)
 
 
 def row_parts(width: int) -> RowParts:
@@ -96,10 +96,10 @@ def row_parts(width: int) -> RowParts:
     return RowParts(width, max(fitting, default=1))
 
 
-def _emit_largest(_: Any, own: Any, scratch: Any, *, warps: int) -> Any:
-    """Of the entries of a thread, of a warp, and, through shared memory, of all warps."""
+def _emit_largest(_: Any, part: Any, scratch: Any, *, warps: int) -> Any:
+    """The largest entry of a thread, of a warp, and, through shared memory, of all warps."""
     i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
-    value = _largest(_entries(functools.reduce(arith.maximumf, own.registers.flat)))
+    value = _largest(_entries(functools.reduce(arith.maximumf, part.registers.flat)))
     for distance in (16, 8, 4, 2, 1):
         value = arith.maximumf(value, utils.shfl_bfly(value, distance))
     pointer, warp = utils.memref_ptr(scratch), Word(mgpu.thread_idx()) // 32

@@ -48,7 +48,12 @@ def _benchmark(case: Case) -> Benchmark:
         """
         values, indices, log_sum = function(x)
         first = (log_sum, values[..., -1], indices[..., -1].astype(x.dtype))
-        return values, indices, log_sum, x.at[0, 0].set(sum(one.reshape(-1)[0] for one in first))
+        return (
+            values,
+            indices,
+            log_sum,
+            x.at[0, 0].set(sum(array.reshape(-1)[0] for array in first)),
+        )
 
     kernel = functools.partial(top_k, k=case.k, implementation=implementation)
     reference = functools.partial(top_k_reference, k=case.k)

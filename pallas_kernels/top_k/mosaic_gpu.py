@@ -62,9 +62,9 @@ def top_k_mosaic(
         entries = plgpu.load(x_ref.at[row, pl.ds(start, width)], layout=layout)
         indices = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) + start
         if shares * width > size:
-            own = indices >= share * width
-            entries = jnp.where(own, entries, -jnp.inf)
-            keys = jnp.where(own, _key(entries), TAKEN)
+            in_share = indices >= share * width
+            entries = jnp.where(in_share, entries, -jnp.inf)
+            keys = jnp.where(in_share, _key(entries), TAKEN)
         else:
             keys = _key(entries)
         largest = _largest(keys, indices, k)

@@ -59,8 +59,8 @@ def by_counting(x: Array, *, k: int) -> tuple[Array, Array]:
 
 def _by_rank(x: Array, ids: Array, k: int) -> tuple[Array, Array]:
     """The k first entries of x [..., n], ordered by value (descending), then by id."""
-    own, other = (x[..., :, None], ids[..., :, None]), (x[..., None, :], ids[..., None, :])
-    precedes = (other[0] > own[0]) | ((other[0] == own[0]) & (other[1] < own[1]))
+    entry, other = (x[..., :, None], ids[..., :, None]), (x[..., None, :], ids[..., None, :])
+    precedes = (other[0] > entry[0]) | ((other[0] == entry[0]) & (other[1] < entry[1]))
     rank = jnp.sum(precedes, axis=-1, dtype=jnp.int32)
     chosen = rank[..., None, :] == jnp.arange(k)[:, None]  # [..., k, n]
     values = jnp.max(jnp.where(chosen, x[..., None, :], -jnp.inf), axis=-1)

@@ -137,12 +137,12 @@ def truncation_threshold_mosaic(
                 for entries in entries_of_row():
                     weights = weigh(entries)
                     sums = [
-                        one + jnp.where(entries >= pivot, weights, 0.0)
-                        for one, pivot in zip(sums, pivots, strict=True)
+                        total + jnp.where(entries >= pivot, weights, 0.0)
+                        for total, pivot in zip(sums, pivots, strict=True)
                     ]
                 sums = exchange(exchanges, sums, (jnp.add,) * PIVOTS)
-                for one in sums:  # sums fall as the pivots rise: count those that are enough
-                    enough = jnp.sum(one) >= wanted
+                for weight in sums:  # sums fall as the pivots rise: count those that are enough
+                    enough = jnp.sum(weight) >= wanted
                     low = jnp.where(enough, low + width, low)
                 return exchanges + 1, low, jnp.minimum(high, low + (width - 1))
 

@@ -126,7 +126,7 @@ def search_digits(
     digit_bits: int,
     reductions: Reductions = WHOLE_ROWS,
 ) -> Array:
-    """As _search, from the key's highest digit to its lowest: wanted [B, N] -> uint32 [B, N]."""
+    """_search by digits of the key, the highest first: wanted [B, N] -> uint32 [B, N]."""
     digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.uint32)
 
     def find_digit(step: Array | int, found: Array) -> Array:

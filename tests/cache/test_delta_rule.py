@@ -14,7 +14,7 @@ from jaxspec.cache.delta_rule import LONGEST_CHUNK, DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.parallel import Layout
-from pallas_kernels.delta_rule import delta_commit, delta_read
+from pallas_kernels.delta_rule import RowStates, delta_commit, delta_read
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
@@ -306,11 +306,11 @@ def test_what_kernels_are_held_against_agrees():
     after = commit(waiting, path)
 
     held, window = lens % FOLDED, state.window.tokens
-    arguments = rows, held, q, inputs.tokens, ancestors, tree.depth
-    errors = np.abs(defined_read(state.s, window, *arguments) - out)
+    states = RowStates(state.s, window, rows, held)
+    errors = np.abs(defined_read(states, q, inputs.tokens, ancestors, tree.depth) - out)
     assert errors[np.arange(8) < np.asarray(sizes)[:, None]].max() < TOLERANCE
-    arguments = rows, held, inputs.tokens, nodes.channels, path.path, path.counts
-    s, window, channels = defined_commit(state.s, window, state.channels, *arguments)
+    arguments = state.channels, inputs.tokens, nodes.channels, path.path, path.counts
+    s, window, channels = defined_commit(states, *arguments)
     assert np.abs(s - after.s).max() < TOLERANCE
     np.testing.assert_array_equal(channels, after.channels)
     left = np.zeros(3, int)

@@ -1,7 +1,6 @@
-"""What a path reads in other trees: by the depth of the tree, and by a triangular transform."""
+"""What a path reads in other trees."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +11,9 @@ from jax import Array
 
 from jaxspec.cache import delta_rule
 from jaxspec.cache.delta_rule import DeltaInputs
-from pallas_kernels.delta_rule.transform import transform_read
 from tests.helpers.marks import slow
 
 KEYS, VALUES, FOLDED, LENGTH = 128, 128, 32, 8
-Read = Callable[[Array, DeltaInputs, Array, DeltaInputs, Array], Array]
 
 
 def random_inputs(rng: np.random.Generator, size: int) -> dict[str, Any]:
@@ -42,20 +39,10 @@ def by_depth(
     return delta_rule.tree(s, window, q, nodes, ancestors[None], depth[None])[0, :, 0, 0]
 
 
-def by_transform(
-    s: Array, window: DeltaInputs, q: Array, nodes: DeltaInputs, ancestors: Array
-) -> Array:
-    """All nodes at once: one triangular system, masked by ancestors."""
-    depth = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
-    row, held = jnp.zeros(1, jnp.int32), jnp.full(1, FOLDED, jnp.int32)
-    tokens = window.tokens, row, held, q, nodes.tokens
-    return transform_read(s, *tokens, ancestors[None], depth[None])[0, :, 0, 0]
-
-
-def read_in_trees(read: Read, trees: int, size: int, branch: float) -> np.ndarray:
-    """What one path reads in random trees of ``size`` nodes: [trees, LENGTH, VALUES]. A value
+def read_in_trees(trees: int, size: int, branch: float) -> np.ndarray:
+    """What a path reads in random trees of ``size`` nodes: [trees, LENGTH, VALUES]. A value
     elsewhere in each is ``branch``."""
-    rng, read = np.random.default_rng(0), jax.jit(read)
+    rng, read = np.random.default_rng(0), jax.jit(by_depth)
     s = jnp.asarray(0.1 * rng.standard_normal((1, 1, 1, VALUES, KEYS)), jnp.float32)
     window, path = random_inputs(rng, FOLDED), random_inputs(rng, LENGTH)
     window.pop("q")
@@ -81,16 +68,9 @@ def read_in_trees(read: Read, trees: int, size: int, branch: float) -> np.ndarra
 
 @pytest.mark.parametrize(("trees", "size"), [(20, 32), slow(200, 32), slow(200, 33), slow(200, 64)])
 def test_a_path_reads_the_same_bits_in_every_tree(trees: int, size: int):
-    """The transform need not: its sums run over nodes of other branches, too, as zeros. See
-    docs/exactness.md."""
-    found = {read: read_in_trees(read, trees, size, 1.0) for read in (by_depth, by_transform)}
-    alike = {read: int((own == own[0]).all((1, 2)).sum()) for read, own in found.items()}
-    print(f"of {trees} trees with the first one's bits:", {r.__name__: n for r, n in alike.items()})
-    assert np.abs(found[by_transform] - found[by_depth]).max() < 1e-6
-    assert alike[by_depth] == trees
+    found = read_in_trees(trees, size, 1.0)
+    assert (found == found[0]).all()
 
 
 def test_a_path_sees_no_nan_of_another_branch():
-    found = read_in_trees(by_depth, 5, 32, np.nan)
-    assert np.array_equal(found, read_in_trees(by_depth, 5, 32, 1.0))
-    assert np.isnan(read_in_trees(by_transform, 5, 32, np.nan)).any(axis=(1, 2)).all()
+    assert np.array_equal(read_in_trees(5, 32, np.nan), read_in_trees(5, 32, 1.0))

@@ -13,10 +13,10 @@ from jaxspec.cache import (
     ModelState,
     PagedKV,
     page_slots,
-    pages_for,
     sequential_page_table,
 )
 from jaxspec.cache.paged import move
+from jaxspec.config.cache import pages_for
 from jaxspec.parallel import WHOLE
 from pallas_kernels.rope_kv_write.reference import write_rows
 from pallas_kernels.selection import Kernels

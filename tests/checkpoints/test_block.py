@@ -301,9 +301,9 @@ def test_stages_are_split_by_what_the_drafter_reads(
     """The target's LM head, too, though it is loaded only after the split is chosen."""
     counted = []
 
-    def spied(*arguments: Any, apart: bool) -> tuple[int, ...]:
+    def spied(*arguments: Any, drafter_has_devices: bool) -> tuple[int, ...]:
         counted.append(arguments[-1])
-        return chosen_layers(*arguments, apart=apart)
+        return chosen_layers(*arguments, drafter_has_devices=drafter_has_devices)
 
     monkeypatch.setattr(loading, "chosen_layers", spied)
     mesh = make_mesh(pipeline_parallel=2)

@@ -56,12 +56,12 @@ def test_tensors_make_the_model_that_they_were_made_of(family: str, tmp_path: Pa
     config = parse_model_config(raw)
     shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
     model: Decoder = random_arrays(shapes, 0)
-    save_tree(tmp_path, model, model.filled(splitting()), raw)
+    save_tree(tmp_path, model, model.mapped(splitting()), raw)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, shape in SHAPES[family].items():
         assert tensors[f"{BLOCK}{name}.weight"].shape == shape
     loaded = load_decoder(tmp_path, load_model_config(tmp_path), jnp.dtype(jnp.float32))
-    joined = shapes.filled(joining(jax.tree.map(jnp.asarray, tensors)))
+    joined = shapes.mapped(joining(jax.tree.map(jnp.asarray, tensors)))
     for found in (loaded, joined):
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)

@@ -186,12 +186,12 @@ def test_norms_stored_less_one_are_read_and_written(llama: Path, tmp_path: Path)
     for ours, theirs in zip(norms(more), norms(plain), strict=True):
         np.testing.assert_allclose(ours, theirs + 1, rtol=1e-6)
     assert_trees_equal(without_norms(more), without_norms(plain))
-    splits = more.filled(splitting(config.vocab_size))
+    splits = more.mapped(splitting(config.vocab_size))
     safetensors_io.save_tree(tmp_path, more, splits, {})
     tensors, saved = read(llama)[0], load_file(tmp_path / "model.safetensors")
     assert saved.keys() == tensors.keys()
     assert all(np.allclose(saved[name], tensors[name], atol=1e-6) for name in tensors)
-    assert_trees_equal(more.filled(joining(jax.tree.map(jnp.asarray, tensors))), more)
+    assert_trees_equal(more.mapped(joining(jax.tree.map(jnp.asarray, tensors))), more)
 
 
 def norms(model: Decoder) -> list[Any]:

@@ -13,9 +13,9 @@ import functools
 
 import pytest
 
-from jaxspec.cache import pages_for
 from jaxspec.commands import compile_ahead
 from jaxspec.commands.compile_ahead import NEW_TOKENS
+from jaxspec.config.cache import pages_for
 from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound
 from jaxspec.evaluation.benchmarks.modes import parse_mode
 from jaxspec.evaluation.benchmarks.rounds import Workload

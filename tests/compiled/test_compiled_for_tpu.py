@@ -108,7 +108,7 @@ for case in (*most, *KERNEL_CASES, *LONG_CASES):
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
     )
-    function = jax.jit(functools.partial(paged_attention_mosaic, **case.options))
+    function = jax.jit(functools.partial(paged_attention_mosaic, options=case.options))
     with target_devices(devices):
         text = compile_ahead(function, arguments, "tpu").as_text()
     assert "tpu_custom_call" in text, case.name

@@ -181,7 +181,7 @@ def test_the_windows_matter(kind: str):
 def test_text_is_the_same_by_the_products_that_gpus_run(kind: str, monkeypatch: Any):
     expected = plain_texts(kind)
     jax.clear_caches()  # programs with the other products
-    monkeypatch.setattr(mix, "own_blocks", mix.every_expert)
+    monkeypatch.setattr(mix, "blocks_of_experts", mix.every_expert)
     try:
         assert texts(make_params("eagle3", TREE, target(kind))) == expected
     finally:

@@ -165,7 +165,7 @@ def test_models_and_heads_draft_for_them(family: str, drafter: str):
 )
 def test_a_checkpoint_on_a_mesh_has_the_same_text(family: str, mesh: str, tmp_path: Path):
     model = target(family)
-    save_tree(tmp_path, model, model.filled(splitting()), raw_config(family))
+    save_tree(tmp_path, model, model.mapped(splitting()), raw_config(family))
     speculation = SPECULATIONS["chain"]
     params = load(
         tmp_path, NGramDrafter(min_match=1), speculation=speculation, mesh=make_mesh(**MESHES[mesh])

@@ -101,9 +101,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
             made[family] = path = tmp_path_factory.mktemp(family)
             model = target(family)
             head = mtp_head(model, layout="qwen")
-            save_tree(path / "head", head, head.filled("mtp.layers.0", splitting()), {})
+            save_tree(path / "head", head, head.mapped("mtp.layers.0", splitting()), {})
             extra = load_file(path / "head" / "model.safetensors")
-            save_tree(path, model, model.filled(splitting()), raw_config(family), extra)
+            save_tree(path, model, model.mapped(splitting()), raw_config(family), extra)
         return made[family]
 
     return make
@@ -266,6 +266,6 @@ def test_the_recurrences_matter(checkpoint):
     model = checkpoint("qwen3_5_text")
     path = model / "silent"
     changed = whole.replace(layers=(silent, *others))
-    save_tree(path, changed, changed.filled(splitting()), raw_config("qwen3_5_text"))
+    save_tree(path, changed, changed.mapped(splitting()), raw_config("qwen3_5_text"))
     assert plain(path) != plain(model)
     assert jnp.exp(mixer.a_log).min() < 0.2

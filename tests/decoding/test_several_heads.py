@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxspec.cache import pages_for
-from jaxspec.config.cache import CacheConfig
+from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.mtp import AFTER, AFTER_BEFORE, BEFORE, BEFORE_AFTER, MtpStates
 from jaxspec.config.sampling_params import SamplingParams

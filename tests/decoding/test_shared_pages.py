@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.cache import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.config.speculation import PLAIN, SpeculationConfig
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, EngineState, Status

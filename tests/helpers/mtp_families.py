@@ -74,7 +74,7 @@ def save_with_mtp(
         head = mtp_head(model, seed=4 + index, layout=mtp.layout, states=mtp.states, index=index)
         first = mtp_names(mtp, model.config.num_layers, index).layer.removesuffix(".")
         own = directory / f"head-{index}"
-        save_tree(own, head, head.filled(first, splitting()), {})
+        save_tree(own, head, head.mapped(first, splitting()), {})
         extra |= load_file(own / "model.safetensors")
-    save_tree(directory, model, model.filled(splitting()), raw_config(family, **changes), extra)
+    save_tree(directory, model, model.mapped(splitting()), raw_config(family, **changes), extra)
     return directory

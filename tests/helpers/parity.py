@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.cache import Geometry, LayerStates, page_slots, pages_for
+from jaxspec.cache import Geometry, LayerStates, page_slots
 from jaxspec.checkpoints.safetensors_io import load_decoder
+from jaxspec.config.cache import pages_for
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder

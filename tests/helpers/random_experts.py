@@ -10,7 +10,7 @@ from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mlps.expert_linear import ExpertLinear
-from jaxspec.models.mlps.mix import Own
+from jaxspec.models.mlps.mix import LocalExperts
 from jaxspec.models.mlps.routing import Routes
 from tests.helpers.random_models import random_target, tiny_config
 
@@ -47,7 +47,7 @@ def random_expert_target(
 
 def random_own(
     num_experts: int, hidden: int, units: int, activation: ClampedSwiglu | None, seed: int = 0
-) -> Own:
+) -> LocalExperts:
     """Random experts; with biases if they have an activation of their own."""
     rng, bias = np.random.default_rng(seed), activation is not None
 
@@ -59,7 +59,7 @@ def random_own(
         )
 
     gate_up, down = linear(hidden, 2, units), linear(units, hidden)
-    return Own(gate_up=gate_up, down=down, first=0, activation=activation)
+    return LocalExperts(gate_up=gate_up, down=down, first=0, activation=activation)
 
 
 def random_rows(
@@ -73,7 +73,7 @@ def random_rows(
     return x, Routes(jnp.asarray(ids), jnp.asarray(weights))
 
 
-def written_out(own: Own, x: np.ndarray, routes: Routes) -> np.ndarray:
+def written_out(own: LocalExperts, x: np.ndarray, routes: Routes) -> np.ndarray:
     """What experts add to rows, choice by choice: float64 [N, H]."""
     result = np.zeros(x.shape)
     for row, (ids, weights) in enumerate(zip(*map(np.asarray, routes), strict=True)):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.cache import pages_for
 from jaxspec.checkpoints.safetensors_io import save_decoder
+from jaxspec.config.cache import pages_for
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model

@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention,
     with_sinks,
 )
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
 T, Q, G, D, K = 6, 4, 2, 8, 4
 RNG = np.random.default_rng(0)
@@ -41,17 +42,22 @@ def pages(x: np.ndarray) -> jnp.ndarray:
     return jnp.asarray(padded.reshape(3, K, G, D).swapaxes(1, 2))
 
 
+LAYER = LayerPages(pages(KEYS), pages(VALUES))
 TABLE = jnp.array([[1, 2]])
-ARGUMENTS: Any = (TABLE, jnp.zeros(1, jnp.int32), jnp.arange(T)[None], None, jnp.full(1, T))
+CONTEXT = QueryContext(TABLE, jnp.zeros(1, jnp.int32), jnp.arange(T)[None], None, jnp.full(1, T))
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("order_invariant", [False, True])
 def test_paged(window: int | None, order_invariant: bool):
     out = paged_attention(
-        QUERIES, pages(KEYS), pages(VALUES), *ARGUMENTS, sinks=jnp.asarray(SINKS), window=window,
+        QUERIES,
+        LAYER,
+        CONTEXT,
+        jnp.asarray(SINKS),
+        options=AttentionOptions(window=window),
         order_invariant=order_invariant,
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(out, expected(window), atol=1e-5)
 
 
@@ -64,13 +70,10 @@ def test_dense(window: int | None):
 
 def test_in_parts():
     """Half of every page at a time; the sinks belong to one of them."""
-    own = [pages(x) for x in (KEYS, VALUES)]
     parts = []
     for first in (0, 2):
-        keys, values = (x[:, :, first : first + 2] for x in own)
-        where: Any = (*ARGUMENTS, first)
-        found = partial_attention(QUERIES, keys, values, *where, page_size=K)
-        parts.append(found)
+        part = LayerPages(*(x[:, :, first : first + 2] for x in (LAYER.k, LAYER.v)))
+        parts.append(partial_attention(QUERIES, part, CONTEXT, first, page_size=K))
     parts[0] = with_sinks(parts[0], jnp.asarray(SINKS))
     out = merge_partials(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
     np.testing.assert_allclose(out, expected(None), atol=1e-5)
@@ -78,9 +81,6 @@ def test_in_parts():
 
 def test_no_kernel_takes_them():
     with pytest.raises(ValueError, match="the kernel cannot take attention sinks"):
-        paged_attention(
-            QUERIES, pages(KEYS), pages(VALUES), *ARGUMENTS, sinks=jnp.asarray(SINKS),
-            implementation="mosaic_gpu",
-        )  # fmt: skip
+        paged_attention(QUERIES, LAYER, CONTEXT, jnp.asarray(SINKS), implementation="mosaic_gpu")
     with pytest.raises(ValueError, match=r"sinks must be \(4,\)"):
-        paged_attention(QUERIES, pages(KEYS), pages(VALUES), *ARGUMENTS, sinks=jnp.zeros(2))
+        paged_attention(QUERIES, LAYER, CONTEXT, jnp.zeros(2))

@@ -17,10 +17,11 @@ CASE = Case("a block", (200, 3, 64), 16, 8, 2, 128, 16, tree=True)
 
 def block_arguments() -> Any:
     """Every query sees the context and all of the queries' own slots."""
-    q, k, v, table, context, _, _, kv_lens = make_arguments(CASE, jnp.bfloat16)
+    q, pages, context = make_arguments(CASE, jnp.bfloat16)
     size = CASE.num_tokens
     mask = pack_mask(jnp.ones((len(CASE.context_lens), size, size), bool))
-    return q, k, v, table, context, context[:, None] + jnp.arange(size), mask, kv_lens
+    positions = context.context_lens[:, None] + jnp.arange(size)
+    return q, pages, context._replace(positions=positions, ancestors=mask)
 
 
 @pytest.mark.slow
@@ -38,14 +39,13 @@ def test_the_kernel_for_tpus():
 
 
 def test_the_first_query_sees_the_last():
-    q, k, v, table, context, positions, mask, kv_lens = block_arguments()
-    others = table, context, positions, mask, kv_lens
-    last = int(context[1]) + CASE.num_tokens - 1
-    page = int(table[1, last // CASE.page_size])
-    changed = v.at[page, :, last % CASE.page_size].add(50.0)
+    q, pages, context = block_arguments()
+    last = int(context.context_lens[1]) + CASE.num_tokens - 1
+    page = int(context.page_table[1, last // CASE.page_size])
+    changed = pages._replace(v=pages.v.at[page, :, last % CASE.page_size].add(50.0))
     before, after = (
-        np.asarray(on_tpu.run_reference(q, k, own, *others, **CASE.options), np.float32)
-        for own in (v, changed)
+        np.asarray(on_tpu.run_reference(q, layer, context, options=CASE.options), np.float32)
+        for layer in (pages, changed)
     )
     assert (np.abs(after - before)[1].max(axis=(-1, -2)) > 0.1).all()
     assert np.array_equal(after[[0, 2]], before[[0, 2]])

@@ -22,16 +22,15 @@ from pallas_kernels.delta_rule.cases import (
     round_benchmark,
     run_benchmark,
     snapshot_benchmark,
-    transform_benchmark,
 )
 from pallas_kernels.delta_rule.reference import delta_commit_reference
-from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
 TREE = Round(Case(2, 9, groups=2, v_dim=8, capacity=4, k_dim=16), (1, 3, 3, 2), pool=4)
 ROOT = Round(Case(2, 1, groups=1, v_dim=8, capacity=4, k_dim=16), (1,), pool=6)
-KINDS = (read_benchmark, transform_benchmark, round_benchmark, snapshot_benchmark, run_benchmark)
+KINDS = (read_benchmark, round_benchmark, snapshot_benchmark, run_benchmark)
 IN_JNP = (round_benchmark, run_benchmark)
 
 
@@ -67,7 +66,7 @@ def after_windows(s, window: Tokens, held):
     channels = jnp.zeros((len(s), 3, 1, 8)), jnp.zeros((len(s), longest, 1, 8))
     empty, rows = Tokens(*(x[:, :1] for x in window)), jnp.arange(len(s))
     return delta_commit_reference(
-        s, empty, channels[0], rows, 0 * held, window, channels[1], path, held
+        RowStates(s, empty, rows, 0 * held), channels[0], window, channels[1], path, held
     )[0]
 
 

@@ -65,17 +65,15 @@ def test_a_run_lowers_for_cuda(case: Case):
 def test_runs_and_rounds_leave_the_same_state():
     """A run, and the same tokens accepted from a tree that is a chain."""
     case = Case(2, 7, groups=1, v_dim=64)
-    s, window, rows, _, _, q, tokens = make_run_arguments(case)
-    held, whole = jnp.array([3, 6]), jnp.array([7, 7])
-    out, after = delta_run(s, window, rows, held, whole, q, tokens)
-    channels = jnp.zeros((len(s), 3, 1, 8)), jnp.zeros((2, 7, 1, 8))
+    states, _, q, tokens = make_run_arguments(case)
+    states, whole = states._replace(held=jnp.array([3, 6])), jnp.array([7, 7])
+    out, after = delta_run(states, whole, q, tokens)
+    channels = jnp.zeros((len(states.s), 3, 1, 8)), jnp.zeros((2, 7, 1, 8))
     path = jnp.broadcast_to(jnp.arange(7), (2, 7))
-    committed, _, _ = delta_commit(
-        s, window, channels[0], rows, held, tokens, channels[1], path, whole
-    )
+    committed, _, _ = delta_commit(states, channels[0], tokens, channels[1], path, whole)
     assert_close(after, committed)
     chain, depth = jnp.tri(7, dtype=bool)[None].repeat(2, 0), path
-    assert_close(out, delta_read(s, window, rows, held, q, tokens, chain, depth))
+    assert_close(out, delta_read(states, q, tokens, chain, depth))
 
 
 @pytest.mark.gpu
@@ -129,9 +127,9 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 
 
 def test_paths_longer_than_the_window_are_refused():
-    (s, *_), committing = make_arguments(Case(1, 6, capacity=4))
+    (states, *_), committing = make_arguments(Case(1, 6, capacity=4))
     longer = list(committing)
-    longer[7] = jnp.zeros((1, 5), jnp.int32)  # the path
+    longer[4] = jnp.zeros((1, 5), jnp.int32)  # the path
     with pytest.raises(ValueError, match="paths of 5 tokens: at most 4, the window's size"):
         delta_commit(*longer, implementation="mosaic_gpu")
-    assert misfit(s, capacity=4, num_nodes=6, longest_path=4) is None
+    assert misfit(states.s, capacity=4, num_nodes=6, longest_path=4) is None

@@ -12,13 +12,20 @@ from jax import Array
 from pallas_kernels.latent_attention import expanded_cases, latent_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from tests.helpers.marks import slow
 
 HEADS, LATENT, ROTARY, KEYS, VALUES, SCALE = 3, 20, 4, 6, 5, 0.3
 CONTEXTS, TOKENS = (0, 7, 22), 9
 
 
-def arrays(page_size: int, num_tokens: int, dtype: Any = jnp.float32) -> tuple[Array, ...]:
+def context_of(*arrays: Any) -> QueryContext:
+    """A context without a mask, of a table, lengths, positions and ends."""
+    table, lens, positions, ends = (jnp.asarray(x, jnp.int32) for x in arrays)
+    return QueryContext(table, lens, positions, None, ends)
+
+
+def arrays(page_size: int, num_tokens: int, dtype: Any = jnp.float32) -> Any:
     """Arguments of expanded_attention: pages in a random order, NaN where no query sees."""
     rng, batch = np.random.default_rng(0), len(CONTEXTS)
     columns = -(-(max(CONTEXTS) + num_tokens) // page_size) + 1
@@ -40,19 +47,19 @@ def arrays(page_size: int, num_tokens: int, dtype: Any = jnp.float32) -> tuple[A
         jnp.asarray(pages, dtype),
         normal(HEADS, KEYS, LATENT),
         normal(HEADS, VALUES, LATENT),
-        *(jnp.asarray(x, jnp.int32) for x in (table, lens, lens[:, None] + np.arange(num_tokens))),
-        jnp.asarray(kv_lens, jnp.int32),
+        context_of(table, lens, lens[:, None] + np.arange(num_tokens), kv_lens),
     )
 
 
 @functools.partial(jax.jit, static_argnames="first_slot")
-def absorbed(q: Array, pages: Array, key_up: Array, value_up: Array, *rest: Array, first_slot=0):
+def absorbed(
+    q: Array, pages: Array, key_up: Array, value_up: Array, context: QueryContext, first_slot=0
+):
     """Attention to latents, with products of the queries and of what they attended to."""
-    table, lens, positions, kv_lens = rest
     plain, rotary = jnp.split(q, [KEYS], axis=-1)
     queries = jnp.concatenate([jnp.einsum("btqk,qkl->btql", plain, key_up), rotary], -1)
-    how = {"scale": SCALE, "first_slot": first_slot}
-    out = paged_attention(queries, pages, pages, table, lens, positions, None, kv_lens, **how)
+    options = AttentionOptions(scale=SCALE, first_slot=first_slot)
+    out = paged_attention(queries, LayerPages(pages, pages), context, options=options)
     return jnp.einsum("btql,qvl->btqv", out[..., :LATENT], value_up)
 
 
@@ -79,7 +86,7 @@ def test_in_bfloat16_it_is_as_near_as_rounding():
     arguments = arrays(3, TOKENS, jnp.bfloat16)
     found = expanded_attention(*arguments, scale=SCALE, block=6)
     assert found.dtype == jnp.bfloat16
-    wide = [x.astype("float32") if x.dtype == jnp.bfloat16 else x for x in arguments]
+    wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, arguments)
     expected = np.asarray(absorbed(*wide))[[0, 2]]
     error = np.abs(np.asarray(found, np.float32)[[0, 2]] - expected).max()
     assert error < 0.05 * np.abs(expected).max()
@@ -88,13 +95,19 @@ def test_in_bfloat16_it_is_as_near_as_rounding():
 def test_memory_is_that_of_a_block():
     """Of 4,096 slots; the scores of all would take 64 MiB."""
     batch, columns, size = 1, 64, 64
-    struct = jax.ShapeDtypeStruct
+    struct: Any = jax.ShapeDtypeStruct
     arguments = (
         struct((batch, 256, 16, KEYS + ROTARY), jnp.float32),
         struct((1 + columns, 1, size, LATENT + ROTARY), jnp.float32),
         struct((16, KEYS, LATENT), jnp.float32),
         struct((16, VALUES, LATENT), jnp.float32),
-        *(struct(shape, jnp.int32) for shape in ((1, columns), (1,), (1, 256), (1,))),
+        QueryContext(
+            struct((1, columns), jnp.int32),
+            struct((1,), jnp.int32),
+            struct((1, 256), jnp.int32),
+            None,
+            struct((1,), jnp.int32),
+        ),
     )
 
     def temporaries(block: int) -> int:
@@ -134,7 +147,7 @@ def test_what_is_timed_is_the_same_function(make: Any):
     assert output.shape == (2, 6, HEADS, VALUES)
     np.testing.assert_allclose(output, benchmark.reference(*arguments), atol=1e-5)
     fed = benchmark.feed(arguments, output)
-    for one, other in zip(fed, arguments, strict=True):
+    for one, other in zip(jax.tree.leaves(fed), jax.tree.leaves(arguments), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention,
 )
 from pallas_kernels.paged_attention.tuning import AttentionTuning
+from pallas_kernels.pages import LayerPages
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
@@ -52,24 +53,23 @@ INTERPRETED = [case if case.name in FAST else slow(case) for case in KERNEL_CASE
 
 
 def attend(case: Case, **options: Any) -> Any:
-    function = functools.partial(paged_attention, **case.options, **options)
+    function = functools.partial(paged_attention, options=case.options, **options)
     return jax.jit(function, compiler_options=FAST_COMPILE)
 
 
 def float8_arguments(case: Case, dtype: Any = jnp.float32) -> Any:
     """NaN where no query sees a slot."""
-    *arguments, k_scale, v_scale = with_float8_pages(make_arguments(case, dtype))
-    return *poisoned(case, arguments, NAN), k_scale, v_scale
+    return poisoned(case, with_float8_pages(make_arguments(case, dtype)), NAN)
 
 
 def wide_arguments(arguments: Any) -> Any:
     """The same keys and values in float32, and so the same attention."""
-    q, k_pages, v_pages, *rest, k_scale, v_scale = arguments
-    pages = [
-        jnp.nan_to_num(decode(one, jnp.float32)) * scale[:, None, None]
-        for one, scale in ((k_pages, k_scale), (v_pages, v_scale))
+    q, pages, context = arguments
+    wide = [
+        jnp.nan_to_num(decode(x, jnp.float32)) * scale[:, None, None]
+        for x, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale))
     ]
-    return q.astype(jnp.float32), *pages, *rest
+    return q.astype(jnp.float32), LayerPages(*wide), context
 
 
 @pytest.mark.parametrize("order_invariant", [False, slow(True)])
@@ -86,9 +86,8 @@ def test_bytes_are_numbers_times_their_scales(case: Case, order_invariant: bool)
 def test_merged_parts_are_the_whole_softmax(case: Case):
     """The two halves of every page."""
     arguments: Any = float8_arguments(case)
-    scales = arguments[-2:]
-    run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
-    parts = [run(*part, *scales) for part in parts_of(arguments[:-2], 2)]
+    run: Any = functools.partial(partial_attention, options=case.options, page_size=case.page_size)
+    parts = [run(*part) for part in parts_of(arguments, 2)]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
     np.testing.assert_allclose(found, attend(case)(*arguments), atol=2e-5, rtol=2e-5)
 
@@ -105,7 +104,7 @@ def test_interpreted_the_kernel_is_the_reference(case: Case):
     arguments = float8_arguments(case, jnp.bfloat16)
     config = TWO if case.num_tokens > 16 else ONE
     found = paged_attention_mosaic(
-        *arguments, **case.options, config=config, interpret=plgpu.InterpretGPUParams()
+        *arguments, options=case.options, config=config, interpret=plgpu.InterpretGPUParams()
     )
     jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
     assert error(case, found, arguments) < 4e-3
@@ -115,22 +114,21 @@ def test_interpreted_the_kernel_is_the_reference(case: Case):
 def test_interpreted_the_tuned_kernel_is_the_reference(case: Case, config: AttentionTuning):
     arguments = float8_arguments(case, jnp.bfloat16)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = paged_attention_mosaic(*arguments, **case.options, config=config, interpret=interpret)
+    found = paged_attention_mosaic(
+        *arguments, options=case.options, config=config, interpret=interpret
+    )
     jax.block_until_ready(found)
     assert error(case, found, arguments) < 4e-3
-
-
-def parts_with_scales(case: Case, devices: int, arguments: Any) -> Any:
-    *arguments, k_scale, v_scale = arguments
-    return [(*part, k_scale, v_scale) for part in parts_of(arguments, devices)]
 
 
 @first_is_fast([LONGEST, *LONG_CASES, *KERNEL_CASES])
 def test_parts_lower_for_cuda(case: Case):
     """Blocks and partial sums fit the shared memory."""
     made = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
-    for part in jax.eval_shape(functools.partial(parts_with_scales, case, 2), made):
-        run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
+    for part in jax.eval_shape(functools.partial(parts_of, count=2), made):
+        run: Any = functools.partial(
+            partial_attention, options=case.options, page_size=case.page_size
+        )
         run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
         assert run.trace(*part).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -138,10 +136,10 @@ def test_parts_lower_for_cuda(case: Case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [LONGEST, *LONG_CASES, *KERNEL_CASES[:3]], ids=str)
 def test_on_the_device_merged_parts_are_the_reference(case: Case):
-    run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
+    run: Any = functools.partial(partial_attention, options=case.options, page_size=case.page_size)
     run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
     arguments = float8_arguments(case, jnp.bfloat16)
-    parts = [run(*part) for part in parts_with_scales(case, 2, arguments)]
+    parts = [run(*part) for part in parts_of(arguments, 2)]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
     assert error(case, found, arguments) < 4e-3
 
@@ -161,7 +159,7 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     if splits is not None:
         config = TWO if case.num_tokens > 16 else ONE
         config = dataclasses.replace(config, splits=splits)
-    run = jax.jit(functools.partial(paged_attention_mosaic, **case.options, config=config))
+    run = jax.jit(functools.partial(paged_attention_mosaic, options=case.options, config=config))
     for _ in range(3):
         assert error(case, run(*arguments), arguments) < 4e-3
 
@@ -170,19 +168,18 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     ("dtype", "message"), [(jnp.float32, "float32 queries"), (jnp.bfloat16, None)], ids=str
 )
 def test_the_kernel_takes_bytes_with_bfloat16_queries(dtype: Any, message: str | None):
-    q, k_pages, v_pages, *_ = float8_arguments(KERNEL_CASES[0], dtype)
+    q, (k_pages, v_pages, *_), _ = float8_arguments(KERNEL_CASES[0], dtype)
     found = misfit(q, k_pages, v_pages, order_invariant=False)
     assert found is None if message is None else message in str(found)
     assert "uint8" in str(misfit_tpu(q, k_pages, v_pages, jnp.zeros((1, 1)), False))
 
 
 def test_pages_and_scales_must_fit():
-    arguments, wide = float8_arguments(TEST_CASES[0]), make_arguments(TEST_CASES[0])
-    k_scale, v_scale = arguments[-2:]
-    run: Any = paged_attention
+    q, pages, context = float8_arguments(TEST_CASES[0])
+    _, wide, _ = make_arguments(TEST_CASES[0])
     with pytest.raises(ValueError, match="pages of uint8 without a scale"):
-        run(*arguments[:-2])
+        paged_attention(q, pages._replace(k_scale=None, v_scale=None), context)
     with pytest.raises(ValueError, match="pages of float32 with a scale"):
-        run(*wide, k_scale, v_scale)
+        paged_attention(q, pages._replace(k=wide.k, v=wide.v), context)
     with pytest.raises(ValueError, match=r"scales \(1,\) do not fit pages"):
-        run(*arguments[:-2], k_scale[:1], v_scale)
+        paged_attention(q, pages._replace(k_scale=pages.k_scale[:1]), context)

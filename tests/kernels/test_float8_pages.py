@@ -68,9 +68,9 @@ def test_keys_and_values_are_written_as_bytes(case: Any):
     q, *pages = jax.device_get(run(*wide))
     found_q, *found = jax.device_get(run(*arguments))
     np.testing.assert_array_equal(found_q, q)
-    slots = arguments[6]
+    *_, stored, slots = arguments
     index = np.asarray(slots) // case.page_size, slice(None), np.asarray(slots) % case.page_size
-    pairs = zip(pages, arguments[4:6], found, arguments[7:], strict=True)
+    pairs = zip(pages, stored[:2], found, stored[2:], strict=True)
     for written, before, after, scale in pairs:
         wanted = np.array(before)
         wanted[index] = encode(written[index], scale)

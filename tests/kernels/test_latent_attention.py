@@ -21,6 +21,7 @@ from pallas_kernels.latent_attention.cases import (
 from pallas_kernels.latent_attention.mosaic_gpu import latent_attention_mosaic
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
+from pallas_kernels.pages import QueryContext
 from pallas_kernels.policy import MULTIPROCESSORS
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
@@ -44,7 +45,7 @@ def error(case: LatentCase, found: jax.Array) -> float:
     def widen(x: Any) -> Any:
         return np.asarray(x).astype(np.float32) if x is not None and x.dtype == jnp.bfloat16 else x
 
-    arguments: Any = map(widen, make_arguments(case, jnp.bfloat16))
+    arguments: Any = jax.tree.map(widen, make_arguments(case, jnp.bfloat16))
     with jax.default_matmul_precision("highest"):
         reference = np.asarray(run_reference(*arguments, **case.options))
     found = widen(found)
@@ -170,10 +171,12 @@ def test_sums_that_do_not_depend_on_the_order_of_slots_are_left_to_the_reference
 )
 def test_shapes_that_do_not_match_are_errors(change: dict[str, Any], message: str):
     case = KERNEL_CASES[0]
-    names = ("q", "pages", "page_table", "context_lens", "ancestors", "kv_lens")
-    arguments: dict[str, Any] = dict(zip(names, make_arguments(case, jnp.bfloat16), strict=True))
+    q, pages, context = make_arguments(case, jnp.bfloat16)
+    seen = {name: x for name, x in change.items() if name in QueryContext._fields}
+    changed = {name: x for name, x in change.items() if name not in seen}
+    arguments = {"q": q, "pages": pages, "context": context._replace(**seen)}
     with pytest.raises(ValueError, match=message):
-        latent_attention(**(arguments | case.options | change))
+        latent_attention(**(arguments | case.options | changed))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32, 200])

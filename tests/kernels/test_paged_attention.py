@@ -16,12 +16,13 @@ from pallas_kernels.paged_attention.cases import (
     make_arguments,
     poisoned,
 )
+from pallas_kernels.pages import LayerPages
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
 run = jax.jit(
     paged_attention,
-    static_argnames=("window", "first_slot", "order_invariant", "implementation"),
+    static_argnames=("options", "order_invariant", "implementation"),
     compiler_options=FAST_COMPILE,
 )
 
@@ -42,9 +43,8 @@ def visible(case: Case, context: int, position: int, token: int, words) -> list[
 
 def naive(case: Case, arguments) -> np.ndarray:
     """[B, T, Q, D] in float64, one query and head at a time."""
-    q, k_pages, v_pages, table, context_lens, positions = map(np.asarray, arguments[:6])
-    ancestors = None if arguments[6] is None else np.asarray(arguments[6])
-    kv_lens = np.asarray(arguments[7])
+    q, (k_pages, v_pages, *_), context = jax.tree.map(np.asarray, arguments)
+    table, context_lens, positions, ancestors, kv_lens = context
     q, k_pages, v_pages = (a.astype(np.float64) for a in (q, k_pages, v_pages))
     out, per_group = np.full(q.shape, np.nan), case.num_heads // case.kv_heads
     for b, t, head in np.ndindex(q.shape[:3]):
@@ -61,7 +61,7 @@ def naive(case: Case, arguments) -> np.ndarray:
 
 
 def attend(case: Case, arguments, order_invariant: bool = False) -> np.ndarray:
-    found = run(*arguments, **case.options, order_invariant=order_invariant)
+    found = run(*arguments, options=case.options, order_invariant=order_invariant)
     return np.asarray(found).astype(np.float32)
 
 
@@ -86,31 +86,35 @@ def test_any_number_of_queries(num_tokens: int, tree: bool):
 
 def test_nodes_past_kv_lens_are_hidden():
     case = next(case for case in TEST_CASES if case.name == "tree of two mask words")
-    arguments: list[Any] = list(jax.device_get(make_arguments(case)))
-    lens, _, ancestors, _ = arguments[4:]
+    *q_and_pages, context = jax.device_get(make_arguments(case))
+    lens, ancestors = context.context_lens, context.ancestors
+    unlimited = context._replace(kv_lens=None)
     for limit in (1, 20, 33):
         bits = (1 << limit) - 1
         kept = np.array([bits & 0xFFFFFFFF, bits >> 32], np.uint32)
         np.testing.assert_array_equal(
-            run(*arguments[:7], kv_lens=lens + limit),
-            run(*arguments[:6], ancestors=ancestors & kept),
+            run(*q_and_pages, context._replace(kv_lens=lens + limit)),
+            run(*q_and_pages, unlimited._replace(ancestors=ancestors & kept)),
         )
 
 
 def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
     for case in (TEST_CASES[0], TEST_CASES[9]):  # causal, a tree
-        arguments: list[Any] = list(jax.device_get(make_arguments(case)))
-        ancestors, lens = arguments[6], arguments[4]
+        *q_and_pages, context = jax.device_get(make_arguments(case))
+        ancestors, lens = context.ancestors, context.context_lens
         length = case.num_tokens if ancestors is None else 32 * ancestors.shape[2]
-        found = run(*arguments[:7], **case.options)
-        wanted = run(*arguments[:7], kv_lens=lens + length, **case.options)
+        found, wanted = (
+            run(*q_and_pages, context._replace(kv_lens=kv_lens), options=case.options)
+            for kv_lens in (None, lens + length)
+        )
         np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_sequence_may_end_before_its_context():
     """As for an empty row: its queries see no slot, and no query sees its slots."""
     case = TEST_CASES[1]
-    arguments: Any = (*make_arguments(case)[:7], np.array([0, 0, 5], np.int32))
+    *q_and_pages, context = make_arguments(case)
+    arguments = (*q_and_pages, context._replace(kv_lens=np.array([0, 0, 5], np.int32)))
     found = attend(case, poisoned(case, arguments, np.nan))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[2], naive(case, arguments)[2], atol=2e-6, rtol=1e-5)
@@ -120,10 +124,10 @@ def test_a_sequence_may_end_before_its_context():
 def test_unseen_slots_may_hold_nan_or_infinity(case: Case):
     arguments = make_arguments(case)
     arguments = jax.device_get(arguments)
-    expected = run(*arguments, **case.options)
+    expected = run(*arguments, options=case.options)
     for poison in (np.nan, np.inf, -np.inf):
         spoiled = poisoned(case, arguments, poison)
-        np.testing.assert_array_equal(run(*spoiled, **case.options), expected)
+        np.testing.assert_array_equal(run(*spoiled, options=case.options), expected)
 
 
 def test_unseen_slots_do_not_change_order_invariant_sums():
@@ -136,14 +140,14 @@ def test_unseen_slots_do_not_change_order_invariant_sums():
 def test_a_node_that_no_query_sees_may_be_anything():
     """Only finite values: the kernel requires them between the context and kv_lens."""
     case = next(case for case in TEST_CASES if case.name == "small tree")
-    arguments: list[Any] = [np.array(one) for one in make_arguments(case)]
-    arguments[6] &= ~np.uint32(1 << 2)
+    arguments: Any = jax.tree.map(np.array, make_arguments(case))
+    _, pages, context = arguments
+    context.ancestors[:] &= ~np.uint32(1 << 2)
     slots = np.array(case.context_lens) + 2
-    pages = arguments[3][np.arange(len(slots)), slots // case.page_size]
+    places = context.page_table[np.arange(len(slots)), slots // case.page_size]
     expected = attend(case, arguments)
-    for index in (1, 2):
-        rows = (pages, slice(None), slots % case.page_size)
-        arguments[index][rows] = np.nan
+    for array in (pages.k, pages.v):
+        array[places, :, slots % case.page_size] = np.nan
     np.testing.assert_array_equal(attend(case, arguments), expected)
 
 
@@ -151,11 +155,11 @@ def test_unseen_slots_do_not_change_gradients():
     case = next(case for case in TEST_CASES if case.name == "window")
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
-    def gradients(arguments: Any) -> tuple[jax.Array, ...]:
-        def total(*q_and_pages: jax.Array) -> jax.Array:
-            return paged_attention(*q_and_pages, *arguments[3:], **case.options).sum()
+    def gradients(arguments: Any) -> list[jax.Array]:
+        def total(q: jax.Array, pages: LayerPages) -> jax.Array:
+            return paged_attention(q, pages, arguments[2], options=case.options).sum()
 
-        return jax.grad(total, argnums=(0, 1, 2))(*arguments[:3])
+        return jax.tree.leaves(jax.grad(total, argnums=(0, 1))(*arguments[:2]))
 
     clean, *_ = gradients(make_arguments(case))
     found, *of_pages = gradients(poisoned(case, make_arguments(case), np.nan))
@@ -175,7 +179,8 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
     case = Case("", (50,), 40, 4, 2, 16, 16, tree=True)
     path = np.array([0, 3, 11, 30, 39])
     arguments = jax.device_get(make_arguments(case, dtype))
-    q, k, v, table, context_lens, positions, *_ = arguments
+    q, (k, v, *_), context = arguments
+    table = context.page_table
     slots = 50 + np.arange(case.num_tokens)
     page, offset = table[0, slots // 16], slots % 16
 
@@ -183,8 +188,8 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
         words = np.zeros((1, case.num_tokens, 2), np.uint32)
         for node in nodes:
             words[..., node // 32] |= np.uint32(1 << (node % 32))
-        rest = table, context_lens, positions, words
-        return np.asarray(run(q, k, v, *rest, order_invariant=True))
+        seen = context._replace(ancestors=words, kv_lens=None)
+        return np.asarray(run(q, LayerPages(k, v), seen, order_invariant=True))
 
     def moved(pages: np.ndarray) -> np.ndarray:
         pages = pages.copy()
@@ -196,11 +201,11 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
 
 def test_order_invariant_sums_in_bfloat16_do_not_depend_on_the_width_of_the_table():
     case = Case("", (50, 7), 5, 4, 2, 16, 16, tree=False)
-    q, k, v, table, *rest = jax.device_get(make_arguments(case, jnp.bfloat16))
-    expected = run(q, k, v, table, *rest, order_invariant=True)
+    q, pages, context = jax.device_get(make_arguments(case, jnp.bfloat16))
+    expected = run(q, pages, context, order_invariant=True)
     for width in (1, 4, 9, 27):
-        wider = np.pad(table, ((0, 0), (0, width)))
-        found = run(q, k, v, wider, *rest, order_invariant=True)
+        wider = context._replace(page_table=np.pad(context.page_table, ((0, 0), (0, width))))
+        found = run(q, pages, wider, order_invariant=True)
         np.testing.assert_array_equal(found, expected)
 
 
@@ -209,23 +214,26 @@ def test_order_invariant_sums_in_bfloat16_do_not_depend_on_the_width_of_the_tabl
 def test_it_lowers_for_cuda(case: Case, order_invariant: bool):
     shapes = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     function = jax.jit(
-        lambda *a: paged_attention(*a, **case.options, order_invariant=order_invariant)
+        lambda *a: paged_attention(*a, options=case.options, order_invariant=order_invariant)
     )
     assert function.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("index", "shape", "message"),
+    ("name", "shape", "message"),
     [
-        (1, (9, 2, 16, 8), "do not fit pages"),
-        (3, (3, 4), "do not fit a batch of 2"),
-        (4, (3,), "do not fit a batch of 2"),
-        (7, (3,), "do not fit a batch of 2"),
-        (5, (2, 7), "positions must be"),
+        ("k", (9, 2, 16, 8), "do not fit pages"),
+        ("page_table", (3, 4), "do not fit a batch of 2"),
+        ("context_lens", (3,), "do not fit a batch of 2"),
+        ("kv_lens", (3,), "do not fit a batch of 2"),
+        ("positions", (2, 7), "positions must be"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(index: int, shape: tuple[int, ...], message: str):
-    arguments: list[Any] = list(make_arguments(TEST_CASES[0]))
-    arguments[index] = jnp.zeros(shape, arguments[index].dtype)
+def test_shapes_that_do_not_fit_are_named(name: str, shape: tuple[int, ...], message: str):
+    q, pages, context = make_arguments(TEST_CASES[0])
+    if name == "k":
+        pages = pages._replace(k=jnp.zeros(shape, pages.k.dtype))
+    else:
+        context = context._replace(**{name: jnp.zeros(shape, getattr(context, name).dtype)})
     with pytest.raises(ValueError, match=message):
-        paged_attention(*arguments)
+        paged_attention(q, pages, context)

@@ -23,12 +23,13 @@ from pallas_kernels.paged_attention.cases import (
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import AttentionTuning
+from pallas_kernels.pages import AttentionOptions
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames=("window", "first_slot", "scale"),
+    static_argnames="options",
     compiler_options=FAST_COMPILE,
 )
 NARROW = AttentionTuning(block=64, stages=2)
@@ -50,18 +51,18 @@ def error(case: Case, found: jax.Array, arguments: Any) -> float:
         return np.asarray(x).astype(np.float32) if x is not None and x.dtype == jnp.bfloat16 else x
 
     with jax.default_matmul_precision("highest"):
-        reference = np.asarray(run_reference(*map(widen, arguments), **case.options))
+        reference = np.asarray(run_reference(*jax.tree.map(widen, arguments), options=case.options))
     return float(np.linalg.norm(widen(found) - reference) / np.linalg.norm(reference))
 
 
-def interpret(arguments: Any, options: dict[str, Any], config: AttentionTuning) -> jax.Array:
+def interpret(arguments: Any, options: AttentionOptions, config: AttentionTuning) -> jax.Array:
     """Without splits: the interpreter cannot read another CTA's shared memory.
 
     Its callbacks run jax: they and the caller's operations would wait for each other for ever.
     """
     return jax.block_until_ready(
         paged_attention_mosaic(
-            *arguments, **options, config=config, interpret=plgpu.InterpretGPUParams()
+            *arguments, options=options, config=config, interpret=plgpu.InterpretGPUParams()
         )
     )
 
@@ -83,18 +84,24 @@ def test_scores_may_have_a_scale_of_their_own():
     """With twice the usual scale, it is what it is for twice the queries."""
     case = named("K: window under a tree")
     q, *others = make_arguments(case, jnp.bfloat16)
-    scaled = interpret((q, *others), case.options | {"scale": 2 * case.head_dim**-0.5}, NARROW)
+    scaled = interpret(
+        (q, *others), dataclasses.replace(case.options, scale=2 * case.head_dim**-0.5), NARROW
+    )
     assert jnp.array_equal(scaled, interpret((2 * q, *others), case.options, NARROW))
 
 
 def test_a_soft_cap_is_left_to_the_reference():
     arguments = make_arguments(KERNEL_CASES[0], jnp.bfloat16)
     with pytest.raises(ValueError, match="cannot take scores with a soft cap of 5"):
-        paged_attention(*arguments, softcap=5.0, implementation="mosaic_gpu")
-    run = functools.partial(paged_attention, *arguments, scale=0.5)
-    auto = jax.jit(functools.partial(run, softcap=5.0, implementation="auto"))()
-    np.testing.assert_array_equal(auto, jax.jit(functools.partial(run, softcap=5.0))())
-    assert np.abs(np.asarray(auto - jax.jit(run)(), np.float32)).max() > 0.01
+        paged_attention(
+            *arguments, options=AttentionOptions(softcap=5.0), implementation="mosaic_gpu"
+        )
+    capped = AttentionOptions(scale=0.5, softcap=5.0)
+    run = functools.partial(paged_attention, *arguments)
+    auto = jax.jit(functools.partial(run, options=capped, implementation="auto"))()
+    np.testing.assert_array_equal(auto, jax.jit(functools.partial(run, options=capped))())
+    plain = jax.jit(functools.partial(run, options=AttentionOptions(scale=0.5)))()
+    assert np.abs(np.asarray(auto - plain, np.float32)).max() > 0.01
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
@@ -132,7 +139,7 @@ def test_blocks_of_128_slots_suit_one_warpgroup_too():
 @first_is_fast(KERNEL_CASES[::-1], 5)  # the last ones: windows, first slots, chunks
 def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
-    function = functools.partial(paged_attention_mosaic, **case.options, config=config)
+    function = functools.partial(paged_attention_mosaic, options=case.options, config=config)
     assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -142,9 +149,9 @@ def test_on_the_device_two_heads_share_a_block_of_threads(splits: int):
     for case in (KERNEL_CASES[2], KERNEL_CASES[4], LONG_CASES[1]):
         arguments = make_arguments(case, jnp.bfloat16)
         config = dataclasses.replace(TWO_HEADS, splits=splits)
-        found = jax.jit(functools.partial(paged_attention_mosaic, **case.options, config=config))(
-            *arguments
-        )
+        found = jax.jit(
+            functools.partial(paged_attention_mosaic, options=case.options, config=config)
+        )(*arguments)
         assert error(case, found, arguments) < 4e-3
 
 
@@ -157,7 +164,9 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     if splits is not None:
         config = WIDE if case.num_tokens > 16 else NARROW
         config = dataclasses.replace(config, splits=splits)
-    function = jax.jit(functools.partial(paged_attention_mosaic, **case.options, config=config))
+    function = jax.jit(
+        functools.partial(paged_attention_mosaic, options=case.options, config=config)
+    )
     found = function(*arguments)
     assert error(case, found, arguments) < 4e-3
     assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
@@ -174,9 +183,9 @@ def test_devices_attend_with_their_own_heads(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
     heads, pages, whole = P(None, None, "model"), P(None, "model"), P()
     sharded = jax.shard_map(
-        functools.partial(paged_attention_mosaic, **case.options),
+        functools.partial(paged_attention_mosaic, options=case.options),
         mesh=make_mesh(2),
-        in_specs=(heads, pages, pages, *(whole,) * (len(arguments) - 3)),
+        in_specs=(heads, pages, whole),
         out_specs=heads,
         check_vma=False,
     )
@@ -192,7 +201,7 @@ def test_it_has_its_references_gradient(case: Case):
 
     def gradient(implementation: Any) -> jax.Array:
         def total(q: jax.Array) -> jax.Array:
-            out = paged_attention(q, *others, **case.options, implementation=implementation)
+            out = paged_attention(q, *others, options=case.options, implementation=implementation)
             return out.astype(jnp.float32).sum()
 
         return jax.grad(total)(q)
@@ -211,8 +220,8 @@ def test_it_has_its_references_gradient(case: Case):
     ids=["head", "dtype", "page", "group"],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
-    arguments = make_arguments(case, dtype)
-    assert message in str(misfit(*arguments[:3], order_invariant=False))
+    q, pages, _ = arguments = make_arguments(case, dtype)
+    assert message in str(misfit(q, pages.k, pages.v, order_invariant=False))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         paged_attention(*arguments, implementation="mosaic_gpu")
     auto = functools.partial(paged_attention, implementation="auto")

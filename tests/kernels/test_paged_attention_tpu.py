@@ -3,6 +3,7 @@
 tests/compiled/test_compiled_for_tpu.py compiles it.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.helpers.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames=("window", "first_slot"),
+    static_argnames="options",
     compiler_options=FAST_COMPILE,
 )
 # The others take some seconds each.
@@ -43,13 +44,13 @@ def widened(x: Any) -> Any:
 
 
 def attend(case: Case, arguments: Any, interpret: Any = True) -> np.ndarray:
-    found = paged_attention_mosaic(*arguments, **case.options, interpret=interpret)
+    found = paged_attention_mosaic(*arguments, options=case.options, interpret=interpret)
     return np.asarray(found)
 
 
 def error(case: Case, found: np.ndarray, arguments: Any) -> float:
     """Relative, against the reference in float32."""
-    reference = np.asarray(run_reference(*map(widened, arguments), **case.options))
+    reference = np.asarray(run_reference(*jax.tree.map(widened, arguments), options=case.options))
     return float(np.linalg.norm(widened(found) - reference) / np.linalg.norm(reference))
 
 
@@ -62,9 +63,10 @@ def test_scores_may_have_a_scale_of_their_own():
     """With twice the usual scale, it is what it is for twice the queries."""
     case = named("K: window under a tree")
     q, *others = make_arguments(case, jnp.bfloat16)
-    options = case.options | {"interpret": True}
-    scaled = paged_attention_mosaic(q, *others, **options, scale=2 * case.head_dim**-0.5)
-    assert jnp.array_equal(scaled, paged_attention_mosaic(2 * q, *others, **options))
+    run = functools.partial(paged_attention_mosaic, interpret=True)
+    doubled = dataclasses.replace(case.options, scale=2 * case.head_dim**-0.5)
+    scaled = run(q, *others, options=doubled)
+    assert jnp.array_equal(scaled, run(2 * q, *others, options=case.options))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,7 +79,7 @@ def test_interpreted_it_is_the_reference(case: Case):
 @pytest.mark.parametrize("case", (*TEST_CASES, *KERNEL_CASES, *LONG_CASES), ids=str)
 def test_in_float32_too(case: Case):
     arguments = make_arguments(case)
-    expected = run_reference(*arguments, **case.options)
+    expected = run_reference(*arguments, options=case.options)
     np.testing.assert_allclose(attend(case, arguments), expected, atol=2e-6, rtol=1e-5)
 
 
@@ -107,7 +109,7 @@ def test_no_copy_is_read_before_it_has_ended(case: Case):
     """The TPU interpreter makes copies when they are waited for, and fills memory with NaN."""
     arguments = make_arguments(case)
     careful = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
-    expected = run_reference(*arguments, **case.options)
+    expected = run_reference(*arguments, options=case.options)
     found = jax.block_until_ready(attend(case, arguments, careful))
     np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
 
@@ -115,10 +117,11 @@ def test_no_copy_is_read_before_it_has_ended(case: Case):
 @pytest.mark.slow
 def test_a_sequence_may_end_before_its_context():
     case = TEST_CASES[1]
-    arguments: Any = (*make_arguments(case)[:7], np.array([0, 0, 5], np.int32))
+    *q_and_pages, context = make_arguments(case)
+    arguments = (*q_and_pages, context._replace(kv_lens=np.array([0, 0, 5], np.int32)))
     found = attend(case, poisoned(case, arguments, np.nan))
     assert np.isfinite(found).all()
-    expected = run_reference(*arguments, **case.options)
+    expected = run_reference(*arguments, options=case.options)
     np.testing.assert_allclose(found[2], expected[2], atol=2e-6, rtol=1e-5)
 
 
@@ -129,7 +132,7 @@ def test_it_has_its_references_gradient():
 
     def gradient(implementation: Any) -> jax.Array:
         def total(q: jax.Array) -> jax.Array:
-            out = paged_attention(q, *others, **case.options, implementation=implementation)
+            out = paged_attention(q, *others, options=case.options, implementation=implementation)
             return out.astype(jnp.float32).sum()
 
         return jax.grad(total)(q)
@@ -148,8 +151,9 @@ def test_it_has_its_references_gradient():
     ids=["head", "dtype", "page", "page of float32"],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
-    arguments = make_arguments(case, dtype)
-    assert message in str(misfit_tpu(*arguments[:4], order_invariant=False))
+    q, pages, context = arguments = make_arguments(case, dtype)
+    problem = misfit_tpu(q, pages.k, pages.v, context.page_table, order_invariant=False)
+    assert message in str(problem)
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         paged_attention(*arguments, implementation="mosaic_tpu")
     auto = functools.partial(paged_attention, implementation="auto_tpu")
@@ -160,9 +164,10 @@ def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
 def test_it_takes_what_the_programs_have():
     for case in (KERNEL_CASES[0], KERNEL_CASES[3]):
         for dtype in (jnp.bfloat16, jnp.float32):
-            q, k, v, table = make_arguments(case, dtype)[:4]
-            assert misfit_tpu(q, k, v, table, order_invariant=False) is None
-            assert "on the order" in str(misfit_tpu(q, k, v, table, order_invariant=True))
+            q, pages, context = make_arguments(case, dtype)
+            arrays = q, pages.k, pages.v, context.page_table
+            assert misfit_tpu(*arrays, order_invariant=False) is None
+            assert "on the order" in str(misfit_tpu(*arrays, order_invariant=True))
 
 
 def test_what_does_not_fit_in_its_memory_is_named():

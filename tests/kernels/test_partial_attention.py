@@ -37,7 +37,7 @@ from pallas_kernels.paged_attention.tuning import AttentionTuning
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
-OPTIONS = ("page_size", "window", "first_slot")
+OPTIONS = ("page_size", "options")
 run_reference = jax.jit(
     partial_attention_reference, static_argnames=OPTIONS, compiler_options=FAST_COMPILE
 )
@@ -91,13 +91,13 @@ def check(case: Case, devices: int, attend: Callable[..., PartialAttention]) -> 
     partial_attention.
     """
     arguments = make_arguments(case, jnp.bfloat16)
-    options = {**case.options, "page_size": case.page_size}
+    options = {"options": case.options, "page_size": case.page_size}
     found = [
         attend(*part, **options) for part in parts_of(poisoned(case, arguments, np.nan), devices)
     ]
-    wide: Any = tuple(map(widened, arguments))
+    wide: Any = jax.tree.map(widened, arguments)
     with jax.default_matmul_precision("highest"):
-        whole = run_whole(*wide, **case.options)
+        whole = run_whole(*wide, options=case.options)
         expected = [run_reference(*part, **options) for part in parts_of(wide, devices)]
     for one, wanted in zip(found, expected, strict=True):
         check_part(one, wanted)
@@ -156,7 +156,7 @@ def test_what_is_timed_lowers_for_cuda(case: Case):
 def check_lowers(case: Case, config: AttentionTuning | None) -> None:
     shapes = jax.eval_shape(lambda: parts_of(make_arguments(case, jnp.bfloat16), 2)[1])
     function = functools.partial(
-        partial_attention_mosaic, **case.options, page_size=case.page_size, config=config
+        partial_attention_mosaic, options=case.options, page_size=case.page_size, config=config
     )
     assert jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -214,7 +214,7 @@ def test_on_the_device_the_kernel_and_jnp_agree_on_long_contexts(tree: bool):
     """As an engine calls it: 32k tokens of context, and a chunk of 1,024 tokens or a tree of 60."""
     case = Case("", (32768,), 60 if tree else 1024, 32, 8, 128, 128, tree=tree)
     arguments = make_arguments(case, jnp.bfloat16)
-    run = functools.partial(partial_attention, page_size=case.page_size, **case.options)
+    run = functools.partial(partial_attention, page_size=case.page_size, options=case.options)
     merged = []
     for implementation in ("auto", "reference"):
         parts = [run(*part, implementation=implementation) for part in parts_of(arguments, 2)]
@@ -231,8 +231,8 @@ def test_each_of_two_devices_attends_to_its_part(tree: bool, number: int):
         pytest.skip("one device")
     case = Case("", (70, 3), 40, 4, 1, 64, 32, tree=tree)
     part = parts_of(make_arguments(case, jnp.bfloat16), 2)[number]
-    options = {**case.options, "page_size": case.page_size}
-    wide: Any = tuple(map(widened, part))
+    options = {"options": case.options, "page_size": case.page_size}
+    wide: Any = jax.tree.map(widened, part)
     with jax.default_matmul_precision("highest"):
         expected = run_reference(*wide, **options)
     placed = jax.device_put(part, jax.devices()[number])

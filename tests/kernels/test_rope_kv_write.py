@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.pages import LayerPages
 from pallas_kernels.rope_kv_write import misfit, rope_kv_write
 from pallas_kernels.rope_kv_write.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
-from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+from pallas_kernels.rope_kv_write.reference import HeadNorms, rope_kv_write_reference
 from tests.helpers.marks import first_is_fast
 from tests.helpers.programs import FAST_COMPILE
 
@@ -34,7 +35,7 @@ def assert_same(found: Any, case: Case) -> None:
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_heads_are_normed_rotated_and_written(case: Case):
     arguments = jax.device_get(make_arguments(case, jnp.float32))
-    partials, rope, q_norm, k_norm, k_pages, v_pages, slots = arguments
+    partials, rope, (q_norm, k_norm), (k_pages, v_pages, *_), slots = arguments
     heads = partials.sum(0)[: case.batch]
     queries, keys, values = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
     half = case.head_dim // 2
@@ -87,8 +88,8 @@ def test_on_the_device_it_is_the_reference(case: Case):
     ids=["width", "dtype"],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
-    arguments = make_arguments(case, dtype)
-    assert message in str(misfit(arguments[0], *arguments[4:6]))
+    partials, _, _, pages, _ = arguments = make_arguments(case, dtype)
+    assert message in str(misfit(partials, pages.k, pages.v))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         kernel(*arguments)
 
@@ -96,18 +97,18 @@ def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
 def test_only_the_first_entries_are_rotated():
     """They are rotated as heads of that width are; the kernel leaves them to the reference."""
     arguments = make_arguments(Case(2, 3, 4, 2), jnp.float32)
-    partials, rope, _, _, k_pages, v_pages, slots = arguments
+    partials, rope, norms, pages, slots = arguments
     part = rope[..., :24]
-    found = reference(partials, part, None, None, k_pages, v_pages, slots)
-    narrow = (k_pages[..., :48], v_pages[..., :48])
-    expected = reference(partials[..., :48], part, None, None, *narrow, slots)
-    plain = reference(partials, jnp.zeros_like(rope).at[:, :, 0].set(1.0), None, None, k_pages,
-                      v_pages, slots)  # fmt: skip
+    found = reference(partials, part, norms, pages, slots)
+    narrow = LayerPages(pages.k[..., :48], pages.v[..., :48])
+    expected = reference(partials[..., :48], part, norms, narrow, slots)
+    unrotated = jnp.zeros_like(rope).at[:, :, 0].set(1.0)
+    plain = reference(partials, unrotated, norms, pages, slots)
     for mine, rotated, kept in zip(found, expected, plain, strict=True):
         np.testing.assert_array_equal(mine[..., :48], rotated)
         np.testing.assert_array_equal(mine[..., 48:], kept[..., 48:])
-    problem = misfit(partials, k_pages.astype(jnp.bfloat16), v_pages.astype(jnp.bfloat16),
-                     jnp.dtype(jnp.bfloat16), part.shape[-1])  # fmt: skip
+    k, v = (x.astype(jnp.bfloat16) for x in (pages.k, pages.v))
+    problem = misfit(partials, k, v, jnp.dtype(jnp.bfloat16), part.shape[-1])
     assert "heads of 128 of which 48 entries are rotated" in str(problem)
 
 
@@ -115,15 +116,15 @@ def test_only_the_first_entries_are_rotated():
 def test_the_kernel_has_its_references_gradient():
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
     case = next(case for case in TEST_CASES if case.norms)
-    partials, rope, *weights_and_pages, slots = make_arguments(case, jnp.bfloat16)
+    partials, rope, norms, pages, slots = make_arguments(case, jnp.bfloat16)
 
     def gradients(function: Any) -> Any:
-        def total(partials: jax.Array, *weights_and_pages: jax.Array) -> jax.Array:
-            outputs = function(partials, rope, *weights_and_pages, slots)
+        def total(partials: jax.Array, norms: HeadNorms, pages: LayerPages) -> jax.Array:
+            outputs = function(partials, rope, norms, pages, slots)
             squares = [(out.astype(jnp.float32) ** 2).sum() for out in outputs]
             return jnp.stack(squares).sum()
 
-        return jax.grad(total, argnums=range(5))(partials, *weights_and_pages)
+        return jax.tree.leaves(jax.grad(total, argnums=range(3))(partials, norms, pages))
 
     for found, expected in zip(gradients(kernel), gradients(reference), strict=True):
         np.testing.assert_array_equal(found, expected)

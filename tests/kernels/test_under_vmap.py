@@ -26,7 +26,7 @@ ATTENTION = attention_cases.KERNEL_CASES[4]
 COMPACT = compact_cases.TEST_CASES[0]
 CALLS = {
     "paged_attention": (
-        functools.partial(paged_attention, **ATTENTION.options, implementation=KERNEL),
+        functools.partial(paged_attention, options=ATTENTION.options, implementation=KERNEL),
         functools.partial(attention_cases.make_arguments, ATTENTION, jnp.bfloat16),
     ),
     "rope_kv_write": (

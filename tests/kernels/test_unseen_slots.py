@@ -25,7 +25,7 @@ from tests.helpers.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames=("window", "first_slot"),
+    static_argnames="options",
     compiler_options=FAST_COMPILE,
 )
 NARROW = AttentionTuning(block=64, stages=2)
@@ -78,7 +78,9 @@ EVERYWHERE = [
 
 
 def run(case: Case, arguments: Any, config: AttentionTuning | None, interpret: Any) -> jax.Array:
-    found = paged_attention_mosaic(*arguments, **case.options, config=config, interpret=interpret)
+    found = paged_attention_mosaic(
+        *arguments, options=case.options, config=config, interpret=interpret
+    )
     return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
 
 
@@ -93,7 +95,7 @@ def test_interpreted_unseen_slots_do_not_change_the_output(case: Case, config: A
     arguments = make_arguments(case, jnp.bfloat16)
     poison = np.inf if case.real_tokens else np.nan
     found = run(case, poisoned(case, arguments, poison), config, plgpu.InterpretGPUParams())
-    expected = run_reference(*arguments, **case.options)
+    expected = run_reference(*arguments, options=case.options)
     found, expected = (np.asarray(one).astype(np.float32) for one in (found, expected))
     sees = np.linalg.norm(expected, axis=(2, 3)) > 0
     assert np.isfinite(found).all()
@@ -108,7 +110,9 @@ def test_its_configurations_lower_for_cuda(name: str):
         if case.kv_heads % getattr(CONFIGS[name], "heads", 1):
             case = dataclasses.replace(case, kv_heads=2, num_heads=8)
         arguments = jax.eval_shape(lambda case=case: make_arguments(case, jnp.bfloat16))
-        function = functools.partial(paged_attention_mosaic, **case.options, config=CONFIGS[name])
+        function = functools.partial(
+            paged_attention_mosaic, options=case.options, config=CONFIGS[name]
+        )
         assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -14,8 +14,8 @@ from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import load_eagle_head
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.engine import EngineConfig
+from jaxspec.models.attention_heads import Heads
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward_pass import Heads
 from jaxspec.models.from_config.model import load_model_config, read_json
 from jaxspec.models.heads import DraftHead
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama

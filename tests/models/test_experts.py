@@ -20,7 +20,7 @@ from pallas_kernels.top_k import top_k
 from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_own, random_rows, written_out
 
-WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.own_blocks))
+WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.blocks_of_experts))
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=1.0)
 # experts, chosen, rows, units, activation
 CASES = [(8, 2, 24, 40, None), (16, 4, 37, 24, CLAMPED), (6, 3, 1, 8, CLAMPED)]
@@ -54,7 +54,7 @@ def test_devices_add_their_share(monkeypatch):
     x, routes = random_rows(24, 32, 8, 3, seed=1)
     monkeypatch.setattr(mix, "MOST_ROWS", 10)  # every_expert in three parts
     monkeypatch.setattr(mix, "ROW_STEP", 4)
-    for way in map(jax.jit, (mix.chosen_experts, mix.every_expert, mix.own_blocks)):
+    for way in map(jax.jit, (mix.chosen_experts, mix.every_expert, mix.blocks_of_experts)):
         shares = []
         for first in (0, 4):
             part = jax.tree.map(lambda leaf, first=first: leaf[first : first + 4], own.gate_up)
@@ -79,7 +79,7 @@ def test_many_rows_are_those_of_smaller_pieces(rows, monkeypatch):
     ]
     np.testing.assert_allclose(found, np.concatenate(pieces), rtol=0, atol=1e-5)
     np.testing.assert_allclose(found, written_out(own, x, routes), rtol=0, atol=2e-5)
-    blocks = jax.jit(mix.own_blocks)(own, x, routes)  # on CPUs
+    blocks = jax.jit(mix.blocks_of_experts)(own, x, routes)  # on CPUs
     np.testing.assert_allclose(blocks, found, rtol=0, atol=1e-5)
 
 

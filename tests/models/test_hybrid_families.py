@@ -162,13 +162,13 @@ def test_tensors_are_written_as_they_were_read(checkpoint, tmp_path: Path):
     """By splits, and joined on a device."""
     directory, _, _ = checkpoint("qwen3_5_text")
     model, (tensors, raw) = load(directory), contents(directory)
-    save_tree(tmp_path, model, model.filled(splitting()), raw)
+    save_tree(tmp_path, model, model.mapped(splitting()), raw)
     written, _ = contents(tmp_path)
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_allclose(written[name], tensor, rtol=0, atol=1e-6)
     shapes = decoder_shapes(model.config, jnp.dtype(jnp.float32))
-    joined = shapes.filled(joining({name: jnp.asarray(x) for name, x in tensors.items()}))
+    joined = shapes.mapped(joining({name: jnp.asarray(x) for name, x in tensors.items()}))
     assert all(map(np.array_equal, jax.tree.leaves(joined), jax.tree.leaves(model)))
 
 

@@ -23,7 +23,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Linear, Product
-from jaxspec.models.tensors import Filler, Source, splitting
+from jaxspec.models.tensors import Source, TensorMap, splitting
 from jaxspec.models.wrapped_tensors import InputsFirst
 from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -78,13 +78,13 @@ class Packed(Pytree):
         zero, scale = (jnp.repeat(each, GROUP, axis=0) for each in (zero, self.scales))
         return (q - zero).astype(self.dtype) * scale
 
-    def filled(self, source: Source, filler: Filler) -> "Packed":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "Packed":
         stored = InputsFirst(source)
         return self.replace(
-            qweight=filler.of_source(stored, "qweight", self.qweight),
-            qzeros=filler.of_source(stored, "qzeros", self.qzeros),
-            scales=filler.of_source(stored, "scales", self.scales),
-            bias=filler.of_source(source, "bias", self.bias),
+            qweight=tensor_map.of_source(stored, "qweight", self.qweight),
+            qzeros=tensor_map.of_source(stored, "qzeros", self.qzeros),
+            scales=tensor_map.of_source(stored, "scales", self.scales),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
 
@@ -178,7 +178,7 @@ def test_it_computes_what_its_checkpoint_says(checkpoints: tuple[Path, Path], de
 def test_it_is_written_as_it_was_read(checkpoints: tuple[Path, Path], tmp_path: Path):
     directory, _ = checkpoints
     model = load(directory, kind=packed_shapes)
-    save_tree(tmp_path, model, model.filled(splitting()), {})
+    save_tree(tmp_path, model, model.mapped(splitting()), {})
     read, written = (load_file(f / "model.safetensors") for f in (directory, tmp_path))
     assert set(written) == set(read)
     for name, tensor in read.items():

@@ -42,7 +42,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Eng
             model, raw = target(family), raw_config(family)
         else:
             model, raw = expert_target(family), SIZES | FAMILIES[family] | {"model_type": family}
-        save_tree(folder, model, model.filled(splitting()), raw)
+        save_tree(folder, model, model.mapped(splitting()), raw)
         return folder
 
     @functools.cache

@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.pages import LayerPages, QueryContext
 from pallas_kernels.selection import Kernels
 from tests.helpers.layouts import on_mesh
 from tests.helpers.marks import first_is_fast, slow
@@ -51,8 +52,8 @@ SPLIT_CASES = [case for case in TEST_CASES if case.page_size % 2 == 0]
 def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     """The two halves of every page, read in blocks."""
     arguments = make_arguments(case)
-    expected = paged_attention_reference(*arguments, **case.options, order_invariant=False)
-    options = {**case.options, "page_size": case.page_size, "block": block}
+    expected = paged_attention_reference(*arguments, options=case.options, order_invariant=False)
+    options = {"options": case.options, "page_size": case.page_size, "block": block}
     parts = [
         partial_attention_reference(*part, **options)
         for part in parts_of(poisoned(case, arguments, np.nan), 2)
@@ -75,21 +76,21 @@ def test_devices_merge_their_parts(tree: bool, implementation: Any):
     case = Case("", (70, 3), 40, 4, 1, 64, 32, tree=tree)
     mesh = make_mesh(sequence_parallel=2)
 
-    def attend(*arguments: Any) -> jax.Array:
+    def attend(q: jax.Array, pages: LayerPages, context: QueryContext) -> jax.Array:
         offset = shard_offset(case.page_size // 2, (SEQUENCE_AXIS,))
-        options = {"page_size": case.page_size, "implementation": implementation}
-        part = partial_attention(*arguments, offset, **options)  # pyright: ignore[reportCallIssue]
+        options: Any = {"page_size": case.page_size, "implementation": implementation}
+        part = partial_attention(q, pages, context, offset, **options)
         parts = [jax.lax.all_gather(x, SEQUENCE_AXIS) for x in part]
         return merge_partials(PartialAttention(*parts))
 
     pages = PartitionSpec(None, None, SEQUENCE_AXIS)
-    specs = (PartitionSpec(), pages, pages, *(PartitionSpec(),) * 5)
+    specs = (PartitionSpec(), pages, PartitionSpec())
     spread = jax.shard_map(
         attend, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )
     arguments = make_arguments(case, jnp.bfloat16)
     found = np.asarray(jax.jit(spread)(*arguments))
-    whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
+    whole = paged_attention_reference(*arguments, options=case.options, order_invariant=False)
     expected = np.asarray(whole).astype(np.float32)
     assert np.linalg.norm(found - expected) < 8e-3 * np.linalg.norm(expected)
 

@@ -55,9 +55,9 @@ def _module(stored: Tensors, module: str, group: int | None) -> dict[str, Checkp
     check_words(words, (size, columns))
     check_words(zeros, (groups, columns))
     check_shape(scales, (groups, columns * per_word(BITS)))
-    own_zeros = packed_integers(zeros, BITS, 1, inputs_first=True, order=ORDER)
+    zeros_as_stored = packed_integers(zeros, BITS, 1, inputs_first=True, order=ORDER)
     return {
         f"{module}.values": packed_integers(words, BITS, 1, inputs_first=True, order=ORDER),
-        f"{module}.zero": zeros_like_scales(own_zeros, scales),
+        f"{module}.zero": zeros_like_scales(zeros_as_stored, scales),
         f"{module}.scale": checked_scales(scales, inputs_first=True),
     }

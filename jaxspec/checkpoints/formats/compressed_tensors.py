@@ -106,7 +106,9 @@ def read_schemes(config: Mapping[str, Any]) -> list[Scheme]:
     groups = fields.get("config_groups")
     fields.ignored("quant_method", "ignore", "global_compression_ratio", "version")
     fields.check_all_read()
-    if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
+    if not isinstance(groups, dict) or not all(
+        isinstance(group, dict) for group in groups.values()
+    ):
         raise ValueError(
             f"quantization_config: config_groups must be an object of objects, got {shown(groups)}"
         )
@@ -119,7 +121,7 @@ def read_schemes(config: Mapping[str, Any]) -> list[Scheme]:
 def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Scheme:
     fields = Fields(where, group)
     targets, weights = fields.get("targets", default=["Linear"]), fields.get("weights")
-    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"{where}: targets must be a list of names, got {shown(targets)}")
     if not isinstance(weights, dict):
         raise ValueError(f"{where}: weights must be an object, got {shown(weights)}")
@@ -128,24 +130,26 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
     fields.must_be("format", *FORMATS, default=whole_format)
     inputs = fields.get("input_activations")
     fields.check_all_read()
-    own = Fields(f"{where}.weights", weights)
-    is_float = own.must_be("type", "int", "float", default="int") == "float"
-    bits = own.must_be("num_bits", *((8,) if is_float else (4, 8)))
-    own.must_be("dynamic", False, default=False)
-    strategy = own.must_be("strategy", "channel", "block" if is_float else "group")
-    block = _block_of(own) if strategy == "block" else None
+    fields = Fields(f"{where}.weights", weights)
+    is_float = fields.must_be("type", "int", "float", default="int") == "float"
+    bits = fields.must_be("num_bits", *((8,) if is_float else (4, 8)))
+    fields.must_be("dynamic", False, default=False)
+    strategy = fields.must_be("strategy", "channel", "block" if is_float else "group")
+    block = _block_of(fields) if strategy == "block" else None
     scheme = Scheme(
         targets=tuple(targets),
         is_float=is_float,
         bits=bits,
-        symmetric=own.must_be("symmetric", *((True,) if is_float else (True, False)), default=True),
-        group=own.group_size("group_size") if strategy == "group" else None,
+        symmetric=fields.must_be(
+            "symmetric", *((True,) if is_float else (True, False)), default=True
+        ),
+        group=fields.group_size("group_size") if strategy == "group" else None,
         block=block,
         rounds=is_float or inputs is not None,
     )
-    own.ignored("actorder", "observer", "observer_kwargs", "block_structure", "group_size")
-    own.ignored("scale_dtype", "zp_dtype")
-    own.check_all_read()
+    fields.ignored("actorder", "observer", "observer_kwargs", "block_structure", "group_size")
+    fields.ignored("scale_dtype", "zp_dtype")
+    fields.check_all_read()
     _check_inputs(f"{where}.input_activations", inputs, scheme)
     return scheme
 
@@ -201,8 +205,8 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
     if not scheme.symmetric:
         zeros = part_of(stored, module, "weight_zero_point")
         check_words(zeros, (-(-outputs // count), groups))
-        own_zeros = packed_integers(zeros, scheme.bits, 0, inputs_first=False, size=outputs)
-        tensors[f"{module}.zero"] = zeros_like_scales(own_zeros, scales)
+        zeros_as_stored = packed_integers(zeros, scheme.bits, 0, inputs_first=False, size=outputs)
+        tensors[f"{module}.zero"] = zeros_like_scales(zeros_as_stored, scales)
     if scheme.rounds:
         tensors[f"{module}.rounds"] = marker(words)
     mixed = mixed_groups(stored.get(f"{module}.weight_g_idx"), size, groups)

@@ -21,7 +21,7 @@ class Fields:
         """The field's value, or that of the first alias that is there."""
         names = (name, *aliases)
         self._read.update(names)
-        found = [self._content[one] for one in names if self._content.get(one) is not None]
+        found = [self._content[name] for name in names if self._content.get(name) is not None]
         return found[0] if found else default
 
     def must_be(
@@ -29,8 +29,8 @@ class Fields:
     ) -> Any:
         """The field's value. Raises ValueError if it is none of ``allowed``."""
         value = self.get(name, aliases=aliases, default=default)
-        if not any(value == one and type(value) is type(one) for one in allowed):
-            choices = " or ".join(repr(one) for one in allowed)
+        if not any(value == choice and type(value) is type(choice) for choice in allowed):
+            choices = " or ".join(repr(choice) for choice in allowed)
             raise ValueError(f"{self._where}: {name} is {shown(value)}; supported is {choices}")
         return value
 

@@ -70,8 +70,8 @@ def float8_module(
         )
     check_shape(scale, (-(-outputs // rows), size // columns))
     repeated = checked_scales(scale, inputs_first=False, repeats=rows)
-    own = View(scale, (outputs, size // columns), repeated.dtype, repeated.compute)
-    return {f"{module}.values": checked_values(weight), f"{module}.scale": own}
+    expanded = View(scale, (outputs, size // columns), repeated.dtype, repeated.compute)
+    return {f"{module}.values": checked_values(weight), f"{module}.scale": expanded}
 
 
 def _column(vector: CheckpointTensor) -> View:

@@ -88,10 +88,10 @@ def _module(
     check_words(words, (words.shape[0], outputs))
     check_words(zeros, (groups, outputs // per_word(bits)))
     check_shape(scales, (groups, outputs))
-    own_zeros = packed_integers(zeros, bits, 1, inputs_first=True, add=add)
+    zeros_as_stored = packed_integers(zeros, bits, 1, inputs_first=True, add=add)
     tensors: dict[str, CheckpointTensor] = {
         f"{module}.values": packed_integers(words, bits, 0, inputs_first=True),
-        f"{module}.zero": zeros_like_scales(own_zeros, scales),
+        f"{module}.zero": zeros_like_scales(zeros_as_stored, scales),
         f"{module}.scale": checked_scales(scales, inputs_first=True),
     }
     mixed = mixed_groups(stored.get(f"{module}.g_idx"), size, groups)
@@ -105,13 +105,13 @@ def mixed_groups(index: CheckpointTensor | None, size: int, groups: int) -> Chec
         return None
     if index.dtype != "I32" or index.shape != (size,):
         raise ValueError(f"{index.name} is {index.dtype} {list(index.shape)}, not I32 [{size}]")
-    own = index.read()
-    if own.min() < 0 or own.max() >= groups:
+    group_of_input = index.read()
+    first, last = group_of_input.min(), group_of_input.max()
+    if first < 0 or last >= groups:
         raise ValueError(
-            f"{index.file}: {index.name} names groups {own.min()} to {own.max()}, but there are "
-            f"{groups}"
+            f"{index.file}: {index.name} names groups {first} to {last}, but there are {groups}"
         )
-    return None if np.array_equal(own, np.arange(size) // (size // groups)) else index
+    return None if np.array_equal(group_of_input, np.arange(size) // (size // groups)) else index
 
 
 def shift_of_zeros(zero: CheckpointTensor, other: int) -> int:

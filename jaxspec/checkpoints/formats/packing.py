@@ -31,8 +31,8 @@ def pack(values: np.ndarray, bits: int, axis: int, order: Order | None = None) -
 def unpack(words: np.ndarray, bits: int, axis: int, order: Order | None = None) -> np.ndarray:
     """The reverse of ``pack``: uint8, the axis longer. Padding of the last word is kept."""
     count = per_word(bits)
-    own = np.moveaxis(np.asarray(words), axis, -1).view(np.uint32)
-    fields = np.empty((*own.shape, count), np.uint8)
+    packed = np.moveaxis(np.asarray(words), axis, -1).view(np.uint32)
+    fields = np.empty((*packed.shape, count), np.uint8)
     for field, source in enumerate(order or range(count)):
-        fields[..., source] = (own >> np.uint32(bits * field)) & np.uint32(2**bits - 1)
-    return np.moveaxis(fields.reshape(*own.shape[:-1], -1), -1, axis)
+        fields[..., source] = (packed >> np.uint32(bits * field)) & np.uint32(2**bits - 1)
+    return np.moveaxis(fields.reshape(*packed.shape[:-1], -1), -1, axis)

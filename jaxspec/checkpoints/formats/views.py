@@ -37,7 +37,7 @@ class View:
 
     def read(self, *index: slice) -> np.ndarray:
         index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
-        bounds = (one.indices(size)[:2] for one, size in zip(index, self.shape, strict=True))
+        bounds = (part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
         return self.compute(*bounds)
 
 
@@ -65,9 +65,9 @@ def packed_integers(
     sizes[axis] = sizes[axis] * count if size is None else size
 
     def compute(*bounds: Bounds) -> np.ndarray:
-        own = bounds[::-1] if inputs_first else bounds
-        start, stop = own[axis]
-        index = [slice(*each) for each in own]
+        stored = bounds[::-1] if inputs_first else bounds
+        start, stop = stored[axis]
+        index = [slice(*each) for each in stored]
         index[axis] = slice(start // count, -(-stop // count))
         fields = unpack(words.read(*index), bits, axis, order)
         skipped = start // count * count

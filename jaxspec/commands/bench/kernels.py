@@ -82,7 +82,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
-ROUND_CASE = re.compile(r"(read|read by transform|round|state per node) (\d+) x (\d+) nodes")
+ROUND_CASE = re.compile(r"(read|round|state per node) (\d+) x (\d+) nodes")
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
@@ -196,8 +196,8 @@ def make_table(results: dict[str, Any]) -> Table:
 
 
 def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Reads and rounds of the gated delta rule by batch and nodes, beside the baselines: reads by
-    one triangular system, and rounds with a state per node. None if none was timed."""
+    """Reads and rounds of the gated delta rule by batch and nodes, beside the baseline: rounds with
+    a state per node. None if none was timed."""
     rows: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
     for row in timings:
         found = ROUND_CASE.fullmatch(row["case"])
@@ -210,7 +210,6 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
     columns = {
         "round": "round",
         "the read alone": "read",
-        "that by transform": "read by transform",
         "state per node": "state per node",
     }
     for name in ("batch", "nodes", *columns, "floor of that"):

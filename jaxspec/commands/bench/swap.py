@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def flax_tree(like: Decoder) -> tuple[dict[str, Any], dict[str, str]]:
     """A random flax tree for a target's shapes, and the names of its arrays."""
-    splits = like.filled(splitting(like.config.vocab_size))
+    splits = like.mapped(splitting(like.config.vocab_size))
     leaves = zip(jax.tree.leaves(like), jax.tree.leaves(splits), strict=True)
     tree: dict[str, Any] = {}
     names: dict[str, str] = {}

@@ -154,7 +154,7 @@ def pass_stage(
 
     def run(stage: Stage, states: ModelState, passage: Passage) -> tuple[ModelState, Passage]:
         layers, after = run_stage(
-            stage, states.layers, passage, capture, kernels, apart=isolate_blocks
+            stage, states.layers, passage, capture, kernels, isolate_blocks=isolate_blocks
         )
         return states.replace(layers=layers), after
 

@@ -162,14 +162,14 @@ def read_chunk(
         causal_attend(state, run, order_invariant=options.order_invariant),
         (*capture, *options.hidden),
         options.kernels,
-        apart=options.isolate_blocks,
+        isolate_blocks=options.isolate_blocks,
         many=True,
         before=before,
     )
     features, asked = split_captured(captured, len(capture), len(options.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     ended = jnp.take_along_axis(hidden, last, axis=1)
-    logits = decoder.logits(target, ended, options.kernels, apart=options.isolate_blocks)
+    logits = decoder.logits(target, ended, options.kernels, isolate_blocks=options.isolate_blocks)
     lens = rows.context_lens + counts
     roots, finite = _next_token(logits, state, lens, masks, options, params)
     chunk = PrefillChunk(tokens=run.tokens, counts=counts)
@@ -284,7 +284,9 @@ def _prompt_logprobs(
 
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, tokens = block
-        logits = decoder.logits(target, hidden, options.kernels, apart=options.isolate_blocks)
+        logits = decoder.logits(
+            target, hidden, options.kernels, isolate_blocks=options.isolate_blocks
+        )
         return token_logprobs(logits, tokens, options.top_logprobs, target.layout, options.kernels)
 
     scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))

@@ -6,7 +6,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache import Geometry, pages_for, sequential_page_table
+from jaxspec.cache import Geometry, sequential_page_table
+from jaxspec.config.cache import pages_for
 from jaxspec.decoding.drafters import checks
 from jaxspec.decoding.functional.checks import (
     Problems,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.cache import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from jaxspec.cache import pages_for
+from jaxspec.config.cache import pages_for
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
 from jaxspec.engine.plans.host_copies import measure_swapping

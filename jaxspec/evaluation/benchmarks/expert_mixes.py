@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.models.mlps.expert_linear import ExpertLinear
-from jaxspec.models.mlps.mix import Own, every_expert
+from jaxspec.models.mlps.mix import every_expert
 from jaxspec.models.mlps.routing import Routes
 from pallas_kernels.benchmark import Arguments, Benchmark, noise
 from pallas_kernels.expert_product.cases import Case

@@ -1,7 +1,7 @@
 """Model families: one file a group, each from its ``config.json`` to a ModelConfig.
 
 A family is a mapping of keys. The tensors' names are those of the mixers, MLPs and layers that its
-ModelConfig describes (see their ``filled``).
+ModelConfig describes (see their ``mapped``).
 """
 
 from collections.abc import Mapping

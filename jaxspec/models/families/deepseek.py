@@ -24,15 +24,15 @@ def _read(hf: Keys) -> ModelConfig:
     check_agrees(hf, "head_dim", hf["qk_rope_head_dim"], "qk_rope_head_dim")
     heads = hf["num_attention_heads"]
     check_agrees(hf, "num_key_value_heads", heads, "num_attention_heads")
-    own = {**hf, "head_dim": hf["qk_rope_head_dim"]}
+    rope_keys = {**hf, "head_dim": hf["qk_rope_head_dim"]}
     mixer = LatentConfig(
         num_heads=heads,
-        rope=rope_of(own),
+        rope=rope_of(rope_keys),
         latent=hf["kv_lora_rank"],
         key_dim=hf["qk_nope_head_dim"],
         value_dim=hf["v_head_dim"],
         query_latent=hf["q_lora_rank"],
-        scale=width**-0.5 * score_factor(own),
+        scale=width**-0.5 * score_factor(rope_keys),
         interleaved=hf["rope_interleave"],
         bias=hf["attention_bias"],
     )

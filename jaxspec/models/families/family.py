@@ -66,10 +66,10 @@ class Family:
         """
         if self.inside is not None:
             raw = self._inner(raw, self.inside)
-        own = self.keys | self.more_keys(raw)
+        known = self.keys | self.more_keys(raw)
         fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
-        fixed = {key: values for key, values in fixed.items() if key not in own}
-        check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
+        fixed = {key: values for key, values in fixed.items() if key not in known}
+        check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | known, fixed)
         self._check_code(raw.get("auto_map"))
         _check_rope_keys(raw)
         return self.read(self._with_defaults(raw))
@@ -162,7 +162,7 @@ def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -
     """
     layers = tuple(layers)
     scalings = (rope.scaling for layer in layers for rope in layer.mixer.ropes)
-    limits = (one.max_position for one in scalings if isinstance(one, LongRopeScaling))
+    limits = (scaling.max_position for scaling in scalings if isinstance(scaling, LongRopeScaling))
     return ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
@@ -225,9 +225,9 @@ def stop_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(map(is_integer, ids)):
         raise ValueError(f"eos_token_id must be an integer or a list of them, got {shown(eos)}")
-    for one in ids:
-        if not 0 <= one < vocab_size:
+    for token in ids:
+        if not 0 <= token < vocab_size:
             raise ValueError(
-                f"eos_token_id {shown(one)} is no id of a vocabulary of {vocab_size} tokens"
+                f"eos_token_id {shown(token)} is no id of a vocabulary of {vocab_size} tokens"
             )
     return tuple(dict.fromkeys(ids))

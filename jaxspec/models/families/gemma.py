@@ -81,10 +81,10 @@ def _mlp(hf: Keys) -> DenseConfig:
 
 def _attention(hf: Keys, plain: AttentionConfig, *, qk_norm: bool = False) -> AttentionConfig:
     bias, scalar = hf["attention_bias"], hf.get("query_pre_attn_scalar")
-    own = None if scalar in (None, head_dim(hf)) else scalar**-0.5
+    scale = None if scalar in (None, head_dim(hf)) else scalar**-0.5
     cap = hf.get("attn_logit_softcapping")
     return dataclasses.replace(
-        plain, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm, scale=own, softcap=cap
+        plain, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm, scale=scale, softcap=cap
     )
 
 
@@ -127,7 +127,8 @@ def _read_gemma3(hf: Keys) -> ModelConfig:
 
 
 def _ropes(hf: Keys) -> tuple[Any, Any]:
-    """Of full and of sliding attention. Parameters that are not nested are of full attention."""
+    """The ropes of full and of sliding attention. Parameters that are not nested are those of full
+    attention."""
     nested: Any = hf["rope_parameters"] or {}
     if not isinstance(nested, dict):
         raise ValueError(f"rope parameters must be an object, got {shown(nested)}")

@@ -45,7 +45,9 @@ def _read_olmo3(hf: Keys) -> ModelConfig:
     whole = nested.get(FULL) if nested else hf["rope_scaling"] or given
     full = rope_from(hf, whole, hf["rope_theta"])
     sliding = rope_from(hf, nested.get(SLIDING), hf["rope_theta"])
-    return model_of(hf, [_layer(hf, full if one is None else sliding, one) for one in windows])
+    return model_of(
+        hf, [_layer(hf, full if window is None else sliding, window) for window in windows]
+    )
 
 
 OLMO2 = Family("Olmo2ForCausalLM", _read_olmo2, keys=words("attention_bias"), defaults=_DEFAULTS)

@@ -28,9 +28,11 @@ _DEFAULTS = {
 def _read(hf: Keys, *, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> ModelConfig:
     rope, mlp = rope_of(hf), DenseConfig(hf["intermediate_size"])
     plain = attention_of(hf, rope)
-    own = dataclasses.replace(plain, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm)
+    attention = dataclasses.replace(plain, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm)
     windows = optional_windows(hf)
-    return model_of(hf, [LayerConfig(dataclasses.replace(own, window=w), mlp) for w in windows])
+    return model_of(
+        hf, [LayerConfig(dataclasses.replace(attention, window=w), mlp) for w in windows]
+    )
 
 
 def _read_qwen2(hf: Keys) -> ModelConfig:

@@ -76,7 +76,7 @@ def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) ->
 
 
 def without_rope(rope: RopeConfig) -> RopeConfig:
-    """Of layers that rotate nothing, in a model whose other layers have this rope."""
+    """The rope of layers that rotate nothing, in a model whose other layers have this rope."""
     return dataclasses.replace(rope, scaling=None, rotary_dim=0)
 
 
@@ -153,17 +153,17 @@ def _scaling(parameters: Keys) -> RopeScaling | None:
 
 
 def _yarn(parameters: Keys) -> YarnRopeScaling:
-    factor, own = parameters["factor"], parameters.get("attention_factor")
-    if own is None:
+    factor, attention_factor = parameters["factor"], parameters.get("attention_factor")
+    if attention_factor is None:
         first, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        own = _yarn_factor(factor)
+        attention_factor = _yarn_factor(factor)
         if first and all_dims:
-            own = _yarn_factor(factor, first) / _yarn_factor(factor, all_dims)
+            attention_factor = _yarn_factor(factor, first) / _yarn_factor(factor, all_dims)
     truncate = parameters.get("truncate")
     return YarnRopeScaling(
         factor=float(factor),
         original_max_position=int(parameters[ORIGINAL]),
-        attention_factor=float(own),
+        attention_factor=float(attention_factor),
         beta_fast=float(parameters.get("beta_fast") or 32),
         beta_slow=float(parameters.get("beta_slow") or 1),
         truncate=True if truncate is None else truncate,
@@ -185,11 +185,13 @@ def _yarn_factor(factor: float, weight: float = 1.0) -> float:
 
 def _longrope(parameters: Keys) -> LongRopeScaling:
     factor, original = parameters["factor"], int(parameters[ORIGINAL])
-    own = parameters.get("attention_factor")
-    if own is None:
-        own = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        )
     short, long = (tuple(map(float, parameters[key])) for key in ("short_factor", "long_factor"))
-    return LongRopeScaling(short, float(own), None if short == long else original)
+    return LongRopeScaling(short, float(attention_factor), None if short == long else original)
 
 
 def written_rope(rope: RopeConfig) -> dict[str, Any]:

@@ -27,11 +27,11 @@ def _rotates(hf: Keys) -> list[bool]:
     layers, given = hf["num_hidden_layers"], hf["no_rope_layers"]
     if given is None:
         return [bool(index % hf["no_rope_layer_interval"]) for index in range(1, layers + 1)]
-    if not isinstance(given, list) or not all(one in (0, 1) for one in given):
+    if not isinstance(given, list) or not all(flag in (0, 1) for flag in given):
         raise ValueError(f"no_rope_layers must be a list of 0 and 1, got {shown(given)}")
     if len(given) != layers:
         raise ValueError(f"no_rope_layers has {len(given)} entries for {layers} layers")
-    return [bool(one) for one in given]
+    return [bool(flag) for flag in given]
 
 
 def _windows(hf: Keys, rotates: list[bool]) -> tuple[int | None, ...]:

@@ -16,12 +16,12 @@ def alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
     written has.
     """
     layers = config.layers
-    own = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
     mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseConfig)]
-    if not len(own) == len(mlps) == len(layers):
+    if not len(mixers) == len(mlps) == len(layers):
         raise ValueError("no config.json is written for models with layers of such kinds")
-    mixers = (dataclasses.replace(mixer, window=None) for mixer in own)
-    kinds = set(zip(mixers, mlps, strict=True))
+    windowless = (dataclasses.replace(mixer, window=None) for mixer in mixers)
+    kinds = set(zip(windowless, mlps, strict=True))
     if len(kinds) != 1:
         raise ValueError("no supported Hugging Face family has layers that differ in this way")
     return kinds.pop()

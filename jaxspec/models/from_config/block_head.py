@@ -46,9 +46,9 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
             f"{DSPARK}"
         )
     dspark = names == [DSPARK]
-    own = _SHARED_KEYS | (_DSPARK_KEYS if dspark else {"dflash_config"})
+    format_keys = _SHARED_KEYS | (_DSPARK_KEYS if dspark else {"dflash_config"})
     options = raw if dspark else _nested(raw)
-    model = _layers({key: value for key, value in raw.items() if key not in own})
+    model = _layers({key: value for key, value in raw.items() if key not in format_keys})
     rank = _markov_rank(raw) if dspark else 0
     size: Any = raw.get("block_size")
     mask: Any = options.get("mask_token_id")
@@ -156,11 +156,11 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
         return config | {"architectures": [DFLASH], "dflash_config": options}
     markov, confidence = head.markov, head.confidence
     rank = 0 if markov is None else markov.before.shape[1]
-    own: dict[str, Any] = {"num_anchors": 0, "markov_rank": rank}
+    dspark: dict[str, Any] = {"num_anchors": 0, "markov_rank": rank}
     if rank:
-        own["markov_head_type"] = "vanilla"
-    own["enable_confidence_head"] = confidence is not None
+        dspark["markov_head_type"] = "vanilla"
+    dspark["enable_confidence_head"] = confidence is not None
     if confidence is not None:
         reads_token = confidence.weight.shape[1] > head.config.hidden_size
-        own["confidence_head_with_markov"] = reads_token
-    return config | {"architectures": [DSPARK]} | options | own
+        dspark["confidence_head_with_markov"] = reads_token
+    return config | {"architectures": [DSPARK]} | options | dspark

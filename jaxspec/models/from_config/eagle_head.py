@@ -112,11 +112,11 @@ def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(layer, dict):
         given = shown(layer)
         raise ValueError(f"{where}: transformer_layer_config must be an object, got {given}")
-    own = {key: raw[key] for key in hf_keys.HEAD_KEYS if key in raw}
-    before_residual = own.get("norm_before_residual")
+    head_keys = {key: raw[key] for key in hf_keys.HEAD_KEYS if key in raw}
+    before_residual = head_keys.get("norm_before_residual")
     return {
         **layer,
-        **own,
+        **head_keys,
         "architectures": None,
         "norm_before_residual": True if before_residual is None else before_residual,
     }

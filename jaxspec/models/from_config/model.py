@@ -70,10 +70,10 @@ def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> d
     Raises ValueError for a ``model_type`` that is not supported.
     """
     family = _family_of(raw)
-    own = raw if family.inside is None else raw.get(family.inside, {})
+    text = raw if family.inside is None else raw.get(family.inside, {})
     has_key = "mtp_num_hidden_layers" in family.keys
     key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
-    told = {name: value for name, value in own.items() if name not in _MTP_KEYS} | {key: 1}
+    told = {name: value for name, value in text.items() if name not in _MTP_KEYS} | {key: 1}
     if states is not None:
         told["mtp_states"] = states.name
     return told if family.inside is None else {**raw, family.inside: told}

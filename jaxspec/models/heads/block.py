@@ -23,17 +23,18 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward_pass import Attend, followed_by, make_pass
+from jaxspec.models.forward_pass import Attend, make_pass
 from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
@@ -89,11 +90,11 @@ class Markov(Pytree):
         with jax.named_scope("markov"):
             return einsum_f32("...r,vr->...v", self.before[tokens], after)
 
-    def filled(self, filler: Filler) -> "Markov":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, tensor_map: TensorMap) -> "Markov":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         return self.replace(
-            before=filler.array("markov_head.markov_w1.weight", self.before),
-            after=filler.array("markov_head.markov_w2.weight", self.after),
+            before=tensor_map.array("markov_head.markov_w1.weight", self.before),
+            after=tensor_map.array("markov_head.markov_w2.weight", self.after),
         )
 
 
@@ -112,11 +113,11 @@ class Confidence(Pytree):
             outputs = jnp.concatenate([outputs, markov.before[before]], axis=-1)
         return einsum_f32("...f,uf->...u", outputs, self.weight)[..., 0] + self.bias[0]
 
-    def filled(self, filler: Filler) -> "Confidence":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, tensor_map: TensorMap) -> "Confidence":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         return self.replace(
-            weight=filler.array("confidence_head.proj.weight", self.weight),
-            bias=filler.array("confidence_head.proj.bias", self.bias),
+            weight=tensor_map.array("confidence_head.proj.weight", self.weight),
+            bias=tensor_map.array("confidence_head.proj.bias", self.bias),
         )
 
 
@@ -257,19 +258,20 @@ class BlockHead(Pytree):
             raise ValueError("this block head has no confidence head")
         return jax.nn.sigmoid(self.confidence(outputs, self.markov, before))
 
-    def filled(self, filler: Filler) -> "BlockHead":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, tensor_map: TensorMap) -> "BlockHead":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         norms: dict[str, Any] = {
-            "hidden_norm": filler.array("hidden_norm.weight", self.hidden_norm),
-            "norm": filler.array("norm.weight", self.norm),
+            "hidden_norm": tensor_map.array("hidden_norm.weight", self.hidden_norm),
+            "norm": tensor_map.array("norm.weight", self.norm),
         }
         return self.replace(
-            fc=filler.linear(self.fc, One("fc")),
+            fc=tensor_map.linear(self.fc, One("fc")),
             layers=tuple(
-                layer.filled(f"layers.{index}.", filler) for index, layer in enumerate(self.layers)
+                layer.mapped(f"layers.{index}.", tensor_map)
+                for index, layer in enumerate(self.layers)
             ),
-            markov=None if self.markov is None else self.markov.filled(filler),
-            confidence=None if self.confidence is None else self.confidence.filled(filler),
+            markov=None if self.markov is None else self.markov.mapped(tensor_map),
+            confidence=None if self.confidence is None else self.confidence.mapped(tensor_map),
             **norms,
         )
 
@@ -291,7 +293,7 @@ def block_head_shapes(
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
-        layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
+        layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
         markov=None if table is None else Markov(before=table, after=table),
         confidence=None if head.confidence is None else judge,

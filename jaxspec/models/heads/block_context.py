@@ -12,8 +12,9 @@ from jax import Array
 
 from jaxspec.cache import PagedKV
 from jaxspec.models.attention import PagedAttend, write_heads
-from jaxspec.models.forward_pass import Heads, followed_by
+from jaxspec.models.attention_heads import Heads
 from jaxspec.parallel.pytree import Pytree, array, pytree
+from pallas_kernels.add_rms_norm.reference import followed_by
 
 
 @pytree
@@ -38,10 +39,10 @@ class Context(Pytree):
     positions: Array = array("batch", "length")
     slots: Array = array("batch", "length")
 
-    def beside(self, block: Array, own: Array) -> Array:
-        """An array [B, T, ...] of the block's tokens and the ``own`` one [B, S, ...] of these, as
-        that of one sequence: [1, B * T + B * S, ...], the block's first."""
-        return followed_by(block, own.reshape(1, -1, *own.shape[2:]))
+    def beside(self, block: Array, context: Array) -> Array:
+        """Arrays of the block's tokens [B, T, ...] and of the context's [B, S, ...] as those of a
+        single sequence: [1, B * T + B * S, ...], the block's first."""
+        return followed_by(block, context.reshape(1, -1, *context.shape[2:]))
 
     @property
     def rows(self) -> Array:
@@ -60,5 +61,7 @@ class AttendBeside:
     def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         slots = self.block.slots
         queries, state = write_heads(state, heads, self.context.beside(slots, self.context.slots))
-        own = queries[0, : math.prod(slots.shape)].reshape(*slots.shape, *queries.shape[2:])
-        return self.block.attended(own, state, heads, window), state
+        block_queries = queries[0, : math.prod(slots.shape)].reshape(
+            *slots.shape, *queries.shape[2:]
+        )
+        return self.block.attended(block_queries, state, heads, window), state

@@ -66,8 +66,9 @@ def block_layers(target: ModelConfig, count: int, width: int | None = None) -> M
 
 
 def default_block_capture(target_layers: int) -> tuple[int, ...]:
-    """As many hidden states as published block heads read, from early to late at equal distances;
-    fewer of a small target. Never the last one, whose norm engines disagree about."""
+    """The layers whose hidden states a block head reads: as many as published heads read, from
+    early to late at equal distances; fewer of a small target. Never
+    the last one, whose norm engines disagree about."""
     first = min(2, target_layers - 1)
     last = max(first, target_layers - 2)
     spread = (first + round(i * (last - first) / (BLOCK_STATES - 1)) for i in range(BLOCK_STATES))

@@ -13,7 +13,7 @@ from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.heads.head import FrontOutput, FrontShape
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.pytree import Pytree, pytree
 from pallas_kernels.selection import Kernels
 
@@ -43,8 +43,8 @@ class Eagle1Front(Pytree):
             x = self.fc(jnp.concatenate([embedded, hidden], axis=-1), step.kernels)
         return FrontOutput(x, step.norm(x, first.input_norm))
 
-    def filled(self, prefix: str, filler: Filler) -> "Eagle1Front":
-        return self.replace(fc=filler.linear(self.fc, One("fc")))
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Eagle1Front":
+        return self.replace(fc=tensor_map.linear(self.fc, One("fc")))
 
 
 def eagle1_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:

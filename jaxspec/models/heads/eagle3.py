@@ -18,7 +18,7 @@ from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
@@ -65,16 +65,16 @@ class Eagle3Front(Pytree):
         both = jnp.concatenate([step.norm(embedded, first.input_norm), normed], axis=-1)
         return FrontOutput(normed if self.norm_before_residual else hidden, both)
 
-    def filled(self, prefix: str, filler: Filler) -> "Eagle3Front":
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Eagle3Front":
         norms: list[Any] = [
-            filler.array(f"fc_norm.{index}.weight", norm)
+            tensor_map.array(f"fc_norm.{index}.weight", norm)
             for index, norm in enumerate(self.fc_norms)
         ]
         return self.replace(
-            fc=filler.linear(self.fc, One("fc")),
-            hidden_norm=filler.array(f"{prefix}hidden_norm.weight", self.hidden_norm),
+            fc=tensor_map.linear(self.fc, One("fc")),
+            hidden_norm=tensor_map.array(f"{prefix}hidden_norm.weight", self.hidden_norm),
             fc_norms=tuple(norms),
-            input_norm=filler.array("input_norm.weight", self.input_norm),
+            input_norm=tensor_map.array("input_norm.weight", self.input_norm),
         )
 
 

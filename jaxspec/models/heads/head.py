@@ -20,9 +20,9 @@ from jaxspec.models.forward_pass import Attend, ForwardPass, make_pass
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import WHOLE, Layout
-from jaxspec.parallel.collectives import all_tokens, own_tokens, padded_tokens
+from jaxspec.parallel.collectives import all_tokens, local_tokens, padded_tokens
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
@@ -62,8 +62,8 @@ class Front(Protocol):
         """Combine embeddings and hidden states [B, T, H] for the first layer."""
         ...
 
-    def filled(self, prefix: str, filler: Filler) -> "Front":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Front":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         ...
 
 
@@ -97,7 +97,7 @@ class DraftHead(Pytree):
       embed: embeddings; None: the target's.
       capture: the target's hidden states that it reads (see decoder.run).
       recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
-      exchange: memory in which devices add up row-parallel products; see exchanges.py.
+      exchange: memory in which devices add up row-parallel products.
     """
 
     front: Front
@@ -154,14 +154,14 @@ class DraftHead(Pytree):
 
         ``many``: as in decoder.run.
         """
-        own = self.embed
-        embedded = decoder.plain_embed(target, tokens) if own is None else own[tokens]
+        embed = self.embed
+        embedded = decoder.plain_embed(target, tokens) if embed is None else embed[tokens]
         layers, eps = self.config.layers, self.config.rms_norm_eps
         layout = self.layout.split_tokens if many else self.layout
         step = make_pass(layers, positions, attend, eps, layout, kernels, exchange=self.exchange)
         if layout.tokens:
             embedded, hidden = (
-                own_tokens(padded_tokens(x, layout.tokens), layout.tokens)
+                local_tokens(padded_tokens(x, layout.tokens), layout.tokens)
                 for x in (embedded, hidden)
             )
         front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)
@@ -178,22 +178,22 @@ class DraftHead(Pytree):
         with jax.named_scope("lm_head"):
             return self.lm_head.float32(normed, kernels)
 
-    def filled(self, first_layer: str, filler: Filler) -> "DraftHead":
-        """The same, with every array replaced by ``filler``'s result.
+    def mapped(self, first_layer: str, tensor_map: TensorMap) -> "DraftHead":
+        """The same, with every array replaced by ``tensor_map``'s result.
 
         ``first_layer`` is the checkpoint's name of layer 0. ``token_ids`` is None in the result:
         checkpoints store differences of ids.
         """
-        filler = filler.with_norms(self.config.norm_offset)
+        tensor_map = tensor_map.with_norms(self.config.norm_offset)
         prefixes = [f"{first_layer}.", *(f"layers.{i}." for i in range(1, len(self.layers)))]
         return self.replace(
-            front=self.front.filled(prefixes[0], filler),
+            front=self.front.mapped(prefixes[0], tensor_map),
             layers=tuple(
-                layer.filled(prefix, filler)
+                layer.mapped(prefix, tensor_map)
                 for layer, prefix in zip(self.layers, prefixes, strict=True)
             ),
-            norm=filler.norm(self.front.norm_name, self.norm),
-            lm_head=filler.linear(self.lm_head, One("lm_head")),
+            norm=tensor_map.norm(self.front.norm_name, self.norm),
+            lm_head=tensor_map.linear(self.lm_head, One("lm_head")),
             token_ids=None,
-            embed=filler.array("embed_tokens.weight", self.embed),
+            embed=tensor_map.array("embed_tokens.weight", self.embed),
         )

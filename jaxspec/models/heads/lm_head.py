@@ -27,5 +27,5 @@ def target_logits(
     target: Decoder, copy: LMHeadCopy | None, normed: Array, kernels: Kernels
 ) -> Array:
     """This shard's float32 logits [..., H] -> [..., V / shards]: by the copy, if there is one."""
-    own = None if copy is None else copy.linear
-    return decoder.logits(target, normed, kernels, lm_head=own)
+    lm_head = None if copy is None else copy.linear
+    return decoder.logits(target, normed, kernels, lm_head=lm_head)

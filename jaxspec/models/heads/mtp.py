@@ -21,7 +21,7 @@ from jaxspec.models.json.mtp_names import MtpNames, mtp_names
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
@@ -31,7 +31,7 @@ def mtp_head_config(target: ModelConfig, mtp: MtpConfig, index: int = 0) -> Head
 
     Raises ValueError for a target of recurrent layers only, and as ``mtp_names``.
     """
-    attending = [one for one in target.layers if not isinstance(one.mixer, GatedDeltaConfig)]
+    attending = [layer for layer in target.layers if not isinstance(layer.mixer, GatedDeltaConfig)]
     if not attending:
         raise ValueError("MTP layers have attention, and the model has none to take sizes from")
     model = dataclasses.replace(target, layers=(attending[-1],), mtp=None, stop_token_ids=())
@@ -80,12 +80,16 @@ class MtpFront(Pytree):
             x = self.fc(jnp.concatenate(parts, axis=-1), step.kernels)
         return FrontOutput(x, step.norm(x, first.input_norm))
 
-    def filled(self, prefix: str, filler: Filler) -> "MtpFront":
-        own, names = self.names.prefix, self.names
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "MtpFront":
+        names = self.names
+
+        def norm(name: str, weight: Array) -> Array:
+            return tensor_map.norm(f"{names.prefix}{name}.weight", weight)
+
         return self.replace(
-            fc=filler.linear(self.fc, One(f"{own}{names.fc}")),
-            embed_norm=filler.norm(f"{own}{names.embed_norm}.weight", self.embed_norm),
-            hidden_norm=filler.norm(f"{own}{names.hidden_norm}.weight", self.hidden_norm),
+            fc=tensor_map.linear(self.fc, One(f"{names.prefix}{names.fc}")),
+            embed_norm=norm(names.embed_norm, self.embed_norm),
+            hidden_norm=norm(names.hidden_norm, self.hidden_norm),
         )
 
 

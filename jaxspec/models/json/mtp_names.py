@@ -38,16 +38,16 @@ class MtpNames:
 
 
 def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
-    """Of MTP layer ``index`` of a model of ``num_layers`` layers.
+    """The names of MTP layer ``index`` of a model of ``num_layers`` layers.
 
     Raises ValueError for an index above 0 of a layout in which the layers share a projection.
     """
     match mtp.layout:
         case "deepseek":
-            own = f"model.layers.{num_layers + index}."
+            layer = f"model.layers.{num_layers + index}."
             return MtpNames(
-                prefix=own,
-                layer=own,
+                prefix=layer,
+                layer=layer,
                 embed_norm="enorm",
                 hidden_norm="hnorm",
                 fc="eh_proj",

@@ -14,7 +14,7 @@ from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
-from jaxspec.models.tensors import Filler
+from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
 __all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "mixer_shape"]
@@ -38,8 +38,8 @@ class Mixer(Protocol):
         """The layer's empty state: a LayerState, or None if it keeps none."""
         ...
 
-    def filled(self, prefix: str, filler: Filler) -> "Mixer":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Mixer":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         ...
 
 

@@ -11,7 +11,7 @@ from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Computed, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.tensors import Filler, GroupedHeads, One, Source
+from jaxspec.models.tensors import GroupedHeads, One, Source, TensorMap
 from jaxspec.models.wrapped_tensors import Fused
 from jaxspec.parallel import Layout, Shards, fitting
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -69,23 +69,25 @@ class Attention(Pytree):
         sizes = self.qkv.out_shape[0], self.config.head_dim
         return PagedKV.create(geometry, *sizes, self.qkv.dtype, layout, self.kv_scales)
 
-    def filled(self, prefix: str, filler: Filler) -> "Attention":
-        """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
-        own, config = f"{prefix}self_attn.", self.config
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Attention":
+        """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""
+        module, config = f"{prefix}self_attn.", self.config
         repeats = self.qkv.out_shape[0] // config.num_kv_heads
-        source: Source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
+        source: Source = GroupedHeads(
+            f"{module}q_proj", f"{module}k_proj", f"{module}v_proj", repeats
+        )
         if config.fused:
             heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
             rows = tuple(count * config.head_dim for count in heads)
-            source = Fused(f"{own}qkv_proj", source, rows)
-        norms = GroupedHeads(f"{own}q_norm", f"{own}k_norm", None, repeats)
+            source = Fused(f"{module}qkv_proj", source, rows)
+        norms = GroupedHeads(f"{module}q_norm", f"{module}k_norm", None, repeats)
         return self.replace(
-            qkv=filler.linear(self.qkv, source),
-            o=filler.linear(self.o, One(f"{own}o_proj")),
-            q_norm=filler.norm(f"{own}q_norm.weight", self.q_norm),
-            k_norm=filler.norm(f"{own}k_norm.weight", self.k_norm),
-            qk_norm=filler.of_source(norms, "weight", self.qk_norm),
-            sinks=filler.array(f"{own}sinks", self.sinks),
+            qkv=tensor_map.linear(self.qkv, source),
+            o=tensor_map.linear(self.o, One(f"{module}o_proj")),
+            q_norm=tensor_map.norm(f"{module}q_norm.weight", self.q_norm),
+            k_norm=tensor_map.norm(f"{module}k_norm.weight", self.k_norm),
+            qk_norm=tensor_map.of_source(norms, "weight", self.qk_norm),
+            sinks=tensor_map.array(f"{module}sinks", self.sinks),
         )
 
 

@@ -12,7 +12,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.tensors import Filler, One
+from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -57,14 +57,14 @@ class GatedDelta(Pytree):
         """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
         the tokens are sequences of their own, of which nothing is kept."""
         channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
-        where, own, ancestors, depth = step.attend, state, None, None
+        where, rows_state, ancestors, depth = step.attend, state, None, None
         rows = jnp.arange(batch)
-        if own is None:
-            own = self.init_state(Geometry(0, 0, batch), step.layout)
+        if rows_state is None:
+            rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
         else:
             assert isinstance(where, PagedAttend), "states belong to paged passes"
             rows, (ancestors, depth) = where.rows, _tree_of(where, size)
-        convolved = own.convolved(rows, channels, self.taps, ancestors, depth)
+        convolved = rows_state.convolved(rows, channels, self.taps, ancestors, depth)
         q, k, v = self._split(jax.nn.silu(convolved))
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
         rate = jnp.exp(self.a_log)
@@ -80,8 +80,8 @@ class GatedDelta(Pytree):
             return sequences(q, inputs), None
         lens, counts = where.context_lens, where.kv_lens - where.context_lens
         if ancestors is not None and depth is not None:
-            return own.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
-        return own.read_run(rows, lens, counts, q, new, step.kernels)
+            return rows_state.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
+        return rows_state.read_run(rows, lens, counts, q, new, step.kernels)
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:
         """Queries and keys [B, T, G, Dk] and values [B, T, G, r, Dv]."""
@@ -104,19 +104,19 @@ class GatedDelta(Pytree):
         """Rows without tokens. Raises ValueError for a layout that splits sequences."""
         if layout.sequence:
             raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
-        own, groups = self.config, self.qkvz.out_shape[0]
-        heads = groups, own.values_per_key, own.key_dim, own.value_dim
+        config, groups = self.config, self.qkvz.out_shape[0]
+        heads = groups, config.values_per_key, config.key_dim, config.value_dim
         return DeltaState.create(
-            geometry, heads, own.taps, own.folded, jnp.dtype(self.qkvz.dtype), layout
+            geometry, heads, config.taps, config.folded, jnp.dtype(self.qkvz.dtype), layout
         )
 
-    def filled(self, prefix: str, filler: Filler) -> "GatedDelta":
-        """The same, with every array replaced by ``filler``'s result for ``<prefix>linear_attn``.
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "GatedDelta":
+        """The same, with the map's result for ``<prefix>linear_attn`` in place of every array.
 
         The norm multiplies by the checkpoint's weight as it is, whatever the model's offset.
         """
         module = f"{prefix}linear_attn"
-        own, config = f"{module}.", self.config
+        inside, config = f"{module}.", self.config
         groups, values = config.num_key_heads, config.values_per_key
         keys, wide = config.key_dim, values * config.value_dim
 
@@ -128,22 +128,22 @@ class GatedDelta(Pytree):
                 Part(name, wide, 2 * groups * keys),
             )
 
-        qkvz = (*channels(f"{own}in_proj_qkv"), Part(f"{own}in_proj_z", wide))
-        ba = (Part(f"{own}in_proj_b", values), Part(f"{own}in_proj_a", values))
+        qkvz = (*channels(f"{inside}in_proj_qkv"), Part(f"{inside}in_proj_z", wide))
+        ba = (Part(f"{inside}in_proj_b", values), Part(f"{inside}in_proj_a", values))
         if config.by_head:
-            qkvz = (Part(f"{own}in_proj_qkvz", 2 * (keys + wide)),)
-            ba = (Part(f"{own}in_proj_ba", 2 * values),)
+            qkvz = (Part(f"{inside}in_proj_qkvz", 2 * (keys + wide)),)
+            ba = (Part(f"{inside}in_proj_ba", 2 * values),)
         by_group = Grouped((Part(module, values),))
         return self.replace(
-            qkvz=filler.linear(self.qkvz, Grouped(qkvz)),
-            ba=filler.linear(self.ba, Grouped(ba)),
-            taps=filler.of_source(
-                Depthwise(Grouped(channels(f"{own}conv1d"))), "weight", self.taps
+            qkvz=tensor_map.linear(self.qkvz, Grouped(qkvz)),
+            ba=tensor_map.linear(self.ba, Grouped(ba)),
+            taps=tensor_map.of_source(
+                Depthwise(Grouped(channels(f"{inside}conv1d"))), "weight", self.taps
             ),
-            dt_bias=filler.of_source(by_group, "dt_bias", self.dt_bias),
-            a_log=filler.of_source(by_group, "A_log", self.a_log),
-            norm=filler.array(f"{own}norm.weight", self.norm),
-            o=filler.linear(self.o, One(f"{own}out_proj")),
+            dt_bias=tensor_map.of_source(by_group, "dt_bias", self.dt_bias),
+            a_log=tensor_map.of_source(by_group, "A_log", self.a_log),
+            norm=tensor_map.array(f"{inside}norm.weight", self.norm),
+            o=tensor_map.linear(self.o, One(f"{inside}out_proj")),
         )
 
 

@@ -22,11 +22,12 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.config.latent import LatentConfig
-from jaxspec.models.forward_pass import ForwardPass, LatentHeads
+from jaxspec.models.attention_heads import LatentHeads
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler, HeadPart, One
+from jaxspec.models.tensors import HeadPart, One, TensorMap
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
@@ -104,20 +105,22 @@ class LatentAttention(Pytree):
         """Empty pages of latents and rotated keys."""
         return PagedLatent.create(geometry, self.config.stored_dim, self.kv_in.dtype, layout)
 
-    def filled(self, prefix: str, filler: Filler) -> "LatentAttention":
-        """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
-        own, config = f"{prefix}self_attn.", self.config
-        up = f"{own}kv_b_proj"
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "LatentAttention":
+        """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""
+        module, config = f"{prefix}self_attn.", self.config
+        up = f"{module}kv_b_proj"
         size = config.key_dim + config.value_dim
         return self.replace(
-            q_in=filler.linear(self.q_in, One(f"{own}q_a_proj")),
-            q_norm=filler.array(f"{own}q_a_layernorm.weight", self.q_norm),
-            q=filler.linear(self.q, One(f"{own}{'q_proj' if self.q_in is None else 'q_b_proj'}")),
-            kv_in=filler.linear(self.kv_in, One(f"{own}kv_a_proj_with_mqa")),
-            kv_norm=filler.array(f"{own}kv_a_layernorm.weight", self.kv_norm),
-            key_up=filler.linear(self.key_up, HeadPart(up, size, last=False)),
-            value_up=filler.linear(self.value_up, HeadPart(up, size, last=True)),
-            o=filler.linear(self.o, One(f"{own}o_proj")),
+            q_in=tensor_map.linear(self.q_in, One(f"{module}q_a_proj")),
+            q_norm=tensor_map.array(f"{module}q_a_layernorm.weight", self.q_norm),
+            q=tensor_map.linear(
+                self.q, One(f"{module}{'q_proj' if self.q_in is None else 'q_b_proj'}")
+            ),
+            kv_in=tensor_map.linear(self.kv_in, One(f"{module}kv_a_proj_with_mqa")),
+            kv_norm=tensor_map.array(f"{module}kv_a_layernorm.weight", self.kv_norm),
+            key_up=tensor_map.linear(self.key_up, HeadPart(up, size, last=False)),
+            value_up=tensor_map.linear(self.value_up, HeadPart(up, size, last=True)),
+            o=tensor_map.linear(self.o, One(f"{module}o_proj")),
         )
 
 

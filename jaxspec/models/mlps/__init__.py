@@ -11,7 +11,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.experts import Experts, experts_shape
-from jaxspec.models.tensors import Filler
+from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Shards
 
 __all__ = ["Dense", "Experts", "Mlp", "mlp_shape"]
@@ -30,8 +30,8 @@ class Mlp(Protocol):
         place of an array (see models.linear). None: the input is an array."""
         ...
 
-    def filled(self, prefix: str, filler: Filler) -> "Mlp":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Mlp":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         ...
 
 

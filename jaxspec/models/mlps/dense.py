@@ -7,7 +7,7 @@ from jax import Array
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
-from jaxspec.models.tensors import Filler, One, Source, Stacked
+from jaxspec.models.tensors import One, Source, Stacked, TensorMap
 from jaxspec.models.wrapped_tensors import Fused
 from jaxspec.parallel import Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, pytree, static
@@ -33,18 +33,18 @@ class Dense(Pytree):
         """The projection that alone reads the input, if there is one."""
         return self.gate_up
 
-    def filled(self, prefix: str, filler: Filler) -> "Dense":
-        """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
-        return self.filled_at(f"{prefix}mlp.", filler)
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Dense":
+        """The same, with every array replaced by ``tensor_map``'s result for ``<prefix>mlp``."""
+        return self.mapped_at(f"{prefix}mlp.", tensor_map)
 
-    def filled_at(self, own: str, filler: Filler) -> "Dense":
-        """As ``filled``, where the names of the projections begin with ``own``."""
-        source: Source = Stacked((f"{own}gate_proj", f"{own}up_proj"))
+    def mapped_at(self, prefix: str, tensor_map: TensorMap) -> "Dense":
+        """``mapped`` where the names of the projections begin with ``prefix``."""
+        source: Source = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
         if self.config.fused:
-            source = Fused(f"{own}gate_up_proj", source, (self.config.intermediate_size,) * 2)
+            source = Fused(f"{prefix}gate_up_proj", source, (self.config.intermediate_size,) * 2)
         return self.replace(
-            gate_up=filler.linear(self.gate_up, source),
-            down=filler.linear(self.down, One(f"{own}down_proj")),
+            gate_up=tensor_map.linear(self.gate_up, source),
+            down=tensor_map.linear(self.down, One(f"{prefix}down_proj")),
         )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.tensors import Filler, Source, Split, Tensors
+from jaxspec.models.tensors import Source, Split, TensorMap, Tensors
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
@@ -38,11 +38,11 @@ class ExpertLinear(Pytree):
         """Experts of this device (inside shard_map: of its shard)."""
         return self.weight.shape[0]
 
-    def filled(self, source: Source, filler: Filler) -> "ExpertLinear":
-        """The same, with every array replaced by ``filler``'s result for ``source``."""
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "ExpertLinear":
+        """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
         return self.replace(
-            weight=filler.of_source(source, "weight", self.weight),
-            bias=filler.of_source(source, "bias", self.bias),
+            weight=tensor_map.of_source(source, "weight", self.weight),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
 
@@ -58,14 +58,16 @@ class PerExpert:
 
     def split(self, kind: str) -> Split:
         def split(block: Any, start: tuple[int, ...]) -> list[Any]:
-            own = self.experts[start[0] : start[0] + len(block)]
-            pairs = zip(own, block, strict=True)
-            return [piece for one, part in pairs for piece in one.split(kind)(part, start[1:])]
+            experts = self.experts[start[0] : start[0] + len(block)]
+            pairs = zip(experts, block, strict=True)
+            return [
+                piece for source, part in pairs for piece in source.split(kind)(part, start[1:])
+            ]
 
         return split
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        return jnp.stack([one.join(kind, tensors, shape[1:]) for one in self.experts])
+        return jnp.stack([source.join(kind, tensors, shape[1:]) for source in self.experts])
 
 
 def expert_linear_shape(

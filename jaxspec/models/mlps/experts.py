@@ -18,10 +18,10 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
-from jaxspec.models.mlps.mix import Own, mix
+from jaxspec.models.mlps.mix import LocalExperts, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.models.shapes import vector
-from jaxspec.models.tensors import Filler, One, Stacked
+from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.parallel import Axes, Layout, Shards, check_divides
 from jaxspec.parallel.collectives import (
     all_gather,
@@ -58,14 +58,14 @@ class Experts(Pytree):
             tokens = tuple(axis for axis in axes if axis in step.layout.tokens)
             whole = all_gather(all_tokens(x, tokens), step.layout.hidden)
             rows = whole.reshape(-1, whole.shape[-1])
-            own = Own(
+            local = LocalExperts(
                 gate_up=self.gate_up,
                 down=self.down,
                 first=shard_offset(self.gate_up.num_experts, axes),
                 activation=self.config.activation,
             )
             num_experts = self.config.routing.num_experts
-            mixed = mix(own, rows, self.routes(rows, step), num_experts, step)
+            mixed = mix(local, rows, self.routes(rows, step), num_experts, step)
         shared = None if self.shared is None else self.shared(x, step)
         weight = None if self.shared_gate is None else self._weight_of_shared(x, step)
         return Mixture(mixed.reshape(whole.shape), axes, shared, weight)
@@ -86,21 +86,23 @@ class Experts(Pytree):
         """The projection that alone reads the input, if there is one."""
         return None
 
-    def filled(self, prefix: str, filler: Filler) -> "Experts":
-        """The same, with every array replaced by ``filler``'s result."""
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Experts":
+        """The same, with every array replaced by ``tensor_map``'s result."""
         names = self.config.names
-        own = f"{prefix}{names.block}."
-        modules = [f"{own}experts.{i}." for i in range(self.config.routing.num_experts)]
-        gate_up = tuple(Stacked((f"{one}{names.gate}", f"{one}{names.up}")) for one in modules)
-        down = tuple(One(f"{one}{names.down}") for one in modules)
-        router, shared = f"{own}{names.router}", self.shared
+        block = f"{prefix}{names.block}."
+        modules = [f"{block}experts.{i}." for i in range(self.config.routing.num_experts)]
+        gate_up = tuple(
+            Stacked((f"{module}{names.gate}", f"{module}{names.up}")) for module in modules
+        )
+        down = tuple(One(f"{module}{names.down}") for module in modules)
+        router, shared = f"{block}{names.router}", self.shared
         return self.replace(
-            router=filler.linear(self.router, One(router)),
-            correction=filler.array(f"{router}.e_score_correction_bias", self.correction),
-            gate_up=filler.linear(self.gate_up, PerExpert(gate_up)),
-            down=filler.linear(self.down, PerExpert(down)),
-            shared=shared and shared.filled_at(f"{own}{names.shared}.", filler),
-            shared_gate=filler.linear(self.shared_gate, One(f"{own}{names.shared_gate}")),
+            router=tensor_map.linear(self.router, One(router)),
+            correction=tensor_map.array(f"{router}.e_score_correction_bias", self.correction),
+            gate_up=tensor_map.linear(self.gate_up, PerExpert(gate_up)),
+            down=tensor_map.linear(self.down, PerExpert(down)),
+            shared=shared and shared.mapped_at(f"{block}{names.shared}.", tensor_map),
+            shared_gate=tensor_map.linear(self.shared_gate, One(f"{block}{names.shared_gate}")),
         )
 
 
@@ -124,18 +126,18 @@ class Mixture:
         self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
     ) -> Array:
         """The sum over experts and devices, as one partial sum: [1, B, T, H]."""
-        own, rest = self.routed, None
+        total, rest = self.routed, None
         if self.shared is not None and self._are_added(layout):
-            own = own + self._weighted(self.shared.own_sums(kernels, _never)[0])
+            total = total + self._weighted(self.shared.local_sums(kernels, _never)[0])
         elif self.shared is not None:
             rest = self._weighted(self.shared.result(layout, kernels))
         with jax.named_scope("mlp"):
-            own = reduce_scatter(own, layout.hidden, own.ndim - 1)
+            total = reduce_scatter(total, layout.hidden, total.ndim - 1)
             over = tuple(axis for axis in self.axes if axis in layout.tokens)
-            own = reduce_scatter(own, over, 1)
+            total = reduce_scatter(total, over, 1)
             done = (*layout.hidden, *over)
-            own = all_reduce(own, tuple(axis for axis in self.axes if axis not in done))
-            return (own if rest is None else own + rest)[None]
+            total = all_reduce(total, tuple(axis for axis in self.axes if axis not in done))
+            return (total if rest is None else total + rest)[None]
 
     def _are_added(self, layout: Layout) -> bool:
         """Whether the shared expert's product is summed over the same devices, all together."""

@@ -30,11 +30,11 @@ MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E,
 # would take shorter for 512 of them than their kernels take to launch.
 MOST_VALUES = 1 << 26
 ROW_STEP = 64  # rows of such a part are a multiple, as tensor cores take them
-LARGEST_BLOCK = 64  # rows of one expert that own_blocks multiplies at a time
+LARGEST_BLOCK = 64  # rows of one expert that blocks_of_experts multiplies at a time
 
 
 @pytree
-class Own(Pytree):
+class LocalExperts(Pytree):
     """A device's experts, of which ``first`` is the first.
 
     Attributes:
@@ -65,39 +65,41 @@ def clamped_swiglu(config: ClampedSwiglu, gate_up: Array) -> Array:
     return units_of(gate_up[..., 0, :], gate_up[..., 1, :], clamp, jax.nn.sigmoid)
 
 
-def mix(own: Own, x: Array, routes: Routes, num_experts: int, step: ForwardPass) -> Array:
+def mix(
+    local: LocalExperts, x: Array, routes: Routes, num_experts: int, step: ForwardPass
+) -> Array:
     """What the experts of this device add to rows x [N, H]: [N, H] in x's dtype.
 
     ``num_experts``: of all devices.
     """
-    mixed = by_kernel(own, x, routes, step)
+    mixed = by_kernel(local, x, routes, step)
     if mixed is not None:
         return mixed.astype(x.dtype)
     if routes.experts.size <= num_experts:
-        return chosen_experts(own, x, routes).astype(x.dtype)
+        return chosen_experts(local, x, routes).astype(x.dtype)
     most_rows = MOST_ROWS
     if not isinstance(step.attend, PagedAttend):
-        most_rows = max(MOST_ROWS, MOST_VALUES // own.gate_up.weight[:, 0].size)
+        most_rows = max(MOST_ROWS, MOST_VALUES // local.gate_up.weight[:, 0].size)
     every = functools.partial(every_expert, most_rows=most_rows)
-    mixed = lax.platform_dependent(own, x, routes, cpu=own_blocks, default=every)
+    mixed = lax.platform_dependent(local, x, routes, cpu=blocks_of_experts, default=every)
     return mixed.astype(x.dtype)
 
 
-def by_kernel(own: Own, x: Array, routes: Routes, step: ForwardPass) -> Array | None:
+def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) -> Array | None:
     """For up to some hundred rows on Hopper GPUs: a kernel reads the chosen experts, each once.
     Float32 [N, H]; None where it does not run."""
-    local, here = _local(own, routes)
-    experts = jnp.where(here, local, own.gate_up.num_experts)
-    down, weights = own.down, (own.gate_up.weight, own.down.weight, own.gate_up.bias)
-    mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, own.activation)
+    index, here = _local(local, routes)
+    experts = jnp.where(here, index, local.gate_up.num_experts)
+    down, weights = local.down, (local.gate_up.weight, local.down.weight, local.gate_up.bias)
+    mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, local.activation)
     if mixed is None:
         return None
     if down.bias is not None:
-        mixed = mixed + down.bias[local]
+        mixed = mixed + down.bias[index]
     return _total(jnp.where(here[..., None], mixed * routes.weights[..., None], 0.0))
 
 
-def chosen_experts(own: Own, x: Array, routes: Routes) -> Array:
+def chosen_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
     """For few rows: gathers the weights of each row's experts. Float32 [N, H].
 
     Reads the weights of the chosen experts and no others. On GPUs, XLA fuses the gather into the
@@ -105,21 +107,23 @@ def chosen_experts(own: Own, x: Array, routes: Routes) -> Array:
     weights, rows and indices). A CPU copies the weights of the chosen experts first. On
     devices that have some of the experts, choices that others have read the first one.
     """
-    experts, here = _local(own, routes)
+    experts, here = _local(local, routes)
     repeated = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[-1]))
-    gate_up = einsum_f32("nkh,nkhtf->nktf", repeated, own.gate_up.weight[experts])
-    if own.gate_up.bias is not None:
-        gate_up = gate_up + own.gate_up.bias[experts]
-    units = own.hidden_units(gate_up, routes.weights, here)
+    gate_up = einsum_f32("nkh,nkhtf->nktf", repeated, local.gate_up.weight[experts])
+    if local.gate_up.bias is not None:
+        gate_up = gate_up + local.gate_up.bias[experts]
+    units = local.hidden_units(gate_up, routes.weights, here)
     # With the sum over k inside of the product XLA would copy the weights.
-    mixed = einsum_f32("nkf,nkfh->nkh", units, own.down.weight[experts])
-    if own.down.bias is not None:
+    mixed = einsum_f32("nkf,nkfh->nkh", units, local.down.weight[experts])
+    if local.down.bias is not None:
         weights = jnp.where(here, routes.weights, 0.0)
-        mixed = mixed + weights[..., None] * own.down.bias[experts]
+        mixed = mixed + weights[..., None] * local.down.bias[experts]
     return _total(mixed)
 
 
-def every_expert(own: Own, x: Array, routes: Routes, most_rows: int | None = None) -> Array:
+def every_expert(
+    local: LocalExperts, x: Array, routes: Routes, most_rows: int | None = None
+) -> Array:
     """For many rows on GPUs: every expert multiplies every row, ``most_rows`` (MOST_ROWS) at a
     time. Float32 [N, H].
 
@@ -128,7 +132,7 @@ def every_expert(own: Own, x: Array, routes: Routes, most_rows: int | None = Non
     """
     num_rows, most_rows = len(x), most_rows or MOST_ROWS
     if num_rows <= most_rows:
-        return _every_expert(own, x, routes)
+        return _every_expert(local, x, routes)
     count = -(-num_rows // most_rows)
     size = -(-num_rows // (count * ROW_STEP)) * ROW_STEP  # equal parts: little of it is padding
 
@@ -137,41 +141,41 @@ def every_expert(own: Own, x: Array, routes: Routes, most_rows: int | None = Non
         return padded.reshape(count, size, values.shape[-1])
 
     in_parts = parts(x), Routes(*map(parts, routes))
-    mixed = lax.map(lambda part: _every_expert(own, *part), in_parts)
+    mixed = lax.map(lambda part: _every_expert(local, *part), in_parts)
     return mixed.reshape(-1, x.shape[-1])[:num_rows]
 
 
-def _every_expert(own: Own, x: Array, routes: Routes) -> Array:
-    ids = own.first + jnp.arange(own.gate_up.num_experts)
+def _every_expert(local: LocalExperts, x: Array, routes: Routes) -> Array:
+    ids = local.first + jnp.arange(local.gate_up.num_experts)
     is_route = routes.experts[..., None] == ids  # [N, k, E]
     is_chosen = jnp.any(is_route, axis=1)
     weights = jnp.sum(jnp.where(is_route, routes.weights[..., None], 0.0), axis=1)  # [N, E]
-    gate_up = einsum_f32("nh,ehtf->netf", x, own.gate_up.weight).astype(x.dtype)
-    if own.gate_up.bias is not None:
-        gate_up = gate_up + own.gate_up.bias
-    mixed = _down(own, gate_up, weights, is_chosen)
-    if own.down.bias is None:
+    gate_up = einsum_f32("nh,ehtf->netf", x, local.gate_up.weight).astype(x.dtype)
+    if local.gate_up.bias is not None:
+        gate_up = gate_up + local.gate_up.bias
+    mixed = _down(local, gate_up, weights, is_chosen)
+    if local.down.bias is None:
         return mixed
-    return mixed + jnp.einsum("ne,eh->nh", weights, own.down.bias.astype(jnp.float32))
+    return mixed + jnp.einsum("ne,eh->nh", weights, local.down.bias.astype(jnp.float32))
 
 
 @jax.checkpoint
-def _down(own: Own, gate_up: Array, weights: Array, is_chosen: Array) -> Array:
+def _down(local: LocalExperts, gate_up: Array, weights: Array, is_chosen: Array) -> Array:
     """From gate and up [N, E, 2, F] to float32 [N, H]. A gradient computes the hidden units again:
     kept, with what they are made of, they would be several times ``gate_up``."""
-    units = own.hidden_units(gate_up, weights, is_chosen)
-    return einsum_f32("nef,efh->nh", units, own.down.weight)
+    units = local.hidden_units(gate_up, weights, is_chosen)
+    return einsum_f32("nef,efh->nh", units, local.down.weight)
 
 
-def own_blocks(own: Own, x: Array, routes: Routes) -> Array:
+def blocks_of_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
     """For many rows on CPUs: one expert after the other multiplies the rows that chose it, in
     blocks of equal size. Float32 [N, H].
 
     Rows are sorted by expert; the last block of each is filled up. So the work grows with the rows
     that chose an expert of this device.
     """
-    (num_rows, k), num_experts = routes.experts.shape, own.gate_up.num_experts
-    experts, here = _local(own, routes)
+    (num_rows, k), num_experts = routes.experts.shape, local.gate_up.num_experts
+    experts, here = _local(local, routes)
     size = _block_size(num_rows * k, num_experts)
     # Choices of other devices' experts are sorted behind all others.
     slots, of_block = _blocks(jnp.where(here, experts, num_experts).reshape(-1), num_experts, size)
@@ -182,14 +186,14 @@ def own_blocks(own: Own, x: Array, routes: Routes) -> Array:
 
     def block(part: tuple[Array, Array, Array, Array]) -> Array:
         x, weights, kept, expert = part
-        gate_up = einsum_f32("nh,htf->ntf", x, own.gate_up.weight[expert])
-        if own.gate_up.bias is not None:
-            gate_up = gate_up + own.gate_up.bias[expert]
-        units = own.hidden_units(gate_up, weights, kept)
-        mixed = einsum_f32("nf,fh->nh", units, own.down.weight[expert])
-        if own.down.bias is None:
+        gate_up = einsum_f32("nh,htf->ntf", x, local.gate_up.weight[expert])
+        if local.gate_up.bias is not None:
+            gate_up = gate_up + local.gate_up.bias[expert]
+        units = local.hidden_units(gate_up, weights, kept)
+        mixed = einsum_f32("nf,fh->nh", units, local.down.weight[expert])
+        if local.down.bias is None:
             return mixed
-        return mixed + jnp.where(kept, weights, 0.0)[:, None] * own.down.bias[expert]
+        return mixed + jnp.where(kept, weights, 0.0)[:, None] * local.down.bias[expert]
 
     parts = (
         inputs.reshape(-1, size, x.shape[-1]),
@@ -206,11 +210,11 @@ def _total(mixed: Array) -> Array:
     return functools.reduce(jnp.add, (mixed[:, choice] for choice in range(mixed.shape[1])))
 
 
-def _local(own: Own, routes: Routes) -> tuple[Array, Array]:
+def _local(local: LocalExperts, routes: Routes) -> tuple[Array, Array]:
     """Index of each chosen expert among this device's (0 for others), and whether it has it."""
-    local = routes.experts - own.first
-    here = (local >= 0) & (local < own.gate_up.num_experts)
-    return jnp.where(here, local, 0), here
+    index = routes.experts - local.first
+    here = (index >= 0) & (index < local.gate_up.num_experts)
+    return jnp.where(here, index, 0), here
 
 
 def _block_size(choices: int, num_experts: int) -> int:

@@ -5,30 +5,29 @@ when they are used, with a scale for each token, or for each token and as many i
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Linear, Product
+from jaxspec.models.linear import Linear
+from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.quantized.rounded_rows import rounded_rows
 from jaxspec.models.shapes import array_shape
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
-from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.packed_product import float8_misfit, packed_product
 from pallas_kernels.packed_product.reference import dequantized
-from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
-from pallas_kernels.products import input_last_product, sum_partials
+from pallas_kernels.products import input_last_product
 from pallas_kernels.round_tokens import round_tokens
-from pallas_kernels.selection import NO_KERNELS, Kernels
+from pallas_kernels.selection import Kernels
 
 E4M3 = jnp.dtype("float8_e4m3fn")
 
 
 @pytree
-class Float8Linear(Pytree):
+class Float8Linear(PackedLinear):
     """A Linear of the AnyLinear protocol. Arrays hold the input last, as tensor cores read weights.
 
     Attributes:
@@ -48,36 +47,12 @@ class Float8Linear(Pytree):
         by_group = (size if len(self.scale) > 1 else "group", *outputs)
         return {"values": (*outputs, size), "scale": by_group, "bias": tuple(outputs)}
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.activations
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        return self.values.shape[:-1]
-
-    def __call__(self, x: Any, kernels: Kernels = NO_KERNELS) -> Array:
-        sums = self.partial_sums(x, self._num_splits(choose_splits_alone, x, kernels), kernels)
-        y = sum_partials(sums, sums.shape[1], x.dtype)
-        return y if self.bias is None else y + self.bias
-
-    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        [y] = self._multiply(x, 1, kernels, jnp.dtype("float32"))
-        return y if self.bias is None else y + self.bias
-
-    def filled(self, source: Source, filler: Filler) -> "Float8Linear":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "Float8Linear":
         return self.replace(
-            values=filler.of_source(OutputsFirst(source), "values", self.values),
-            scale=filler.of_source(source, "scale", self.scale),
-            bias=filler.of_source(source, "bias", self.bias),
+            values=tensor_map.of_source(OutputsFirst(source), "values", self.values),
+            scale=tensor_map.of_source(source, "scale", self.scale),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
-
-    def product(self, x: Array, scope: str) -> Product:
-        return Product(self, x, scope)
-
-    def partial_sums(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
-        dtype = x.dtype if num_splits == 1 else jnp.dtype("float32")
-        return self._multiply(x, num_splits, kernels, dtype)
 
     @property
     def rounds(self) -> bool:
@@ -86,14 +61,10 @@ class Float8Linear(Pytree):
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
         return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
 
-    def best_num_splits(self, x: Any, kernels: Kernels) -> int:
-        return self._num_splits(choose_packed_splits, x, kernels)
-
-    def _num_splits(self, choose: Callable[..., int], x: Any, kernels: Kernels) -> int:
-        if not self._runs_packed(x, kernels):
-            return 1
-        rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
-        return choose(rows, self.values.shape[-1], width, 8, 8)
+    @property
+    def _bits(self) -> tuple[int, int]:
+        """Bits of a weight, and of the rows that are multiplied."""
+        return 8, 8
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
@@ -131,7 +102,9 @@ def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.d
     if len(scale) == 1:
         y = input_last_product(x, values, jnp.float32)
         return y * x_scale[0][:, None] * scale[0].astype(jnp.float32)
-    wide, weights = (dequantized(*one).astype(dtype) for one in ((x, x_scale), (values, scale)))
+    wide, weights = (
+        dequantized(*operand).astype(dtype) for operand in ((x, x_scale), (values, scale))
+    )
     return input_last_product(wide, weights, jnp.float32)
 
 

@@ -5,30 +5,29 @@ they are, or are rounded to 8-bit floats (e4m3) when they are used, with a scale
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Linear, Product
+from jaxspec.models.linear import Linear
+from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.quantized.rounded_rows import rounded_rows
 from jaxspec.models.shapes import array_shape
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
-from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.packed_product import float8_misfit, misfit, packed_product
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized
-from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
-from pallas_kernels.products import input_last_product, sum_partials
-from pallas_kernels.selection import NO_KERNELS, Kernels
+from pallas_kernels.products import input_last_product
+from pallas_kernels.selection import Kernels
 
 MOST_SHARES = 32  # devices that may share inputs which have a single scale
 
 
 @pytree
-class GroupedLinear(Pytree):
+class GroupedLinear(PackedLinear):
     """A Linear of the AnyLinear protocol. ``values`` hold the input last, as kernels read weights.
 
     Attributes:
@@ -63,50 +62,22 @@ class GroupedLinear(Pytree):
             "bias": tuple(outputs),
         }
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.activations
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        return self.values.shape[:-1]
-
-    def __call__(self, x: Any, kernels: Kernels = NO_KERNELS) -> Array:
-        sums = self.partial_sums(x, self._num_splits(choose_splits_alone, x, kernels), kernels)
-        y = sum_partials(sums, sums.shape[1], x.dtype)
-        return y if self.bias is None else y + self.bias
-
-    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        [y] = self._multiply(x, 1, kernels, jnp.dtype("float32"))
-        return y if self.bias is None else y + self.bias
-
-    def filled(self, source: Source, filler: Filler) -> "GroupedLinear":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "GroupedLinear":
         return self.replace(
-            values=filler.of_source(OutputsFirst(source), "values", self.values),
-            scale=filler.of_source(source, "scale", self.scale),
-            zero=filler.of_source(source, "zero", self.zero),
-            groups=filler.array(f"{source.names[0]}.groups", self.groups),
-            bias=filler.of_source(source, "bias", self.bias),
+            values=tensor_map.of_source(OutputsFirst(source), "values", self.values),
+            scale=tensor_map.of_source(source, "scale", self.scale),
+            zero=tensor_map.of_source(source, "zero", self.zero),
+            groups=tensor_map.array(f"{source.names[0]}.groups", self.groups),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
-
-    def product(self, x: Array, scope: str) -> Product:
-        return Product(self, x, scope)
-
-    def partial_sums(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
-        dtype = x.dtype if num_splits == 1 else jnp.dtype("float32")
-        return self._multiply(x, num_splits, kernels, dtype)
 
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
         return self.rounds and "round_tokens" in kernels and dtype == jnp.bfloat16
 
-    def best_num_splits(self, x: Any, kernels: Kernels) -> int:
-        return self._num_splits(choose_packed_splits, x, kernels)
-
-    def _num_splits(self, choose: Callable[..., int], x: Any, kernels: Kernels) -> int:
-        if not self._runs_packed(x, kernels):
-            return 1
-        rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
-        return choose(rows, self.values.shape[-1], width, 4, self._x_bits)
+    @property
+    def _bits(self) -> tuple[int, int]:
+        """Bits of a weight, and of the rows that are multiplied."""
+        return 4, self._x_bits
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
@@ -115,7 +86,7 @@ class GroupedLinear(Pytree):
 
     @property
     def _x_bits(self) -> int:
-        """Of the rows that are multiplied, for the kernel's order of inputs."""
+        """Bits of the rows that are multiplied, for the kernel's order of inputs."""
         return 8 if self.rounds else 16
 
     def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:

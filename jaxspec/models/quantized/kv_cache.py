@@ -56,12 +56,12 @@ def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None)
     layers = count_attentions(weights)
     if len(scales) != layers:
         raise ValueError(f"{len(scales)} scales for {layers} layers of attention: give one each")
-    own = iter(scales)
+    remaining = iter(scales)
 
     def scaled(node: Any) -> Any:
         if not _is_attention(node):
             return node
-        return node.replace(kv_scales=_checked(next(own), node))
+        return node.replace(kv_scales=_checked(next(remaining), node))
 
     return _placed(jax.tree.map(scaled, weights, is_leaf=_is_attention), mesh)
 
@@ -77,12 +77,12 @@ def without_kv_scales[T](weights: T) -> T:
 
 def with_scales_of[T](current: T, new: T) -> T:
     """``new``, whose attention layers without scales get those of ``current``."""
-    own = iter(list(_attentions(current)))
+    remaining = iter(list(_attentions(current)))
 
     def scaled(node: Any) -> Any:
         if not _is_attention(node):
             return node
-        old = next(own, None)
+        old = next(remaining, None)
         if old is None or node.kv_scales is not None:
             return node
         return node.replace(kv_scales=old.kv_scales)
@@ -127,10 +127,10 @@ def _checked(scales: KVScales, attention: Attention) -> KVScales:
 def _ones(attention: Attention) -> KVScales:
     """Scales of 1; shapes for an Attention of shapes."""
     heads = attention.qkv.out_shape[0]
-    one: Any = np.ones(heads, np.float32)
+    ones: Any = np.ones(heads, np.float32)
     if not isinstance(jax.tree.leaves(attention)[0], Array):
-        one = jax.ShapeDtypeStruct(one.shape, one.dtype)
-    return KVScales(k=one, v=one)
+        ones = jax.ShapeDtypeStruct(ones.shape, ones.dtype)
+    return KVScales(k=ones, v=ones)
 
 
 def _placed[T](weights: T, mesh: Mesh | None) -> T:

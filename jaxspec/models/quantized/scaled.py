@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxspec.models.linear import Linear, Product
 from jaxspec.models.mlps.expert_linear import check_no_experts
-from jaxspec.models.tensors import Filler, Source
+from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -59,11 +59,11 @@ class ScaledLinear(Pytree):
             return other.float32(x, kernels)
         return self._with_bias(einsum_f32("...h,hv->...v", x, self._wide(x)) * self.scale)
 
-    def filled(self, source: Source, filler: Filler) -> "ScaledLinear":
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "ScaledLinear":
         return self.replace(
-            weight=filler.of_source(source, "weight", self.weight),
-            scale=filler.of_source(source, "weight_scale", self.scale),
-            bias=filler.of_source(source, "bias", self.bias),
+            weight=tensor_map.of_source(source, "weight", self.weight),
+            scale=tensor_map.of_source(source, "weight_scale", self.scale),
+            bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
     def product(self, x: Array, scope: str) -> Product:

@@ -65,13 +65,13 @@ def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
 
 
 def to_four_bits(linear: Linear, devices: int = 1) -> AnyLinear:
-    """As in_four_bits, with inputs that may be split over so many devices."""
+    """in_four_bits with inputs that may be split over so many devices."""
     group = math.gcd(linear.in_size // devices, DRAFTER_GROUP)  # no device has a part of one
     return rounded_to_groups(linear, 4, group, symmetric=False)
 
 
 def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:
-    """As ``in_scheme``, by a function that rounds a Linear.
+    """``in_scheme`` by a function that rounds a Linear.
 
     Raises ValueError for weights with experts.
     """

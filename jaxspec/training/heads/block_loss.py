@@ -19,8 +19,9 @@ from jax import Array
 
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.attention_heads import Heads
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward_pass import Attend, Heads
+from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import BlockHead
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from jaxspec.training.heads.loss import DraftBatch, target_states

@@ -20,8 +20,9 @@ from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.attention_heads import Heads
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward_pass import Attend, Heads
+from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.paged_attention.reference import MASKED, capped

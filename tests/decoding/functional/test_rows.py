@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from jax import Array
 
 from jaxspec import functional
-from jaxspec.cache import PagedKV, pages_for
+from jaxspec.cache import PagedKV
+from jaxspec.config.cache import pages_for
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, Ending, EngineState, Status

@@ -84,7 +84,7 @@ def test_recurrent_layers_are_timed_at_these_sizes():
     sizes = {(one.case.batch, one.case.nodes) for one in BENCHMARK_ROUNDS}
     assert sizes == {(b, n) for b in (1, 8, 32) for n in (1, 2, 4, 8, 16, 32, 64)}
     names = [benchmark.name for benchmark in bench_kernels.OPERATIONS["delta_rule"]()]
-    kinds = ("read", "read by transform", "round", "state per node")
+    kinds = ("read", "round", "state per node")
     assert all(f"{kind} {b} x {n} nodes" in names for kind in kinds for b, n in sizes)
     rows = [{"operation": "delta_rule", "case": name, "us": 2.0, "floor_us": 1.0} for name in names]
     table = bench_kernels.make_nodes_table(rows)

@@ -1,0 +1,106 @@
+"""The inputs of attention: heads of a qkv projection, and of a projection to latents.
+
+An Attend function (see forward_pass.py) takes them. They call no kernel by name.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache import KVScales
+from jaxspec.config.latent import LatentConfig
+from jaxspec.parallel import Axes
+from jaxspec.parallel.collectives import all_tokens
+from pallas_kernels.products import einsum_f32, sum_partials
+from pallas_kernels.rope_kv_write.reference import rotated_heads
+from pallas_kernels.selection import Kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The input of attention: the heads of a qkv projection, not yet normed and rotated.
+
+    Attributes:
+      partials: [S, B, T, G, R, D] split-K partial sums. The R heads of a KV head are its queries,
+        its key and its value. Rows past B are padding.
+      dtype: of the sums.
+      rope: a result of ``rope_angles``.
+      q_norm, k_norm: [D] weights, or None.
+      eps: epsilon of the norms.
+      kv_scales: of keys and values in 8-bit pages, or None.
+      scale, softcap: of the scores; see AttentionConfig.
+      sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
+      tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
+    """
+
+    partials: Array
+    dtype: jnp.dtype
+    rope: Array
+    q_norm: Array | None
+    k_norm: Array | None
+    eps: float
+    kernels: Kernels
+    kv_scales: KVScales | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    tokens: Axes = ()
+
+    @property
+    def scales(self) -> tuple[Array | None, Array | None]:
+        """The scales [G] of keys and of values in 8-bit pages, or None."""
+        kv_scales = self.kv_scales
+        return (None, None) if kv_scales is None else (kv_scales.k, kv_scales.v)
+
+    def of_all_tokens(self) -> "Heads":
+        """The heads of all tokens, on every device."""
+        if not self.tokens:
+            return self
+        qkv = sum_partials(self.partials, len(self.rope), self.dtype)
+        whole = all_tokens(qkv, self.tokens, self.rope.shape[1])
+        return dataclasses.replace(self, partials=whole[None], tokens=())
+
+    def rotated(self) -> tuple[Array, Array, Array]:
+        """Queries [B, T, Q, D], keys and values [B, T, G, D]."""
+        qkv = sum_partials(self.partials, len(self.rope), self.dtype)
+        return rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentHeads:
+    """The input of latent attention: what stands for Heads in an Attend function, which returns the
+    heads' values.
+
+    Attributes:
+      plain, rotary: [B, T, Q, key_dim] and [B, T, Q, R], queries; ``rotary`` is rotated.
+      stored: [B, T, 1, L + R], latents and rotated keys: what is kept of the tokens.
+      key_up, value_up: [Q, key_dim, L] and [Q, value_dim, L], from a latent to the heads' keys and
+        values.
+    """
+
+    plain: Array
+    rotary: Array
+    stored: Array
+    key_up: Array
+    value_up: Array
+    config: LatentConfig
+    kernels: Kernels
+
+    @property
+    def queries(self) -> Array:
+        """[B, T, Q, key_dim + R], of the heads' own keys."""
+        return jnp.concatenate([self.plain, self.rotary], axis=-1)
+
+    @property
+    @jax.named_scope("attention")
+    def absorbed(self) -> Array:
+        """[B, T, Q, L + R], queries of what is stored."""
+        queries = einsum_f32("btqk,qkl->btql", self.plain, self.key_up).astype(self.plain.dtype)
+        return jnp.concatenate([queries, self.rotary], axis=-1)
+
+    @jax.named_scope("attention")
+    def values(self, attended: Array) -> Array:
+        """Values [B, T, Q, value_dim] of sums of latents [B, T, Q, L]."""
+        return einsum_f32("btql,qvl->btqv", attended, self.value_up).astype(attended.dtype)
