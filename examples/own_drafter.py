@@ -41,15 +41,17 @@ class FollowerDrafter(StatelessDrafter):
         vocab = target.config.vocab_size
         return Followers(after=jnp.full((num_rows, vocab), UNKNOWN, jnp.int32))
 
-    def prefill(self, target: Any, state: Any, chunk: Any, features: Any, call: Any) -> DraftState:
+    def prefill(
+        self, target: Any, state: Any, chunk: Any, features: Any, options: Any
+    ) -> DraftState:
         """Called when a part of the prompts has been read: ``chunk.tokens`` [R, T], of which the
         first ``chunk.counts`` [R] are real."""
         real = jnp.arange(chunk.tokens.shape[1]) < chunk.counts[:, None]
         return DraftState(rows=learned(state.rows.draft, chunk.tokens, real))
 
-    def propose(self, target: Any, state: Any, call: Any) -> tuple[DraftTree, DraftState]:
+    def propose(self, target: Any, state: Any, options: Any) -> tuple[DraftTree, DraftState]:
         """Called in every round: learn what the round before committed, then draft a chain."""
-        rows, depth = state.rows, call.speculation.max_depth
+        rows, depth = state.rows, options.speculation.max_depth
         # A round commits at most depth + 1 tokens. The last one, the root, is at context_lens.
         place = rows.context_lens[:, None] + jnp.arange(-depth - 1, 1)  # [R, depth + 2]
         tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(place, 0), axis=1)

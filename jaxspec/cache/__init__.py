@@ -14,7 +14,6 @@ from jaxspec.cache.paged import (
     page_slots,
     sequential_page_table,
 )
-from jaxspec.config.cache import pages_for
 
 __all__ = [
     "CommittedPath",

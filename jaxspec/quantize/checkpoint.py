@@ -169,9 +169,9 @@ class Streamed:
         """A layer on the default device, in the format that the checkpoint has."""
         prefix = f"{LAYERS}{index}."
         stored = {name: x for name, x in self._stored.items() if name.startswith(prefix)}
-        shapes = layer_kinds(self.config)[index].shape().filled(prefix, choosing(self._kind))
+        shapes = layer_kinds(self.config)[index].shape().mapped(prefix, choosing(self._kind))
         splits = splitting().with_norms(self.config.norm_offset)
-        return self._load(stored, shapes, shapes.filled(prefix, splits))
+        return self._load(stored, shapes, shapes.mapped(prefix, splits))
 
     def ends(self) -> Decoder:
         """The embeddings, the last norm and the LM head: a decoder without layers."""

@@ -93,7 +93,7 @@ class ModelKind:
         """Writes the checkpoint; returns its directory."""
         raw = {**SIZES, **self.config}
         model = _forgetting_slowly(random_expert_target(parse_model_config(raw)))
-        save_tree(folder / "float32", model, model.filled(splitting()), raw)
+        save_tree(folder / "float32", model, model.mapped(splitting()), raw)
         if self.form is None:
             return folder / "float32"
         return quantize_checkpoint(folder / "float32", folder, FORMATS[self.form])[0]

@@ -132,7 +132,7 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
         if layers is None or arrangement.separate_drafter:
             drafted = depth * local_bytes((draft, head))
             layers = chosen_layers(
-                config, dtype, meshes, drafted, apart=arrangement.separate_drafter
+                config, dtype, meshes, drafted, drafter_has_devices=arrangement.separate_drafter
             )
         check_layers(layers, config, len(meshes))
         stages, target = random_pipeline(config, dtype, meshes, layers, seed=0)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.models.mlps.expert_linear import ExpertLinear
-from jaxspec.models.mlps.mix import every_expert
+from jaxspec.models.mlps.mix import LocalExperts, every_expert
 from jaxspec.models.mlps.routing import Routes
 from pallas_kernels.benchmark import Arguments, Benchmark, noise
 from pallas_kernels.expert_product.cases import Case
@@ -53,7 +53,7 @@ def make_arguments(case: Case, seed: int) -> tuple[Array, ...]:
     return x, experts, weights, gate_up, down
 
 
-def ragged_experts(mlp: Own, x: Array, routes: Routes) -> Array:
+def ragged_experts(mlp: LocalExperts, x: Array, routes: Routes) -> Array:
     """What ``every_expert`` returns, float32 [N, H], on a device with all experts, without biases.
 
     Choices are sorted by expert, and ``ragged_dot`` multiplies the rows of each group.
@@ -84,8 +84,8 @@ def _by_every_expert(
     return every_expert(_experts_here(gate_up, down), x, Routes(experts, weights)).astype(x.dtype)
 
 
-def _experts_here(gate_up: Array, down: Array) -> Own:
-    return Own(
+def _experts_here(gate_up: Array, down: Array) -> LocalExperts:
+    return LocalExperts(
         gate_up=ExpertLinear(weight=gate_up, axes=()),
         down=ExpertLinear(weight=down, axes=()),
         first=0,
