@@ -18,7 +18,7 @@ from pallas_kernels.selection import OPERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The rooms, lowest first. A module may import from its own room and from those before it.
+# The packages, lowest first. A module may import from its own package and from those before it.
 LAYERS = (
     "pallas_kernels",
     "jaxspec._lazy",
@@ -43,7 +43,7 @@ LAYERS = (
     "scripts",
     "tests",
 )
-MOST_AT_THE_TOP = 24  # rooms and files of jaxspec/
+MOST_AT_THE_TOP = 24  # packages and files of jaxspec/
 # Host code. It may use nothing of jaxspec but these, and only these may use scheduling.
 SCHEDULING = "jaxspec.scheduling"
 STRUCTURED = "jaxspec.engine.structured"
@@ -130,7 +130,7 @@ def broken_import_rule(importer: str, imported: str) -> str | None:
         return None
     if LAYERS.index(below) > LAYERS.index(above):
         return (
-            f"{below} is a room above {above}, and imports point down only. Move what both need "
+            f"{below} is a package above {above}, and imports point down only. Move what both need "
             "to the lower one, or pass it in as an argument"
         )
     if host and not within(imported, *HOST_MAY_USE[host]):
@@ -217,11 +217,11 @@ def test_no_modules_import_each_other():
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
-def test_every_module_has_a_room():
+def test_every_module_has_a_package():
     names = {".".join(module_name(path).split(".")[:2]) for path in JAXSPEC_SOURCES}
     missing = sorted(names - {*LAYERS})
     assert not missing, (
-        f"{missing} are no rooms. Put a module into one of the folders of jaxspec/; "
+        f"{missing} are no packages. Put a module into one of the folders of jaxspec/; "
         "docs/architecture.md says what each is for"
     )
     assert len([*(ROOT / "jaxspec").glob("[!_]*")]) <= MOST_AT_THE_TOP

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-_ASSETS = Path(__file__).parents[2] / "assets"
+_ASSETS = Path(__file__).parents[1] / "assets"
 BUILT_IN_MODEL = _ASSETS / "python-lm"
 BUILT_IN_HEAD = _ASSETS / "python-lm-eagle3"
 

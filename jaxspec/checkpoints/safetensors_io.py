@@ -175,7 +175,7 @@ def check_not_quantized(weights: Any) -> None:
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
     """Where the arrays of a tree of shapes go: a tree of shardings by their logical axes, on TPUs
-    with layouts (see weight_places.weight_place). ``mesh`` None: the default device."""
+    with layouts (see weight_layout.weight_place). ``mesh`` None: the default device."""
     if mesh is not None:
         shardings = named_shardings(mesh, shapes)
     else:
@@ -239,7 +239,7 @@ def check_tensors(
 
 def _has_no_effect(name: str, tensor: CheckpointTensor) -> bool:
     """Whether a tensor that the model does not have changes nothing: a table that is computed,
-    what chose the kind of a projection (see quantization.formats), or a bias of zeros, which some
+    what chose the kind of a projection (see checkpoints.formats), or a bias of zeros, which some
     quantizers write for every projection."""
     if name.endswith(("rotary_emb.inv_freq", ".groups", ".rounds")):
         return True

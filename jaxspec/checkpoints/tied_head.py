@@ -11,7 +11,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.tensors import CheckpointTensor
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-QUANTIZED_HEAD = "lm_head.values"  # see quantization.formats
+QUANTIZED_HEAD = "lm_head.values"  # see checkpoints.formats
 CHUNK_ELEMENTS = 4 << 20  # most elements of a tensor that are compared at a time
 
 

@@ -1,4 +1,4 @@
-"""Names of the ways in which weights in memory can be rounded; see quantization.schemes."""
+"""Names of the ways in which weights in memory can be rounded; see quantized.schemes."""
 
 from typing import Literal, get_args
 

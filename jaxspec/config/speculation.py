@@ -152,7 +152,7 @@ class SpeculationConfig(TreeShape):
     Attributes:
       acceptance: ``match`` commits the tokens that the target samples, so the text does not depend
         on the drafter. ``rejection`` is classical speculative sampling. Or pass your own rule
-        (see speculation.acceptance.AcceptanceRule).
+        (see decoding.acceptance.AcceptanceRule).
       proposal: how drafters with probabilities choose tokens. ``top_k`` takes the likeliest tokens.
         ``coupled`` ranks tokens with the target's sampling noise added (not under ``rejection``;
         equal to ``top_k`` at temperature 0). ``sampled`` draws from the drafter's distribution

@@ -13,10 +13,10 @@ class LLMOptions(LoadOptions):
     """A target, its drafter, and how an engine serves them.
 
     Attributes:
-      page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
+      page_size, num_pages: see CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
-      engine: how many requests run together, and how; see config.EngineConfig.
+      engine: how many requests run together, and how; see EngineConfig.
       tokenizer: the model's, if it has been read already. A model without any takes prompts of
         token ids, and the text of their completions is empty.
       processes: those that share the model, whose devices ``mesh`` has; see LLM.follow.

@@ -45,7 +45,7 @@ class Decoder(Pytree):
     vocabulary evenly.
 
     Attributes:
-      layers: all of them; in a pipeline the last ones (see stages.py).
+      layers: all of them; in a pipeline the last ones (see pipeline_stage.py).
       exchange: memory in which devices add up row-parallel products.
     """
 

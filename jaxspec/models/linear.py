@@ -1,7 +1,7 @@
 """Linear projections: shape, logical axes, bias, and the product itself.
 
 A quantized format is a class in its own file with the same methods (see AnyLinear). It replaces
-Linear when its checkpoint is loaded (see weights.safetensors_io.load_decoder).
+Linear when its checkpoint is loaded (see safetensors_io.load_decoder).
 """
 
 import dataclasses

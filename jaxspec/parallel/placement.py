@@ -33,7 +33,7 @@ def in_place_of(current: Any, new: Any) -> Any:
 
 
 def place_of(leaf: jax.Array) -> Any:
-    """Where a weight lies: see weight_places.weight_place."""
+    """Where a weight lies: see weight_layout.weight_place."""
     return weight_place(leaf.shape, leaf.sharding)
 
 

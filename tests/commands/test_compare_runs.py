@@ -8,7 +8,7 @@ import pytest
 from jaxspec.commands import compare_runs
 from jaxspec.evaluation.benchmarks.run_files import compare, read_run, read_runs
 
-DATA = Path(__file__).parents[2] / "data/runs"
+DATA = Path(__file__).parents[1] / "data/runs"
 FIRST, SECOND, SERVED = (DATA / f"{name}.json" for name in ("one_cpu", "bfloat16", "served"))
 PLAIN = "tiny, plain, batch 1, 20 + 12"
 

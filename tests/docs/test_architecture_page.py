@@ -21,7 +21,7 @@ def test_the_files_that_the_page_names_exist():
     table = PAGE.split("## Where things are")[1].split("\n## ")[0]
     missing = []
     for line in table.splitlines():
-        folder = ""  # of the file before: `a/b.py`, `c.py` are in one folder
+        folder = ""  # that of the file before: names without a folder are beside it
         for name in re.findall(r"`((?:\w+/)*(?:\w+\.py)?)`", line.split("|", 2)[-1]):
             if not name:
                 continue

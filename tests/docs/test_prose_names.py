@@ -30,7 +30,7 @@ SEE = re.compile(r"\b[Ss]ee `*([a-z_]\w*(?:\.[A-Za-z_]\w*)+)")
 COMMAND = re.compile(r"`jaxspec ([a-z]+(?:-[a-z]+)*(?: [a-z]+)?)")
 
 # Names in docstrings of jaxspec that wait for their modules to move. The list may only shrink.
-LEFT = {"config.CacheConfig", "config.EngineConfig", "sharding.TensorParallel"}
+LEFT: frozenset[str] = frozenset()
 
 
 def label(path: Path) -> str:
@@ -118,6 +118,8 @@ def names_something(dotted: str) -> bool:
             # Of a class that is not known all members are.
             if len(rest) > 1 and rest[0] in names and rest[1] in members().get(rest[0], rest):
                 return True
+        if parts[0] in CODE and ".".join(parts[:end]) in modules():
+            return False  # a whole path: the package that holds this module does not say more
     return False
 
 

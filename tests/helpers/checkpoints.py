@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.helpers.small_tokenizers import one_token_a_byte
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 TINY = {
     "vocab_size": 320,

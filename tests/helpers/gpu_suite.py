@@ -59,7 +59,7 @@ WHOLE = Part(1, 1)
 
 
 def file_of(test: str) -> str:
-    """``test_x`` of the id ``tests/kernels/test_x.py::test_y[z]``."""
+    """The name of the file, without its ending, in a test's id."""
     return Path(test.partition("::")[0]).stem
 
 

@@ -21,7 +21,7 @@ from fastapi.staticfiles import StaticFiles
 from jaxspec.commands.generate.tree_page import PAGE
 
 RECORDED: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "data/recorded_rounds.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "data/recorded_rounds.json").read_text(encoding="utf-8")
 )
 PAUSE = 0.02  # seconds between two chunks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxspec import Completion
 from jaxspec.llm.tree_text import RoundTexts
 
-PAGE = Path(__file__).parents[3] / "serving" / "page"  # the server's page draws with the same code
+PAGE = Path(__file__).parents[2] / "serving" / "page"  # the server's page draws with the same code
 
 
 def check_page_path(path: Path) -> None:

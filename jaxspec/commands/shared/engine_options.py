@@ -47,7 +47,7 @@ def check_program_options(arguments: argparse.Namespace) -> None:
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
-    """``pp``, ``stage_layers`` and ``drafter_devices``; see commands.meshes."""
+    """``pp``, ``stage_layers`` and ``drafter_devices``; see shared.meshes."""
     add = parser.add_argument_group("pipeline").add_argument
     add("--pp", type=int, default=1, metavar="N", help="stages (pipeline parallel), each with some "
         "of the layers on devices of its own; with --tp N each stage has N devices")  # fmt: skip

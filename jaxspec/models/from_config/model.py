@@ -1,4 +1,5 @@
-"""Hugging Face ``config.json`` to ModelConfig and back. Draft heads are in hf_heads.py.
+"""Hugging Face ``config.json`` to ModelConfig and back. Those of draft heads are read in
+eagle_head.py and block_head.py.
 
 What each family reads and writes is in families/. transformers' own config classes are not used, as
 they import torch where it is installed.

@@ -2,7 +2,7 @@
 
 Block heads, MTP layers and EAGLE-1 heads read the target's LM head: of a large vocabulary, as many
 bytes as several layers. Drafts do not decide the text, so they may read a rounded copy. The target
-itself goes on reading its own. quantization/lm_head_copy.py makes copies.
+itself goes on reading its own. quantized/lm_head_copy.py makes copies.
 """
 
 from jax import Array

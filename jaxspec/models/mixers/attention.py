@@ -21,7 +21,7 @@ from jaxspec.parallel.pytree import Pytree, array, pytree, static
 class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
     its value. Gated attention has a gate after each query head: R = 2 Q / G + 2. With ``kv_scales``
-    the cache has 8-bit pages (see quantization.kv_cache).
+    the cache has 8-bit pages (see quantized.kv_cache).
 
     ``q_norm`` and ``k_norm`` are norms of each head by itself, ``qk_norm`` [G, R - 1, D] are norms
     of all query heads as one vector and of all key heads."""

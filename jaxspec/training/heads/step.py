@@ -123,7 +123,7 @@ def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
     """A float32 MTP layer to train: a copy of the target's last layer that is not recurrent and of
     its final norm, that reads the hidden state, and the embedding a little.
 
-    ``mtp``: how its family names such a layer (see hf_config.with_mtp_layer).
+    ``mtp``: how its family names such a layer (see models.from_config.model).
 
     Raises ValueError for a target whose last such layer is quantized, or has latent attention.
     """
