@@ -98,12 +98,12 @@ def test_the_latest_places_are_those_of_a_sort(data: st.DataObject, count: int, 
 @functools.cache
 def propose(drafter: Drafter, shape: SpeculationConfig) -> Any:
     """A program from tokens [1, S], the root's place [1] and past text to a tree."""
-    empty = empty_state(make_params("none", shape), 1, SIZE)
+    empty, target = empty_state(make_params("none", shape), 1, SIZE), random_target()
 
     def tree(tokens: jax.Array, ends: jax.Array, past: PastText) -> DraftTree:
         rows = empty.rows.replace(tokens=tokens, context_lens=ends)
         state = empty.replace(rows=rows, pool=empty.pool.replace(past=past))
-        return drafter.propose(random_target(), state, RoundOptions(shape))[0]
+        return drafter.propose(target, state, RoundOptions(shape))[0]
 
     return jax.jit(tree, compiler_options=FAST_COMPILE)
 

@@ -28,7 +28,7 @@ def test_the_first_programs_are_compiled_once_beside_this_thread(compilations: C
     generation = own.add([1, 2, 3], SamplingParams(max_tokens=2))
     own.finish([generation])
     here = {name: thread is threading.current_thread() for name, thread in compilations}
-    assert here == {"jit(admit)": False, "jit(prefill)": False, "jit(decode)": True}
+    assert here == {"jit(admit)": False, "jit(read_rows)": False, "jit(decode_rows)": True}
     assert len(compilations) == 3
     assert own.programs.compiled == 3 and not own.programs.coming
     assert generation.timings is not None and generation.timings.compile > 0.1
@@ -52,7 +52,7 @@ def test_a_program_that_cannot_be_compiled_ahead_is_compiled_when_it_runs(
     own.finish([generation])
     assert len(generation.token_ids) == 1
     here = threading.current_thread()
-    assert compilations == [("jit(admit)", here), ("jit(prefill)", here)]
+    assert compilations == [("jit(admit)", here), ("jit(read_rows)", here)]
 
 
 @pytest.mark.slow
@@ -61,5 +61,5 @@ def test_warm_up_compiles_each_program_once(compilations: Compilations):
     compilations.clear()
     own.warm_up([SamplingParams()], tokens=20)
     counts = collections.Counter(name for name, _ in compilations)
-    assert counts["jit(prefill)"] == sum(isinstance(key, ReadKey) for key in own.programs.ready)
-    assert counts["jit(decode)"] == 1
+    assert counts["jit(read_rows)"] == sum(isinstance(key, ReadKey) for key in own.programs.ready)
+    assert counts["jit(decode_rows)"] == 1
