@@ -90,14 +90,14 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         return _mtp_drafter(drafted.directory, drafted, choice)
     mixture, mixed = split_mixed(drafter)
     if mixture:
+        lookup = mixed_lookup(mixture)  # it refuses a wrong number before a head is looked for
         if mixed in ("", "none", "auto") or split_mixed(mixed)[0] or lookup_drafter(mixed):
             raise ValueError(
                 f"drafter {drafter!r}: after {mixture} give mtp, or the directory or hub id of a "
                 "head or a draft model"
             )
         skips = platform_of(drafted.mesh) != "gpu"  # there a round is one CUDA graph, or several
-        model, lookup = load_drafter(mixed, drafted), mixed_lookup(mixture)
-        return MixedDrafter(model=model, lookup=lookup, may_skip=skips)
+        return MixedDrafter(model=load_drafter(mixed, drafted), lookup=lookup, may_skip=skips)
     lookup = lookup_drafter(drafter)
     if lookup is not None:
         return lookup
