@@ -120,29 +120,6 @@ class Fused:
 
 
 @dataclasses.dataclass(frozen=True)
-class InputsFirst:
-    """The tensors of another source, stored as [in, out]."""
-
-    source: Source
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.source.names
-
-    def split(self, kind: str) -> Split:
-        inner = self.source.split(kind)
-
-        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return [piece._replace(inputs_first=True) for piece in inner(block, start)]
-
-        return split
-
-    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        transposed = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
-        return self.source.join(kind, transposed, shape)
-
-
-@dataclasses.dataclass(frozen=True)
 class OutputsFirst:
     """The tensors of another source, for arrays that hold the input last: [*out, in]."""
 

@@ -50,7 +50,7 @@ def test_the_command_prints_tables_and_json(monkeypatch, capsys):
     monkeypatch.setattr(bench_adaptive, "SHAPES", {"tiny": small})
     sizes = ["--clients", "1,2", "--levels", "0.1,0.9", "--prompt-tokens", "8"]
     sizes += ["--new-tokens", "24", "--trees", "plain,chain:2"]
-    times = ["--seconds", "0.05", "--settle", "0.02", "--phase-seconds", "0.05"]
+    times = ["--seconds", "0.05", "--warm-up", "0.02", "--phase-seconds", "0.05"]
     assert bench_adaptive.main([*TINY, *sizes, *times, "--json"]) == 0
     printed = capsys.readouterr()
     results = joined(printed.out, "steady")
@@ -70,7 +70,7 @@ def test_the_command_prints_tables_and_json(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--clients", "0"], "must be at least 1"),
-        (["--seconds", "-1"], "--seconds, --settle and --phase-seconds must be at least 0"),
+        (["--seconds", "-1"], "--seconds, --warm-up and --phase-seconds must be at least 0"),
         (["--seconds", "0", "--phase-seconds", "0"], "there is nothing to run"),
         (["--trees", "chain:1,chain:3"], "--trees must begin with plain"),
         (["--trees", "plain"], "--trees must begin with plain"),

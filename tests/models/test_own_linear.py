@@ -4,6 +4,7 @@ Nothing of the package knows it. It stands here as the proof that quantized kind
 the one of GPTQ: eight inputs in a word, zeros packed along the outputs.
 """
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -23,8 +24,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Linear, Product
-from jaxspec.models.tensors import Source, TensorMap, splitting
-from jaxspec.models.wrapped_tensors import InputsFirst
+from jaxspec.models.tensors import Piece, Source, Split, TensorMap, Tensors, splitting
 from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -32,6 +32,29 @@ from tests.helpers.checkpoints import save_tensors, tiny_qwen2
 
 GROUP = 16
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
+
+
+@dataclasses.dataclass(frozen=True)
+class InputsFirst:
+    """The tensors of another source, stored as [in, out]."""
+
+    source: Source
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.source.names
+
+    def split(self, kind: str) -> Split:
+        inner = self.source.split(kind)
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return [piece._replace(inputs_first=True) for piece in inner(block, start)]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        transposed = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
+        return self.source.join(kind, transposed, shape)
 
 
 @pytree

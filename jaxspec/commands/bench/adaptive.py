@@ -7,7 +7,7 @@ ended. A level is the chance to accept the next drafted token of a chain; every 
 phase to phase, and each phase has a fixed number of tokens.
 
 Each tree does the same work at a load: the same requests, and as many tokens. The adaptive engine
-starts with no knowledge of acceptance; the first tokens (--settle) are not counted. In the mixed
+starts with no knowledge of acceptance; the first tokens (--warm-up) are not counted. In the mixed
 load everything is counted, admissions and what it takes to learn, too.
 """
 
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         "has between half of them and all")  # fmt: skip
     add("--seconds", type=float, default=2.0, help="work at a load: so many seconds of plain "
         "decoding; 0: the mixed load only")  # fmt: skip
-    add("--settle", type=float, default=1.0, help="such seconds before that, not counted")
+    add("--warm-up", type=float, default=1.0, help="such seconds before that, not counted")
     add("--phase-seconds", type=float, default=1.0, help="such seconds of a phase of the mixed "
         "load; 0: no mixed load")  # fmt: skip
     add("--rounds-per-call", type=int, default=16, help="most rounds of a call")
@@ -92,8 +92,8 @@ class Choices:
                 "--clients, --prompt-tokens, --rounds-per-call and --page-size must be at least 1, "
                 "and --new-tokens at least 2"
             )
-        if min(args.seconds, args.settle, args.phase_seconds) < 0:
-            raise ValueError("--seconds, --settle and --phase-seconds must be at least 0")
+        if min(args.seconds, args.warm_up, args.phase_seconds) < 0:
+            raise ValueError("--seconds, --warm-up and --phase-seconds must be at least 0")
         if not (args.seconds or args.phase_seconds):
             raise ValueError("there is nothing to run: raise --seconds or --phase-seconds")
         trees = tuple(TreeShape.parse(text) for text in args.trees.split(","))
@@ -191,7 +191,7 @@ class Bench:
                 rates, rounds, phase = {}, {}, Phase(count, index)
                 work, warm_up_tokens = (
                     self._tokens(count, seconds)
-                    for seconds in (self.args.seconds, self.args.settle)
+                    for seconds in (self.args.seconds, self.args.warm_up)
                 )
                 for name in self.trees:
                     self._use(name)
