@@ -64,7 +64,7 @@ class GRUState(Pytree):
     nodes: Array | None = array("batch", "nodes", "hidden", default=None)  # [B, N, H]
 
     @property
-    def rereads(self) -> bool:
+    def overwritable(self) -> bool:
         """Tokens cannot be read a second time: each read moves the state on."""
         return False
 

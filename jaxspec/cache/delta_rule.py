@@ -189,11 +189,11 @@ def tree(
         """``read`` [B, G, r, 2, N, Dv] after the ancestors at this depth."""
         at_level = ancestors & (depth == level)[:, None, :]
         node = jnp.argmax(at_level, axis=-1)  # [B, N]
-        own_decay = _at(decay, node)[..., None]
+        node_decay = _at(decay, node)[..., None]
         writes = beta[..., None] * (v - decay[..., None] * read[..., 0, :, :])
         written = jnp.take_along_axis(writes, node[:, None, None, :, None], axis=-2)
         product = jnp.take_along_axis(gram, node[:, None, None, None, :, None], axis=-1)
-        after = own_decay[..., None, :, :] * read + product * written[..., None, :, :]
+        after = node_decay[..., None, :, :] * read + product * written[..., None, :, :]
         reached = jnp.any(at_level, axis=-1)[:, None, None, None, :, None]
         return jnp.where(reached, after, read)
 

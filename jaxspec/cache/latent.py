@@ -36,7 +36,7 @@ class PagedLatent(Pytree):
         return cls(pages=jnp.zeros(shape, dtype, device=sharding))
 
     @property
-    def rereads(self) -> bool:
+    def overwritable(self) -> bool:
         return True
 
     @classmethod

@@ -61,7 +61,7 @@ class LayerState(Protocol):
     """
 
     @property
-    def rereads(self) -> bool:
+    def overwritable(self) -> bool:
         """Whether a later pass may overwrite the entries of earlier tokens at the same positions.
 
         Drafters with layers need this: entries of drafted tokens are never committed, but
@@ -110,9 +110,9 @@ class ModelState(Pytree):
                 result[index] = state
         return self.replace(layers=tuple(result))
 
-    def check_rereads(self, owner: str) -> None:
-        """Raises ValueError unless the entries of every layer may be overwritten (see rereads)."""
-        kinds = {type(state).__name__ for state in self.layers if state and not state.rereads}
+    def check_overwritable(self, owner: str) -> None:
+        """Raises ValueError unless the entries of every layer may be overwritten."""
+        kinds = {type(state).__name__ for state in self.layers if state and not state.overwritable}
         if kinds:
             raise ValueError(
                 f"{owner} cannot draft: its layers keep {', '.join(sorted(kinds))}, whose entries "

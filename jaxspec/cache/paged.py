@@ -70,7 +70,7 @@ class PagedKV(Pytree):
         return cls(k=k, v=v, spread=layout.axes("slot"))
 
     @property
-    def rereads(self) -> bool:
+    def overwritable(self) -> bool:
         return True
 
     @property

@@ -102,7 +102,7 @@ class DeltaState(Pytree):
         return jax.tree.map(lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, places)
 
     @property
-    def rereads(self) -> bool:
+    def overwritable(self) -> bool:
         return False
 
     # Reading.

@@ -115,7 +115,7 @@ def load_eagle_head(
     return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
 
 
-def check_own_embeddings(directory: str | Path, model: str | Path) -> None:
+def check_head_embeddings(directory: str | Path, model: str | Path) -> None:
     """Warn of a head's embeddings that are not those of the target in the directory ``model``."""
     copy = canonical_tensors(directory).get("embed_tokens.weight")
     if copy is not None:
@@ -157,11 +157,11 @@ def _head_config(
     config = dataclasses.replace(
         config,
         fc_bias="fc.bias" in stored if raw.get("bias") is None else raw["bias"],
-        own_embed="embed_tokens.weight" in stored,
+        has_embeddings="embed_tokens.weight" in stored,
         draft_vocab_size=_draft_vocab_size(config, stored, target),
     )
     hidden = config.model.hidden_size
-    if not config.own_embed and hidden != target.hidden_size:
+    if not config.has_embeddings and hidden != target.hidden_size:
         raise ValueError(
             f"{directory} has no embed_tokens.weight, and the target's embeddings are "
             f"{target.hidden_size} wide where the head needs {hidden}"

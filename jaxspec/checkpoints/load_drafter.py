@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoints.block import check_block_copies, holds_block_head, load_block_head
 from jaxspec.checkpoints.built_in import BUILT_IN_HEAD, is_built_in
-from jaxspec.checkpoints.eagle import check_own_embeddings, head_method, load_eagle_head
+from jaxspec.checkpoints.eagle import check_head_embeddings, head_method, load_eagle_head
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.mtp import MtpChoice, has_mtp_layers, holds_only_mtp_layers, load_mtp_heads
 from jaxspec.checkpoints.safetensors_io import load_decoder
@@ -116,7 +116,7 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         head = load_eagle_head(directory, target, *weights)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
-        check_own_embeddings(directory, drafted.directory)
+        check_head_embeddings(directory, drafted.directory)
         return EagleDrafter(head=head, least_probability=_least_probability(drafted.mesh))
     config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, drafted)

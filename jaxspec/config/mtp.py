@@ -15,12 +15,12 @@ class MtpStates:
     Attributes:
       target_normed: of the target, which the first draft step reads: the state after its final
         norm, or before it.
-      own_normed: of an MTP layer, which the next step reads: the state after the layer's own final
+      draft_normed: of an MTP layer, which the next step reads: the state after the layer's final
         norm, or before it.
     """
 
     target_normed: bool
-    own_normed: bool
+    draft_normed: bool
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class MtpStates:
         layer's own after its norm. ``after-before``: the reverse."""
         target, of_mtp = (
             "after" if is_normed else "before"
-            for is_normed in (self.target_normed, self.own_normed)
+            for is_normed in (self.target_normed, self.draft_normed)
         )
         return target if target == of_mtp else f"{target}-{of_mtp}"
 
@@ -42,10 +42,10 @@ class MtpStates:
         raise ValueError(f"the states that MTP layers read must be one of {names}, got {name!r}")
 
 
-BEFORE = MtpStates(target_normed=False, own_normed=False)
-AFTER = MtpStates(target_normed=True, own_normed=True)
-BEFORE_AFTER = MtpStates(target_normed=False, own_normed=True)
-AFTER_BEFORE = MtpStates(target_normed=True, own_normed=False)
+BEFORE = MtpStates(target_normed=False, draft_normed=False)
+AFTER = MtpStates(target_normed=True, draft_normed=True)
+BEFORE_AFTER = MtpStates(target_normed=False, draft_normed=True)
+AFTER_BEFORE = MtpStates(target_normed=True, draft_normed=False)
 ALL_MTP_STATES = (BEFORE, AFTER, BEFORE_AFTER, AFTER_BEFORE)
 
 

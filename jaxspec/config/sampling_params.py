@@ -144,7 +144,7 @@ class SamplingParams:
         chooses = self.num_samples > self.n
         logprobs = 0 if chooses and self.logprobs is None else self.logprobs
         sample = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
-        return with_own_seeds(
+        return with_distinct_seeds(
             sample if sample.seed is not None else dataclasses.replace(sample, seed=seed),
             self.num_samples,
         )
@@ -295,7 +295,7 @@ _FROZEN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 )
 
 
-def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+def with_distinct_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
     """``count`` copies of ``sampling`` with seeds ``sampling.seed + i``; without a seed, ``i``."""
     first = sampling.seed or 0
     return [dataclasses.replace(sampling, seed=(first + index) % 2**32) for index in range(count)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.config.sampling_params import SamplingParams, with_own_seeds
+from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
 from jaxspec.evaluation import bootstrap
 from jaxspec.llm.completion import Completion, decode_rate
 from jaxspec.llm.llm import LLM
@@ -34,7 +34,7 @@ def measure_acceptance(
     llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> Acceptance:
     """Generate from every token prompt, each with its own seed, and count accepted tokens."""
-    return summarize(llm.generate(list(prompts), with_own_seeds(sampling, len(prompts))))
+    return summarize(llm.generate(list(prompts), with_distinct_seeds(sampling, len(prompts))))
 
 
 def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:

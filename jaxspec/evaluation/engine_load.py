@@ -85,9 +85,9 @@ class DeviceWatch:
     def idle(self, started: float, finished: float) -> float:
         """Seconds in which no call was in flight."""
         idle, ready = 0.0, started
-        for launched, own_ready in self.calls:
+        for launched, call_ready in self.calls:
             idle += max(0.0, launched - ready)
-            ready = max(ready, own_ready)
+            ready = max(ready, call_ready)
         return idle + max(0.0, finished - ready)
 
 

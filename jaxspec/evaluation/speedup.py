@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config.sampling_params import SamplingParams, with_own_seeds
+from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
 from jaxspec.engine.warm_up.compile_all import Progress, batch_keys
 from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
 from jaxspec.evaluation.acceptance import Acceptance, summarize
@@ -126,7 +126,7 @@ def _run(
     """The laps of each LLM: the completions of each batch."""
     laps: list[list[Lap]] = [[] for _ in engines]
     for turn, batch in enumerate([batches[0], *batches]):  # the first is the warm-up
-        params = with_own_seeds(sampling, len(batch))
+        params = with_distinct_seeds(sampling, len(batch))
         for engine, of_engine in zip(engines, laps, strict=True):
             completions = engine.generate(batch, params)
             if turn > 0:

@@ -123,7 +123,7 @@ def embed(decoder: Decoder, tokens: Array) -> Array:
 @jax.named_scope("embed")
 def plain_embed(decoder: Decoder, tokens: Array) -> Array:
     """Token embeddings as checkpoints have them, and draft heads read them: [B, T] -> [B, T, H]."""
-    return all_reduce(_own_rows(decoder, tokens), decoder.layout.vocab)
+    return all_reduce(_local_rows(decoder, tokens), decoder.layout.vocab)
 
 
 def _scaled(decoder: Decoder, embedded: Array) -> Array:
@@ -138,7 +138,7 @@ def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
     if layout.tokens:  # the sequence first, then the model
         tokens = padded_tokens(tokens, layout.tokens)
         tokens = local_tokens(tokens, layout.sequence)
-    rows = _own_rows(decoder, tokens)
+    rows = _local_rows(decoder, tokens)
     over = tuple(axis for axis in layout.vocab if axis in layout.tokens)
     rows = reduce_scatter(rows, over, dimension=1)
     rows = reduce_scatter(rows, layout.hidden, dimension=2)
@@ -147,7 +147,7 @@ def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
     return _scaled(decoder, whole)
 
 
-def _own_rows(decoder: Decoder, tokens: Array) -> Array:
+def _local_rows(decoder: Decoder, tokens: Array) -> Array:
     """Embeddings of the tokens that this device has, zeros for the others: [B, T, H]."""
     axes = decoder.layout.vocab
     if not axes:

@@ -32,13 +32,13 @@ def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ..
     layout = getattr(tree, "layout", layout)
     undeclared = getattr(tree, "undeclared_axes", undeclared)
     give_axes = getattr(tree, "logical_axes", dict)
-    own_axes = give_axes()
+    axes_of_fields = give_axes()
     specs = {}
     for field in dataclasses.fields(tree):
         if is_static(field):
             continue
         value = getattr(tree, field.name)
-        axes = own_axes.get(field.name, field.metadata.get("axes"))
+        axes = axes_of_fields.get(field.name, field.metadata.get("axes"))
         if axes is None or value is None:
             specs[field.name] = partition_specs(value, layout, undeclared)
         else:

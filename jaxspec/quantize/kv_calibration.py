@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxspec.cache import KVScales, PagedKV
 from jaxspec.checkpoints.kv_scale_file import KVScaleFile
-from jaxspec.config.sampling_params import SamplingParams, with_own_seeds
+from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
 from jaxspec.evaluation.perplexity import Scores
 from jaxspec.llm.llm import LLM
 from jaxspec.models.quantized.kv_cache import has_float8_cache
@@ -35,7 +35,7 @@ def measured_scales(
     if params.mesh is not None or params.stages or has_float8_cache(params):
         raise ValueError("scales are measured on one device, with kv_dtype None")
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, seed=0)
-    llm.generate(list(prompts), with_own_seeds(sampling, len(prompts)))
+    llm.generate(list(prompts), with_distinct_seeds(sampling, len(prompts)))
     pool = llm.engine.programs.state.pool
     target, drafter = (
         tuple(_scales(kv, margin) for kv in _caches(part)) for part in (pool.target, pool.draft)

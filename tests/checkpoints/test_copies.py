@@ -89,5 +89,5 @@ def test_an_lm_head_that_is_trained_is_fine_and_a_copy_is_compared(
 
 def test_embeddings_of_another_width_are_the_heads_own(target: Path, tmp_path: Path):
     sizes = {"hidden_size": 96, "head_dim": 16, "capture": (2, 3)}
-    head = tiny_eagle31_head(tmp_path / "head", target, own_embed=True, **sizes)
+    head = tiny_eagle31_head(tmp_path / "head", target, has_embeddings=True, **sizes)
     assert not warnings_of(head, target, tmp_path / "out", {})

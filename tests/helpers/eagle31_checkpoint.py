@@ -29,7 +29,7 @@ def tiny_eagle31_head(
     norm_output: bool = False,
     norm_before_residual: bool = False,
     qkv_bias: bool = False,
-    own_embed: bool = False,
+    has_embeddings: bool = False,
     **overrides: Any,
 ) -> Path:
     """A head for the target in ``target_dir``; without a flag set, plain EAGLE-3.
@@ -38,7 +38,7 @@ def tiny_eagle31_head(
       capture: the target's hidden states that it reads, as jaxspec counts them: after i layers.
         ``flat`` heads must read the state after layer 2, or their ids could be taken for counts.
       draft_vocab: None: the target's whole vocabulary, without d2t.
-      own_embed: it has embeddings of its own. A head of another hidden size than the target's
+      has_embeddings: it has embeddings of its own. A head of another hidden size than the target's
         (among ``overrides``) needs them.
       overrides: config values of the layer.
     """
@@ -62,7 +62,7 @@ def tiny_eagle31_head(
             projection = f"midlayer.self_attn.{name}"
             tensors[f"{projection}.bias"] = _normal(rng, len(tensors[f"{projection}.weight"]))
         config["qkv_bias"] = True
-    if own_embed:
+    if has_embeddings:
         tensors["embed_tokens.weight"] = _normal(rng, vocab, hidden)
     if draft_vocab is None:
         del tensors["d2t"], tensors["t2d"]

@@ -58,7 +58,7 @@ def draft_log_probs(
     steps: int,
     *,
     target_normed: bool = True,
-    own_normed: bool = True,
+    draft_normed: bool = True,
 ) -> np.ndarray:
     """Log-probabilities [steps, V] of the last ``steps`` tokens of a text, which were drafted.
 
@@ -83,7 +83,7 @@ def draft_log_probs(
             layer = min(step, len(layers) - 1)
             out = mtp.forward_layer(layer, hidden, positions, None, input_ids=read)
             found.append(torch.log_softmax(model.lm_head(out[0, -1]), dim=-1))
-            out = out if own_normed else before[-1]
+            out = out if draft_normed else before[-1]
             hidden = out if len(layers) > 1 else torch.cat([hidden, out[:, -1:]], dim=1)
     for hook in hooks:
         hook.remove()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk, check_prompts
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import with_own_seeds
+from jaxspec.config.sampling_params import with_distinct_seeds
 from jaxspec.engine.generation import ErrorKind
 from jaxspec.evaluation.speedup import compare
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
@@ -117,7 +117,9 @@ def word_llm(request, tmp_path_factory) -> LLM:
 
 def test_a_text_follows_its_prompt_space_included(word_llm):
     prompts = ["the quick brown", "hello world", "café 😀", [65]] * 2
-    sampling = with_own_seeds(SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=()), 8)
+    sampling = with_distinct_seeds(
+        SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=()), 8
+    )
     completions = word_llm.generate(prompts, sampling)
     decode = word_llm.tokenizer.decode
     for completion in completions:

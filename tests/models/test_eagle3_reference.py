@@ -94,7 +94,7 @@ PLAIN = {
     "two states": {"capture": (2, 6)},
     "five states": {"capture": (2, 3, 4, 6, 7)},
     "the whole vocabulary": {"draft_vocab": None},
-    "another hidden size": {"own_embed": True, "hidden_size": 96, "head_dim": 16},
+    "another hidden size": {"has_embeddings": True, "hidden_size": 96, "head_dim": 16},
     "a KV head for each query head": {"num_key_value_heads": 4, "rope_theta": 5e5},
 }
 

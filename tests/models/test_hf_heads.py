@@ -38,13 +38,13 @@ FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 def test_an_eagle3_head():
     head = eagle_head_config(HEAD3, TARGET)
     assert (head.method, head.draft_vocab_size, head.capture) == ("eagle3", 96, (2, 6, 9))
-    assert (head.fc_bias, head.own_embed, head.model.num_layers) == (False, False, 1)
+    assert (head.fc_bias, head.has_embeddings, head.model.num_layers) == (False, False, 1)
 
 
 def test_an_eagle1_head():
     head = eagle_head_config(HEAD, TARGET)
     assert (head.method, head.draft_vocab_size, head.capture) == ("eagle1", None, (FINAL_NORM,))
-    assert (head.fc_bias, head.own_embed) == (True, True)
+    assert (head.fc_bias, head.has_embeddings) == (True, True)
     assert not eagle_head_config(HEAD | {"bias": False}, TARGET).fc_bias
 
 

@@ -109,7 +109,7 @@ def test_logits_are_those_of_transformers(
     np.testing.assert_allclose(out.normed, expected, atol=1e-4)
     np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
     assert (
-        np.array_equal(out.hidden, out.normed) == states.own_normed
+        np.array_equal(out.hidden, out.normed) == states.draft_normed
     )  # what the next draft step reads
 
 
@@ -226,7 +226,7 @@ def test_a_layer_by_itself_reads_what_it_was_saved_with(
     save_mtp_head(head, tmp_path, raw)
     drafter: Any = load(path, tmp_path, speculation=SpeculationConfig.chain(1)).drafter
     assert drafter.head.capture == ((FINAL_NORM,) if states.target_normed else (config.num_layers,))
-    assert drafter.head.recycle_normed == states.own_normed
+    assert drafter.head.recycle_normed == states.draft_normed
     assert mtp_states(drafter.head) == states
 
 

@@ -118,8 +118,8 @@ def test_draft_logits_are_those_of_transformers(
     params = load(path, name, speculation=DRAWN, dtype="float32")
     texts, ours = draft_after(params, width, rounds)
     model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
-    target_normed, own_normed = states.startswith("after"), states.endswith("after")
-    normed = {"target_normed": target_normed, "own_normed": own_normed}
+    target_normed, draft_normed = states.startswith("after"), states.endswith("after")
+    normed = {"target_normed": target_normed, "draft_normed": draft_normed}
     theirs = np.stack([draft_log_probs(model, mtp, text, COUNT, **normed) for text in texts])
     print(f"{layout} {name}: {np.abs(ours - theirs).max():.1e}")
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)

@@ -65,7 +65,7 @@ class DecayState(Pytree):
     nodes: Array | None = array("batch", "nodes", "hidden", default=None)  # [B, N, H]
 
     @property
-    def rereads(self) -> bool:
+    def overwritable(self) -> bool:
         return False
 
     @classmethod

@@ -44,7 +44,7 @@ class DraftModelDrafter(DrafterDefaults):
 
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)
-        pool.check_rereads("this draft model")
+        pool.check_overwritable("this draft model")
         return pool
 
     def init_rows(

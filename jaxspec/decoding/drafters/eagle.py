@@ -82,7 +82,7 @@ class EagleDrafter(DrafterDefaults):
     def init_pool(self, geometry: Geometry) -> ModelState:
         states = [head.init_state(geometry) for head in self.heads]
         pool = states[0].replace(layers=tuple(layer for state in states for layer in state.layers))
-        pool.check_rereads("this head")
+        pool.check_overwritable("this head")
         return pool
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> HeadRows:

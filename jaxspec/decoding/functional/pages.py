@@ -155,7 +155,7 @@ def take_states(
     params: EngineParams, state: EngineState, row: Integers
 ) -> tuple[EngineState, ModelState]:
     """The state as it is, and a copy of what the target's layers keep of a row (an index [1])
-    outside of pages. Drafters keep nothing there: see LayerState.rereads.
+    outside of pages. Drafters keep nothing there: see LayerState.overwritable.
 
     Raises ValueError under data parallelism.
     """

@@ -45,8 +45,8 @@ def eagle_head_config(
     """The HeadConfig of an EAGLE head's ``config.json``.
 
     ``method``: the kind of the weights. None: EAGLE-3 if the config says so, else EAGLE-1.
-    ``fc_bias`` and ``own_embed`` of the result are the method's defaults where the config does not
-    give them; the caller corrects them from the weights.
+    ``fc_bias`` and ``has_embeddings`` of the result are the method's defaults where the config
+    does not give them; the caller corrects them from the weights.
 
     Raises ValueError for a head that does not fit the target or has unsupported features.
     """
@@ -80,7 +80,7 @@ def eagle_head_config(
         draft_vocab_size=extra.get("draft_vocab_size"),
         capture=_captured_layers(extra, nested, method, target),
         fc_bias=method == "eagle1" if extra.get("bias") is None else extra["bias"],
-        own_embed=method == "eagle1",
+        has_embeddings=method == "eagle1",
         **options,
     )
     _check_fit(config, extra, nested, target)

@@ -66,7 +66,7 @@ def head_shapes(
     config, front = head.model, front_shape(head, target, dtype)
     hidden, vocab = config.hidden_size, head.draft_vocab_size or target.vocab_size
     devices = shards.of("vocab")
-    if front.own_output and vocab % devices:
+    if front.has_lm_head and vocab % devices:
         raise ValueError(
             f"the draft vocabulary {vocab} cannot be split over {devices} devices; "
             f"{fitting(vocab, devices)}, or leave the head unsharded"
@@ -86,10 +86,10 @@ def head_shapes(
     return DraftHead(
         front=front.front,
         layers=layers,
-        norm=vector(hidden, dtype, when=front.own_norm),
-        lm_head=lm_head if front.own_output else None,
+        norm=vector(hidden, dtype, when=front.has_norm),
+        lm_head=lm_head if front.has_lm_head else None,
         token_ids=array_shape(vocab, dtype=jnp.int32, when=head.draft_vocab_size is not None),
-        embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.own_embed),
+        embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.has_embeddings),
         config=config,
         capture=head.capture,
         recycle_normed=head.norm_output,

@@ -22,7 +22,7 @@ class HeadConfig:
       method: the kind of its front.
       capture: the target's hidden states that it reads (see decoder.run).
       draft_vocab_size: size of a reduced draft vocabulary; None: the target's vocabulary.
-      own_embed: it has its own embeddings instead of the target's.
+      has_embeddings: it has its own embeddings instead of the target's.
       fc_bias, fc_norm, norm_before_fc, norm_before_residual: see Eagle3Front.
       norm_output: see DraftHead.recycle_normed.
       mtp: names of an MTP layer's tensors.
@@ -32,7 +32,7 @@ class HeadConfig:
     method: HeadMethod
     capture: tuple[int, ...]
     draft_vocab_size: int | None = None
-    own_embed: bool = False
+    has_embeddings: bool = False
     fc_bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False

@@ -53,5 +53,5 @@ def eagle1_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
     fc = linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=head.fc_bias)
     front = Eagle1Front(fc=fc)
     return FrontShape(
-        front, mixer_input_size=hidden, norms_input=False, own_norm=False, own_output=False
+        front, mixer_input_size=hidden, norms_input=False, has_norm=False, has_lm_head=False
     )

@@ -90,5 +90,5 @@ def eagle3_front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) 
         norm_before_residual=head.norm_before_residual,
     )
     return FrontShape(
-        front, mixer_input_size=2 * hidden, norms_input=True, own_norm=True, own_output=True
+        front, mixer_input_size=2 * hidden, norms_input=True, has_norm=True, has_lm_head=True
     )

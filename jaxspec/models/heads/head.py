@@ -73,8 +73,8 @@ class FrontShape(NamedTuple):
     front: Front
     mixer_input_size: int  # width of the first mixer's input
     norms_input: bool  # the first layer has an input norm
-    own_norm: bool  # the head has a final norm
-    own_output: bool  # the head has its own LM head
+    has_norm: bool  # the head has a final norm
+    has_lm_head: bool  # the head has its own LM head
 
 
 class HeadOutput(NamedTuple):

@@ -39,14 +39,14 @@ def mtp_head_config(target: ModelConfig, mtp: MtpConfig, index: int = 0) -> Head
         model=model,
         method="mtp",
         capture=(FINAL_NORM if mtp.states.target_normed else target.num_layers,),
-        norm_output=mtp.states.own_normed,
+        norm_output=mtp.states.draft_normed,
         mtp=mtp_names(mtp, target.num_layers, index),
     )
 
 
 def mtp_states(head: DraftHead) -> MtpStates:
     """The hidden states that an MTP layer reads."""
-    return MtpStates(target_normed=head.capture == (FINAL_NORM,), own_normed=head.recycle_normed)
+    return MtpStates(target_normed=head.capture == (FINAL_NORM,), draft_normed=head.recycle_normed)
 
 
 @pytree
@@ -104,5 +104,5 @@ def mtp_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
         names=head.mtp,
     )
     return FrontShape(
-        front, mixer_input_size=hidden, norms_input=True, own_norm=True, own_output=False
+        front, mixer_input_size=hidden, norms_input=True, has_norm=True, has_lm_head=False
     )

@@ -79,8 +79,8 @@ def expert_linear_shape(
     def shape(dims: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    own_bias = shape((sizes[0], *sizes[2:])) if bias else None
-    return ExpertLinear(weight=shape(sizes), bias=own_bias, axes=axes)
+    bias_shape = shape((sizes[0], *sizes[2:])) if bias else None
+    return ExpertLinear(weight=shape(sizes), bias=bias_shape, axes=axes)
 
 
 def expert_linears(weights: Any) -> list[ExpertLinear]:

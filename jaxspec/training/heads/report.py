@@ -136,7 +136,7 @@ def _read(head: Head) -> str:
         return f"hidden states {list(head.capture)} of the target"
     states = mtp_states(head)
     target, layer = (
-        "after" if normed else "before" for normed in (states.target_normed, states.own_normed)
+        "after" if normed else "before" for normed in (states.target_normed, states.draft_normed)
     )
     return (
         f"the target's hidden state {target} its final norm, then the layer's own {layer} its norm "
