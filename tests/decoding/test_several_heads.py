@@ -157,7 +157,7 @@ def check_pages(engine: Engine, generations: list[Generation]) -> None:
     whole, _ = jit_prefill(params, whole, None, None, width=LENGTH - 1)
     count = 0
     for row, text in enumerate(texts):
-        pages = np.array([node.page for node in shard.cache.match(text, (None, None))], int)
+        pages = np.array([node.page for node in shard.cache.match(text, (None,))], int)
         count += len(pages)
         own, expected = engine.programs.state.pool.draft, whole.pool.draft
         for first, layers in enumerate(zip(own.layers, expected.layers, strict=True), start=1):
