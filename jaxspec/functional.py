@@ -1,52 +1,10 @@
-"""The engine as pure functions: ``jaxspec.decoding.functional``, which explains them, by the name
-under which programs import it."""
+"""The engine as pure functions, by the name under which programs import them.
 
-from jaxspec.decoding.functional import (
-    EngineParams,
-    SavedRow,
-    admit,
-    assign_pages,
-    catch_up,
-    copy_pages,
-    decode,
-    draft,
-    init_pool,
-    init_rows,
-    init_state,
-    no_controls,
-    prefill,
-    prefill_all,
-    put_states,
-    release,
-    remember,
-    restore_row,
-    save_row,
-    set_controls,
-    take_states,
-    verify_drafts,
-)
+``jaxspec.decoding.functional`` explains and lists them.
+"""
 
-__all__ = [
-    "EngineParams",
-    "SavedRow",
-    "admit",
-    "assign_pages",
-    "catch_up",
-    "copy_pages",
-    "decode",
-    "draft",
-    "init_pool",
-    "init_rows",
-    "init_state",
-    "no_controls",
-    "prefill",
-    "prefill_all",
-    "put_states",
-    "release",
-    "remember",
-    "restore_row",
-    "save_row",
-    "set_controls",
-    "take_states",
-    "verify_drafts",
-]
+from jaxspec.decoding import functional
+from jaxspec.decoding.functional import *  # noqa: F403 - all of them, as they are listed there
+
+__all__ = []
+__all__ += functional.__all__

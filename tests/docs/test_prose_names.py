@@ -87,6 +87,8 @@ def modules() -> dict[str, list[set[str]]]:
         parts = list(path.relative_to(ROOT).with_suffix("").parts)
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         names = set(defined(syntax(path).body))
+        if "*" in names:  # jaxspec/functional.py hands on what this package lists
+            names |= set(defined(syntax(ROOT / "jaxspec/decoding/functional/__init__.py").body))
         for first in range(len(parts)):
             found.setdefault(".".join(parts[first:]), []).append(names)
     return found
