@@ -42,8 +42,8 @@ FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
 AUTO = Kernels(frozenset(OPERATIONS) - {"reduce_add_rms_norm", "partial_attention"})
 FOR_TWO_AND_FOUR = Kernels(
     frozenset(OPERATIONS)
-    - {"partial_attention", "packed_product", "round_tokens", "delta_rule", "float8_pages"}
-    - {"delta_run", "expert_product", "latent_attention"}
+    - {"packed_product", "round_tokens", "delta_rule", "delta_run", "float8_pages"}
+    - {"expert_product", "latent_attention"}
 )
 
 

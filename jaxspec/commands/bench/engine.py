@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     stands with the first."""
     x, y = grid_of(args.tp)
     config = model_shape(args.shape, args.layers)
-    chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
+    chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y * args.sp)
     on_cpu = jax.default_backend() == "cpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))
