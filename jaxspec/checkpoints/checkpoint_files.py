@@ -11,9 +11,12 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxspec._lazy import LazyModule
 from jaxspec.checkpoints.formats import canonical, named_quantization
 from jaxspec.models.json.values import naming, one_line, read_json, shown, shown_name
 from jaxspec.models.tensors import CheckpointTensor
+
+gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
 # A dtype that safetensors does not read for NumPy.
 E4M3 = "F8_E4M3"
@@ -87,15 +90,18 @@ def open_safetensors(path: Path) -> Any:
         raise ValueError(f"{path} is not a readable safetensors file: {reason}") from None
 
 
-def scan(directory: str | Path) -> dict[str, StoredTensor]:
+def scan(directory: str | Path) -> dict[str, CheckpointTensor]:
     """All tensors of a checkpoint directory, by name. Only the file headers are read.
 
     Of a model of text and images those of the text model, named as if it were alone. Names without
-    the prefix ``model.``, as of a model without its LM head, have it.
+    the prefix ``model.``, as of a model without its LM head, have it. Of a folder that was made for
+    a GGUF file, the tensors of that.
 
     Raises ValueError for files that are missing, broken, or do not belong together.
     """
-    stored: dict[str, StoredTensor] = {}
+    if (Path(directory) / gguf_folder.TENSORS).exists():
+        return gguf_folder.tensors_in(Path(directory))
+    stored: dict[str, CheckpointTensor] = {}
     for path in _checkpoint_files(Path(directory)):
         for tensor in _tensors_of(path):
             if (other := stored.get(tensor.name)) is not None:

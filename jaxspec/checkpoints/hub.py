@@ -1,29 +1,50 @@
 """The directory of a model's files: a local one, or one downloaded from the Hugging Face hub."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub  # which loads the rest of itself when it is asked for
+
+from jaxspec._lazy import LazyModule
+
+gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt")
 
 
 def resolve_directory(name_or_path: str | Path) -> Path:
-    """An existing directory, or that of a hub repository, which is downloaded if necessary.
+    """An existing directory, or that of a hub repository, which is downloaded if necessary. Of a
+    GGUF file (a path, or owner/name/FILE.gguf of the hub), the folder that leads to it.
 
-    Raises ValueError if there is no such directory, or the download fails.
+    Raises ValueError if there is no such directory or file, or the download fails.
     """
-    path = Path(name_or_path).expanduser()
+    path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.is_dir():
         return path
-    name = str(name_or_path)
+    if path.suffix == ".gguf":
+        return gguf_folder.folder_of(path if path.is_file() else _downloaded_file(name))
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"no directory {name}: give a model directory or a hub id, owner/name")
+    return _downloaded(name, name, "directory", FILES)
+
+
+def _downloaded_file(name: str) -> Path:
+    """A GGUF file of the hub, with its shards."""
+    if name.startswith(("/", ".", "~")) or name.count("/") < 2:
+        raise ValueError(f"no file {name}: give a GGUF file, or one of the hub, owner/name/FILE")
+    owner, repository, file = name.split("/", 2)
+    shards = [re.sub(r"-\d{5}-of-", "-?????-of-", file)]
+    return _downloaded(f"{owner}/{repository}", name, "file", shards) / file
+
+
+def _downloaded(repository: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
+    """The directory of a hub repository, with the files that fit a pattern."""
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES)))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises many types, some of its HTTP library
         raise ValueError(
-            f"{name} is not a directory here, and the Hugging Face hub does not give it: "
-            f"{_reason(error)}"
+            f"{name} is no {kind} here, and the Hugging Face hub does not give it: {_reason(error)}"
         ) from error
 
 

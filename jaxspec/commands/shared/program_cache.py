@@ -7,18 +7,14 @@ from pathlib import Path
 
 import jax
 
+from jaxspec.checkpoints.cache_folder import cache_folder
+
 
 def default_folder() -> Path:
-    """``$JAX_COMPILATION_CACHE_DIR``, else ``jaxspec/compilation`` in the user's cache directory.
-
-    That directory is ``$XDG_CACHE_HOME`` if it is an absolute path, else ``~/.cache``.
-    """
+    """``$JAX_COMPILATION_CACHE_DIR``, else ``compilation`` in the folder of cached files."""
     if folder := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(folder)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():
-        cache = Path.home() / ".cache"
-    return cache / "jaxspec" / "compilation"
+    return cache_folder() / "compilation"
 
 
 def make_folder(folder: Path) -> Path:
