@@ -1,6 +1,7 @@
 """The tensors of a GGUF file, widened to float32 as they are read."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
@@ -30,19 +31,23 @@ class WidenedTensor:
 
     def read(self, *index: slice) -> np.ndarray:
         """The slice at ``index``. The file is mapped only during the call."""
-        *outer, inputs = self.shape
-        count = outer[0] if outer else 1  # a vector is read as a row
         index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
-        rows, columns = index if outer else (slice(None), *index)
-        bytes_of_row = num_bytes(self.kind, (inputs,))
-        blocks = np.memmap(self.file, np.uint8, "r", self.offset, (count, bytes_of_row))
+        if len(self.shape) == 1:  # of a vector all is read
+            return self._widened(slice(None)).reshape(-1)[self._stored(index[0])]
+        rows, columns = index
+        return self._widened(self._stored(rows))[:, columns]
+
+    def _widened(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Rows of the file in float32. A vector is a row."""
+        *outer, inputs = self.shape
+        shape = math.prod(outer), num_bytes(self.kind, (inputs,))
+        blocks = np.memmap(self.file, np.uint8, "r", self.offset, shape)
         kind = gguf.GGMLQuantizationType[self.kind]
-        values = gguf.quants.dequantize(np.ascontiguousarray(blocks[self._stored(rows)]), kind)
-        values = values.reshape(-1, inputs)[:, columns] + np.float32(self.shift)
-        return values if outer else values[0]
+        values = gguf.quants.dequantize(np.ascontiguousarray(blocks[rows]), kind)
+        return values.reshape(-1, inputs) + np.float32(self.shift)
 
     def _stored(self, rows: slice) -> slice | np.ndarray:
-        """Where these rows are in the file."""
+        """Where these rows, or entries of a vector, are in the file."""
         if not self.heads:
             return rows
         order = np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2)

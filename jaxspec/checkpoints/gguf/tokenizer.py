@@ -17,6 +17,7 @@ from jaxspec.checkpoints.gguf.metadata import Metadata
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 SPACE = "\u2581"
+NO_TOKENIZER = "none"  # as llama.cpp's converter calls it
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -41,17 +42,23 @@ _NFC = frozenset({"qwen2"})  # text is normalized first
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, Any]:
-    """The contents of tokenizer.json and tokenizer_config.json.
+    """The contents of tokenizer.json and tokenizer_config.json; none for a file without a
+    tokenizer.
 
-    Raises ValueError for a kind of tokenizer that is not supported.
+    Raises ValueError for a kind of tokenizer that is not supported, and for missing fields.
     """
-    tokens, kinds = metadata.token_field("tokens"), metadata.token_field("token_type")
-    kind = metadata.token_field("model")
+    kind = metadata.token_field("model", NO_TOKENIZER)
+    if kind == NO_TOKENIZER:
+        return {}
     if kind not in ("gpt2", "llama"):
         raise ValueError(
             f"tokenizer.ggml.model {kind!r} is not supported; supported are gpt2 and llama: take "
             "the checkpoint in safetensors"
         )
+    needed = ("tokens", "merges" if kind == "gpt2" else "scores")
+    if missing := [name for name in needed if metadata.token_field(name) is None]:
+        raise ValueError(f"fields are missing: tokenizer.ggml.{', tokenizer.ggml.'.join(missing)}")
+    tokens, kinds = metadata.token_field("tokens"), metadata.token_field("token_type")
     made = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
     kinds = kinds or [1] * len(tokens)
     for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
