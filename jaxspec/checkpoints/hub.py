@@ -1,4 +1,5 @@
-"""The directory of a model's files: a local one, or one downloaded from the Hugging Face hub."""
+"""The directory of a model's files: a local one, one downloaded from the Hugging Face hub, or one
+that leads to a GGUF file."""
 
 import re
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 import huggingface_hub  # which loads the rest of itself when it is asked for
 
 from jaxspec._lazy import LazyModule
+from jaxspec.checkpoints.packaged import PACKAGED, packaged_file
 
 gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
@@ -15,13 +17,16 @@ FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", 
 
 def resolve_directory(name_or_path: str | Path) -> Path:
     """An existing directory, or that of a hub repository, which is downloaded if necessary. Of a
-    GGUF file (a path, or owner/name/FILE.gguf of the hub), the folder that leads to it.
+    GGUF file (a path, owner/name/FILE.gguf of the hub, or a name in PACKAGED), the folder that
+    leads to it.
 
     Raises ValueError if there is no such directory or file, or the download fails.
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.is_dir():
         return path
+    if name in PACKAGED:
+        path = packaged_file(name)
     if path.suffix == ".gguf":
         return gguf_folder.folder_of(path if path.is_file() else _downloaded_file(name))
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
