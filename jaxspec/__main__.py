@@ -31,21 +31,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench kernels": "time every kernel and its jnp reference",
         "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
-        "bench swap": "time replacing a target's weights in a running engine",
-        "compare-runs": "set the figures of benchmarks side by side, of any devices",
         "profile-round": "show where the time of one round goes",
-        "plot-tree": "draw the draft tree of a round, and what was accepted of it",
         "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",
-    }
-)
-# The former names of commands, which get an error that says the new one.
-FORMER_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "adapt": "adapt-drafter",
-        "eval": "eval-drafter",
-        "perplexity": "measure-perplexity",
-        "profile": "profile-round",
-        "train-head": "train-drafter",
     }
 )
 
@@ -94,9 +81,6 @@ def dispatch(words: Sequence[str]) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    if words[0] in FORMER_NAMES:
-        name = FORMER_NAMES[words[0]]
-        parser.error(f"the command {words[0]!r} is now {name!r}: run `jaxspec {name}`")
     begun = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     known = f"choose from {', '.join(begun)}" if begun else "`jaxspec --help` lists them"
     parser.error(f"no command {' '.join(words[:2])!r}: {known}")

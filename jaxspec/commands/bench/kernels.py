@@ -7,17 +7,10 @@ a chain exceed the GPU's cache, except for top_k, truncate and kv_compact: in th
 are in the cache. The floor is the time that a call's bytes take at the copy bandwidth, or its FLOPs
 at the rate of a large bfloat16 product, whichever is longer; both rates are measured in the same
 run. Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
-
-In rows of `expert_mixes`, "XLA us" is the time of every expert on every row, and what is timed
-beside it is `jax.lax.ragged_dot`.
-
-Of the gated delta rule (`--only delta_rule:`) a second table has the times by the number of nodes,
-beside those of a read by one triangular system and of a round that keeps a state of every node.
 """
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +30,6 @@ from jaxspec.commands.shared.shell import (
     run_command,
     table_console,
 )
-from jaxspec.evaluation.benchmarks import expert_mixes
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
 from jaxspec.evaluation.benchmarks.kernels import (
     CompiledBenchmark,
@@ -47,7 +39,6 @@ from jaxspec.evaluation.benchmarks.kernels import (
     compile_benchmark,
     time_benchmark,
 )
-from jaxspec.evaluation.benchmarks.recurrent import benchmarks as delta_rule_in_jnp
 from jaxspec.evaluation.benchmarks.timing import measure_bandwidth, measure_product_rate
 from jaxspec.evaluation.number_format import or_blank
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
@@ -77,12 +68,9 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
         "expert_product": expert_product.benchmarks,
-        "expert_mixes": expert_mixes.benchmarks,
         "delta_rule": delta_rule.benchmarks,
-        "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
-ROUND_CASE = re.compile(r"(read|round|state per node) (\d+) x (\d+) nodes")
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
@@ -195,39 +183,9 @@ def make_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Reads and rounds of the gated delta rule by batch and nodes, beside the baseline: rounds with
-    a state per node. None if none was timed."""
-    rows: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
-    for row in timings:
-        found = ROUND_CASE.fullmatch(row["case"])
-        if found and row["operation"] == "delta_rule":
-            kind, batch, nodes = found.groups()
-            rows.setdefault((int(batch), int(nodes)), {})[kind] = row
-    if not rows:
-        return None
-    table = left_table("one recurrent layer, us by nodes")
-    columns = {
-        "round": "round",
-        "the read alone": "read",
-        "state per node": "state per node",
-    }
-    for name in ("batch", "nodes", *columns, "floor of that"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for (batch, nodes), kinds in sorted(rows.items()):
-        times = [kinds.get(kind, {}).get("us") for kind in columns.values()]
-        times.append(kinds.get("state per node", {}).get("floor_us"))
-        table.add_row(str(batch), str(nodes), *map(or_blank, times))
-    return table
-
-
 def run(args: argparse.Namespace) -> None:
     results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
-    console = table_console(stderr=args.json, width=TABLE_WIDTH)
-    console.print(make_table(results))
-    by_nodes = make_nodes_table(results["timings"])
-    if by_nodes is not None:
-        console.print(by_nodes)
+    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
