@@ -1,7 +1,7 @@
 """Generate the same texts alone and in full batches in deterministic mode, and compare the tokens.
 
 Every request runs alone first, decoded plainly. Then all of them run together, in another order for
-each drafter and tree; where the table says "few", with so few pages that requests are swapped. The
+each drafter and tree, for some with so few pages that requests are swapped. The
 prompts are cut from the source files of Python's standard library, and half of them begin like
 others, so that the prefix cache has them. Every second request samples.
 
@@ -24,18 +24,19 @@ from rich.table import Table
 
 from jaxspec.checkpoints.built_in import BUILT_IN_HEAD
 from jaxspec.checkpoints.load import load
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     add_model_option,
-    collect_parts,
+    add_rows,
     command_parser,
+    left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.config.cache import CacheConfig, pages_for
-from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
@@ -49,7 +50,15 @@ PREFIXES = 8  # that half of the prompts begin with
 SHOWN = 5  # differences of a run
 FEW = 0.5  # share of the pages that full rows need
 LAPS = 5  # of the price
-COUNTS = ("requests", "rows", "prompt_tokens", "new_tokens", "verify_width")
+# The table's columns, and what their cells show of a run.
+COLUMNS = {
+    "run": "{name}",
+    "pages": "{pages}",
+    "cached tokens": "{hits}",
+    "swaps": "{swaps}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "identical": "{identical}",
+}
 
 Request = tuple[list[int], SamplingParams]
 Texts = list[list[int]]
@@ -61,11 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--head", default=str(BUILT_IN_HEAD), help="draft head: a directory or hub id")
     add("--tree", default="16:5:4", help="the head's tree, beside its chain of 5")
-    add("--verify-width", type=int, default=16, help="nodes that every verification is padded to")
-    add("--requests", type=int, default=1000, help="number of requests")
-    add("--rows", type=int, default=16, help="requests that run together")
-    add("--prompt-tokens", type=int, default=96, help="tokens of a prompt, on average")
-    add("--new-tokens", type=int, default=64, help="tokens that a request generates, on average")
+    add("--verify-width", type=number, default=16, help="nodes that every verification is padded "
+        "to")  # fmt: skip
+    add("--requests", type=number, default=1000, help="number of requests")
+    add("--rows", type=number, default=16, help="requests that run together")
+    add("--prompt-tokens", type=number, default=96, help="tokens of a prompt, on average")
+    add("--new-tokens", type=number, default=64, help="tokens that a request generates, on average")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--seed", type=int, default=0, help="seed of lengths, prompts and order")
@@ -255,8 +265,6 @@ def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> l
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The price, then one run after the other."""
-    for name in COUNTS:
-        check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     progress, requests = progress_console(), make_requests(args)
     engines, seconds = make_engines(args, requests)
     progress.print(f"{len(engines)} engines are ready after {seconds:.0f} s")
@@ -298,24 +306,24 @@ def price_line(price: Mapping[str, float]) -> str:
     )
 
 
-def make_table(results: dict[str, Any]) -> Table:
-    device = results["device"]
-    title = f"{results['requests']} requests, {results['rows']} rows, {results['dtype']}, {device}"
-    table = Table(title=title)
-    for heading in ("run", "pages", "cached tokens", "swaps", "tokens/s", "identical"):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
-    for row in results["runs"]:
-        pages = "few" if row["few_pages"] else "all"
-        counts = (row["hits"], row["swaps"], f"{row['tokens_per_second']:.0f}", row["identical"])
-        table.add_row(row["name"], pages, *map(str, counts))
+def make_tables(results: dict[str, Any]) -> list[Table]:
     lines = [f"{name}: {price_line(price)}" for name, price in results["price"].items()]
-    table.caption = "\n".join(["a full batch:", *lines])
-    return table
+    title = ", ".join(
+        (
+            f"{results['requests']} requests",
+            f"{results['rows']} rows",
+            results["dtype"],
+            results["device"],
+        )
+    )
+    first, *others = COLUMNS
+    table = left_table(title, "\n".join(["a full batch:", *lines]), left=[first], right=others)
+    add_rows(table, COLUMNS.values(), results["runs"])
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args), "runs", as_json=args.json)
-    table_console(stderr=args.json).print(make_table(results))
+    results = show_parts(measure(args), "runs", make_tables, as_json=args.json)
     wrong = sum(results["requests"] - row["identical"] for row in results["runs"])
     if wrong:
         raise ValueError(f"{wrong} texts differ in deterministic mode")

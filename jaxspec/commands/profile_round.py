@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoints.load import with_kv_dtype
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.run_facts import config_facts, run_facts
 from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
@@ -44,7 +45,7 @@ from jaxspec.evaluation.benchmarks.profile import (
     record,
     summarize,
 )
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
 from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import timed
@@ -65,8 +66,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_shape_options(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
-    add("--batch", type=int, default=1, help="number of sequences")
-    add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
+    add("--batch", type=number, default=1, help="number of sequences")
+    add("--rounds", type=number, default=8, help="rounds in one call; all but the last are "
+        "profiled")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -75,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     check_head_options(make_parser(), args, [parse_mode(args.mode)])
-    if min(args.batch, args.context, args.page_size) < 1 or args.rounds < 2:
-        raise ValueError("--batch, --context and --page-size must be at least 1, --rounds 2")
+    if args.rounds < 2:
+        raise ValueError("--rounds must be at least 2")
     check_divides("--page-size", args.page_size, max(args.sp, 1))
     if args.plot and not args.plot.parent.is_dir():
         raise ValueError(f"no directory {args.plot.parent}")
@@ -101,9 +103,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if mode.speculation:
         scheme = args.drafter_quantization
-        head = random_head_of_kind(
-            args.draft_head, config, dtype, mesh, seed=1, quantization=scheme
-        )
+        head = random_head(config, dtype, mesh, 1, kind=args.draft_head, quantization=scheme)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     bench = Bench(mode, params, workload)

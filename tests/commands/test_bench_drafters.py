@@ -214,21 +214,3 @@ def test_small_batches_are_spread_over_all_prompts():
     prompts = [[i] for i in range(12)]
     assert bench_drafters.batches_of(prompts, 1, 3) == [[[0]], [[5]], [[11]]]
     assert bench_drafters.batches_of(prompts, 4, 5) == [prompts[:4], prompts[4:8], prompts[8:]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--run", "ngram", "chain"], "not plain, chain:K"),
-        (["--run", "ngram"], "needs a mode"),
-        (["--run", "ngram", "chain:3", "chain:3"], "another drafter or mode"),
-        (["--batch", "0"], "must be at least 1"),
-        (["--batch", "500"], "fewer than one batch"),
-        (["--run", "/no/such/head", "chain:3"], "no directory"),
-        (["--run", "none", "chain:3"], "names another drafter"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
-    assert bench_drafters.main(["--data", str(sources), *arguments]) == 2
-    line = [line for line in capsys.readouterr().err.splitlines() if line.strip()][-1]
-    assert line.startswith("jaxspec bench drafters: ") and message in line

@@ -19,20 +19,20 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.commands.shared.option_types import number, positive
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
-    collect_parts,
+    add_rows,
     command_parser,
     device_line,
     left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
 from jaxspec.evaluation.benchmarks.kernels import (
-    CompiledBenchmark,
     KernelTiming,
     Peaks,
     Plan,
@@ -74,6 +74,18 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
+# The table's columns, and what their cells show of a timing.
+TEXTS = {"operation": "{operation}", "case": "{case}", "implementation": "{implementation}"}
+FIGURES = {
+    "us": "{us:.1f}",
+    "XLA us": "{reference_us:.1f}",
+    "GB/s": "{gb_per_s:,.0f}",
+    "floor us": "{floor_us:.1f}",
+    "bound": "{bound}",
+    "% of floor": "{share_of_floor:.0%}",
+    "error": "{error:.1e}",
+    "XLA error": "{reference_error:.1e}",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -83,16 +95,16 @@ def make_parser() -> argparse.ArgumentParser:
         "contains this text; may be given several times")  # fmt: skip
     add("--skip-reference", action="store_true", help="neither time the jnp reference nor compute "
         "errors: one program to compile for a case, not three")  # fmt: skip
-    add("--repeats", type=int, default=5, help="timed programs of a case; the median is reported")
-    add("--seconds", type=float, default=0.02, help="approximate least duration of a timed program")
+    add("--repeats", type=number, default=5, help="timed programs of a case; the median is "
+        "reported")  # fmt: skip
+    add("--seconds", type=positive, default=0.02, help="approximate least duration of a timed "
+        "program")  # fmt: skip
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
 def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
     """One timing after the other, each with everything needed to read it later."""
-    if args.repeats < 1 or args.seconds <= 0:
-        raise ValueError("--repeats must be at least 1 and --seconds more than 0")
     chosen = [
         (operation, benchmark)
         for operation, benchmarks in OPERATIONS.items()
@@ -110,8 +122,15 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
     rotation_bytes = ROTATION_BYTES if on_gpu else 0
     plan = Plan(rotation_bytes, args.seconds, args.repeats, not args.skip_reference)
     facts = {**run_facts(), "arguments": vars(args), "peaks": dataclasses.asdict(peaks)}
-    for index, (operation, compiled) in enumerate(compile_all(chosen, peaks, plan, progress)):
-        row = as_row(operation, time_benchmark(compiled, peaks, plan))
+    programs = compile_side_by_side(
+        lambda case: compile_benchmark(case[1], peaks, plan),
+        chosen,
+        lambda case: f"{case[0]}: {case[1].name}",
+        MOST_JOBS,
+        progress.print,
+    )
+    for index, (compiled, (operation, benchmark)) in enumerate(zip(programs, chosen, strict=True)):
+        row = as_row(operation, benchmark, time_benchmark(compiled, peaks, plan))
         progress.print(
             f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
             f"XLA {or_blank(row['reference_us'])}, floor {row['floor_us']:.1f}"
@@ -119,35 +138,21 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
         yield facts | {"timings": [row]}
 
 
-def compile_all(
-    chosen: Sequence[tuple[str, Benchmark]], peaks: Peaks, plan: Plan, progress: Console
-) -> list[tuple[str, CompiledBenchmark]]:
-    """All cases, each with its operation; compiled side by side, before anything is timed."""
-
-    def compiled_case(chosen_case: tuple[str, Benchmark]) -> tuple[str, CompiledBenchmark]:
-        operation, benchmark = chosen_case
-        return operation, compile_benchmark(benchmark, peaks, plan)
-
-    compiled = []
-    for found in compile_side_by_side(compiled_case, chosen, "cases", MOST_JOBS, progress.print):
-        compiled.append(found)
-        operation, case = found
-        progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {case.benchmark.name}")
-    return compiled
-
-
-def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
+def as_row(operation: str, benchmark: Benchmark, timing: KernelTiming) -> dict[str, Any]:
+    us = {
+        "us": timing.seconds,
+        "reference_us": timing.reference_seconds,
+        "floor_us": timing.floor_seconds,
+    }
     return {
         "operation": operation,
-        "case": timing.case,
-        "implementation": timing.implementation,
-        "us": 1e6 * timing.seconds,
-        "reference_us": timing.reference_seconds and 1e6 * timing.reference_seconds,
-        "bytes": timing.num_bytes,
-        "flops": timing.flops,
-        "gb_per_s": 1e-9 * timing.num_bytes / timing.seconds,
-        "tflop_per_s": 1e-12 * timing.flops / timing.seconds,
-        "floor_us": 1e6 * timing.floor_seconds,
+        "case": benchmark.name,
+        "implementation": benchmark.implementation,
+        **{name: seconds and 1e6 * seconds for name, seconds in us.items()},
+        "bytes": benchmark.num_bytes,
+        "flops": benchmark.flops,
+        "gb_per_s": 1e-9 * benchmark.num_bytes / timing.seconds,
+        "tflop_per_s": 1e-12 * benchmark.flops / timing.seconds,
         "bound": timing.bound,
         "share_of_floor": timing.floor_seconds / timing.seconds,
         "error": timing.error,
@@ -155,37 +160,20 @@ def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
     }
 
 
-def make_table(results: dict[str, Any]) -> Table:
+def make_tables(results: dict[str, Any]) -> list[Table]:
     peaks = results["peaks"]
     caption = (
         f"peaks: {peaks['bandwidth'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
     )
-    table = left_table(device_line(results), caption)
-    for name in ("operation", "case", "implementation"):
-        table.add_column(name, no_wrap=True)
-    for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
-        table.add_column(name, justify="right")
-    for row in results["timings"]:
-        table.add_row(
-            row["operation"],
-            row["case"],
-            row["implementation"],
-            f"{row['us']:.1f}",
-            or_blank(row["reference_us"]),
-            f"{row['gb_per_s']:,.0f}",
-            f"{row['floor_us']:.1f}",
-            row["bound"],
-            f"{100 * row['share_of_floor']:.0f}",
-            or_blank(row["error"], ".1e"),
-            or_blank(row["reference_error"], ".1e"),
-        )
-    return table
+    table = left_table(device_line(results), caption, left=TEXTS, right=FIGURES)
+    add_rows(table, (*TEXTS.values(), *FIGURES.values()), results["timings"])
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
-    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
+    parts = measure(args, progress_console())
+    show_parts(parts, "timings", make_tables, as_json=args.json, width=TABLE_WIDTH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,21 +60,6 @@ def test_recurrent_layers_are_timed_at_these_sizes():
     assert all(f"{kind} {b} x {n} nodes" in names for kind in ("read", "round") for b, n in sizes)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "no such case"], "no case contains 'no such case'"),
-        (["--only", "none", "--only", "nil"], "no case contains 'none' or 'nil'"),
-        (["--repeats", "0"], "at least 1"),
-        (["--seconds", "0"], "more than 0"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert bench_kernels.main(arguments) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("jaxspec bench kernels: ") and message in line
-
-
 def test_every_call_is_fed_by_the_one_before_and_sets_rotate():
     seen = []
 
