@@ -16,6 +16,7 @@ DEFAULTS = {
     "bench drafters": "--data {sources}",
     "bench engine": f"{TINY} --context 20",
     "bench serving": f"{TINY} --page-size 8",
+    "eval-drafter": "--data {sources} --prompt-tokens 16 --prompts 2",
     "profile-round": f"{TINY} --page-size 16",
 }
 CASES = [
@@ -78,6 +79,11 @@ CASES = [
     ("compile-ahead", "--chunk 64", "add --program prefill"),
     ("compile-ahead", "--tpu v6e:2x2 --libtpu {empty}", "lacks libtpu; run: pip install --target"),
     ("compile-ahead", "--tpu v6e:2x2 --libtpu {old}", "has libtpu 0.1.2, but this jax needs 0.0."),
+    ("eval-drafter", "--modes chain", "not plain, chain:K or NODES:DEPTH:TOPK"),
+    ("eval-drafter", "--modes tree:4:8:2", "must exceed max_depth"),
+    ("eval-drafter", "--prompts 0", "must be at least 1"),
+    ("eval-drafter", "--drafter /no/such/head", "no directory"),
+    ("eval-drafter", "--data /no/such/data", "no such file or folder"),
     ("profile-round", "--mode chain", "not plain, chain:K"),
     ("profile-round", "--mode plain --draft-head dspark", "--draft-head would do nothing"),
     ("profile-round", "--rounds 1", "--rounds must be at least 2"),
