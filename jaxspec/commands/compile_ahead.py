@@ -184,9 +184,9 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{results['mode']}, {results['layers']} layers, jax {results['jax']}, "
         f"compiled for {results['target']} in {results['seconds']:.0f} s",
         results["command"],
+        left=["of one round or call, on one device"],
+        right=[""],
     )
-    table.add_column("of one round or call, on one device")
-    table.add_column("", justify="right")
     if "program" in results:
         add_tpu_rows(table, results["program"])
     else:

@@ -84,8 +84,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"no directory {args.plot.parent}")
 
 
-def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
-    """The profile, and other facts about the run."""
+def make_bench(args: argparse.Namespace, progress: Console) -> Bench:
+    """The compiled programs, with random weights."""
     [mesh] = replica_meshes(1, args.tp, args.sp)
     mode = parse_mode(args.mode)
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
@@ -106,26 +106,17 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
         head = random_head(config, dtype, mesh, 1, kind=args.draft_head, quantization=scheme)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
-    bench = Bench(mode, params, workload)
-    progress.print("warming up")
-    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
-    unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
-    progress.print("profiling")
+    return Bench(mode, params, workload)
+
+
+def profiled(bench: Bench, rounds: int) -> Profile:
     states = [bench.fill(bench.new_state())]
 
     def calls() -> None:
         for _ in range(NUM_CALLS):
-            states.append(jax.block_until_ready(bench.decode(states.pop(), args.rounds)))
+            states.append(jax.block_until_ready(bench.decode(states.pop(), rounds)))
 
-    events = record(calls)
-    profile = profile_rounds(events, Program(bench.program_text()), args.rounds, NUM_CALLS)
-    passes = params.speculation.max_depth * (len(head.layers) if head else 0)
-    return profile, {
-        "mode": mode.name,
-        "own_kernels": str(kernels),
-        "layer_runs": {"draft": passes, "verify": config.num_layers},
-        "unprofiled_round_us": unprofiled_us,
-    }
+    return profile_rounds(record(calls), Program(bench.program_text()), rounds, NUM_CALLS)
 
 
 def unprofiled_round_us(bench: Bench, rounds: int) -> float:
@@ -139,24 +130,34 @@ def unprofiled_round_us(bench: Bench, rounds: int) -> float:
 def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
     """The profile, and results for the table and JSON."""
     check(args)
-    profile, run = run_profiled(args, progress)
-    rounds, config = profile.rounds, model_shape(args.shape, args.layers)
+    bench = make_bench(args, progress)
+    progress.print("warming up")
+    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
+    unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
+    progress.print("profiling")
+    profile, params = profiled(bench, args.rounds), bench.params
+    head, config = getattr(params.drafter, "head", None), params.target.config
+    layer_runs = {
+        "draft": params.speculation.max_depth * (len(head.layers) if head else 0),
+        "verify": config.num_layers,
+    }
+    rounds = profile.rounds
     round_us = statistics.mean(round_.length_us for round_ in rounds)
     costs = summarize(rounds, lambda span: span.scope)
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
     return profile, {
         **run_facts(),
-        "own_kernels": run["own_kernels"],
+        "own_kernels": str(params.kernels),
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": config_facts(config),
-        "mode": run["mode"],
+        "mode": bench.mode.name,
         "profiled_rounds": len(rounds),
         "round_us": round_us,
-        "unprofiled_round_us": run["unprofiled_round_us"],
+        "unprofiled_round_us": unprofiled_us,
         "gaps_us": statistics.mean(round_.gaps_us for round_ in rounds),
         "longest_gap_us": statistics.mean(round_.longest_gap_us for round_ in rounds),
         "host_gap_us": profile.host_gap_us,
-        "scopes": [as_row(s, costs[s], round_us, run["layer_runs"]) for s in in_order(costs)],
+        "scopes": [as_row(s, costs[s], round_us, layer_runs) for s in in_order(costs)],
         "kernels": [
             {"kernel": name} | dataclasses.asdict(scope) | dataclasses.asdict(cost)
             for (name, scope), cost in kernels.items()
@@ -184,7 +185,7 @@ def as_row(scope: Scope, cost: Cost, round_us: float, layer_runs: dict[str, int]
 
 def make_table(results: dict[str, Any]) -> Table:
     args, round_us = results["arguments"], results["round_us"]
-    layers = f"{args['layers']} layers, " if args.get("layers") else ""
+    layers = f"{args['layers']} layers, " if args["layers"] else ""
     title = (
         f"{args['shape']}, {layers}{args['dtype']}, {results['mode']}, batch {args['batch']}, "
         f"context {args['context']}, {device_line(results)}"
@@ -194,11 +195,8 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{results['host_gap_us']:,.0f} us between the calls\n"
         f"kernels: {results['own_kernels']}\n{results['command']}"
     )
-    table = left_table(title, caption)
-    table.add_column("phase")
-    table.add_column("part")
-    for name in ("us/round", "%", "launches/round", "launches/layer"):
-        table.add_column(name, justify="right")
+    figures = ("us/round", "%", "launches/round", "launches/layer")
+    table = left_table(title, caption, left=("phase", "part"), right=figures)
 
     def add(phase: str, part: str, us: float, launches: float | None, per_layer: float | None):
         counts = or_blank(launches, ".0f"), or_blank(per_layer)
