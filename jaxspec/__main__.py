@@ -35,6 +35,16 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",
     }
 )
+# The former names of commands, which get an error that says the new one.
+FORMER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "adapt": "adapt-drafter",
+        "eval": "eval-drafter",
+        "perplexity": "measure-perplexity",
+        "profile": "profile-round",
+        "train-head": "train-drafter",
+    }
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,6 +91,9 @@ def dispatch(words: Sequence[str]) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
+    if words[0] in FORMER_NAMES:
+        name = FORMER_NAMES[words[0]]
+        parser.error(f"the command {words[0]!r} is now {name!r}: run `jaxspec {name}`")
     begun = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     known = f"choose from {', '.join(begun)}" if begun else "`jaxspec --help` lists them"
     parser.error(f"no command {' '.join(words[:2])!r}: {known}")

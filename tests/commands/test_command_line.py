@@ -68,6 +68,14 @@ def test_an_unknown_command_is_refused(words: list[str], capsys: pytest.CaptureF
     assert f"no command '{' '.join(words)}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("former", "name"), command_line.FORMER_NAMES.items())
+def test_a_former_name_says_the_new_one(former: str, name: str, capsys: pytest.CaptureFixture[str]):
+    assert name in command_line.COMMANDS
+    assert ended([former, "--steps", "3"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == f"jaxspec: error: the command '{former}' is now '{name}': run `jaxspec {name}`"
+
+
 def test_no_command_shows_the_list(capsys: pytest.CaptureFixture[str]):
     assert command_line.main([]) == 2
     assert "bench engine" in capsys.readouterr().err

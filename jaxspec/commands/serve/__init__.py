@@ -15,6 +15,7 @@ from jaxspec.commands.shared.engine_options import (
     add_mode_options,
     add_pipeline_options,
     add_process_options,
+    add_program_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
     add_tree_options,
@@ -86,7 +87,8 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("capacity").add_argument
+    group = parser.add_argument_group("capacity")
+    add = group.add_argument
     add("--max-rows", type=int, default=16, help="requests that run together, in each engine")
     add("--max-queue", type=int, default=1024, help="requests that may wait, in each engine; "
         "beyond them clients get status 429")  # fmt: skip
@@ -104,8 +106,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
         help="what is compiled before the first request: two sizes of short requests (quick), "
         "these, and then the rest while no request runs (background), or all sizes of all that "
         "requests may ask (full)")  # fmt: skip
-    add("--compilation-cache", type=Path, metavar="FOLDER", help="as in generate")
-    add("--no-compilation-cache", action="store_true", help="store no programs")
+    add_program_options(group)
 
 
 def size(text: str) -> int:

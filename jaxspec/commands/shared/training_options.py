@@ -1,4 +1,4 @@
-"""The options that trainings share, and the schedule that they mean."""
+"""What trainings and measurements with held-out text share: options, and what they mean."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,8 @@ from rich.console import Console
 from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.training import data
 from jaxspec.training.heads.data import held_out_prompts
+from jaxspec.training.heads.run import DraftRecord
+from jaxspec.training.lm.run import LMRecord
 from jaxspec.training.schedule import Schedule, deadline_of
 
 DATA_HELP = (
@@ -67,6 +69,16 @@ def add_optimizer_options(
     add("--evaluate-every", type=int, default=500, help="steps between evaluations on held-out "
         "files")  # fmt: skip
     add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
+
+
+def progress_parts(record: LMRecord | DraftRecord, loss: float | None) -> list[str]:
+    """The step, its loss and the speed, for a line about a record."""
+    parts = [f"step {record.step}/{record.total_steps or '?'}"]
+    if loss is not None:
+        parts += [f"loss {loss:.4f}", f"|g| {record.grad_norm:.2f}"]
+    if record.tokens_per_second:
+        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    return parts
 
 
 def schedule_of(

@@ -56,21 +56,6 @@ class Sum:
         return f"{self.devices} devices, {self.rows} rows of {self.width}, {self.way}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Of a case.
-
-    Attributes:
-      us: microseconds of a call, the small operation after it included.
-      same_bits: whether all devices ended with the same bits, and both ways of the kernel with the
-        same, too.
-    """
-
-    sum: Sum
-    us: float
-    same_bits: bool
-
-
 def cases(
     devices: Sequence[int], widths: Sequence[int], rows: Sequence[int], ways: Sequence[Way] = WAYS
 ) -> list[Sum]:
@@ -98,9 +83,13 @@ def _tuning(case: Sum, most_rows: int) -> Tuning | None:
 
 def time_sums(
     chosen: Sequence[Sum], passes: int, repeats: int, report: Callable[[str], None]
-) -> Iterator[Timing]:
+) -> Iterator[tuple[Sum, float, bool]]:
     """Compile all cases, then time one after the other: the median of ``repeats`` programs of so
-    many passes each."""
+    many passes each.
+
+    Yields each case, the microseconds of a call, the small operation after it included, and whether
+    all devices ended with the same bits, and both ways of the kernel with the same, too.
+    """
     bench = _Bench(max(case.rows for case in chosen), passes)
     programs = compile_side_by_side(bench.compiled, chosen, str, MOST_JOBS, report)
     found: dict[Any, np.ndarray] = {}  # what the kernel made of the same arguments
@@ -112,7 +101,7 @@ def time_sums(
             sizes = case.devices, case.width, case.rows
             same = same and np.array_equal(found.setdefault(sizes, result), result)
         seconds = statistics.median(timed(program, *arguments)[1] for _ in range(repeats))
-        yield Timing(case, 1e6 * seconds / (passes * CALLS), same)
+        yield case, 1e6 * seconds / (passes * CALLS), same
 
 
 class _Bench:
