@@ -14,6 +14,7 @@ from jaxspec.commands.shared.training_options import (
     add_length_options,
     add_optimizer_options,
     add_suffixes_option,
+    progress_parts,
     schedule_of,
 )
 from jaxspec.config.model import ModelConfig, dense_model
@@ -136,11 +137,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 def describe(record: LMRecord) -> str:
     """One line: step, losses, speed."""
-    parts = [f"step {record.step}/{record.total_steps or '?'}"]
-    if record.loss is not None:
-        parts += [f"loss {record.loss:.4f}", f"|g| {record.grad_norm:.2f}"]
-    if record.tokens_per_second:
-        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    parts = progress_parts(record, record.loss)
     if record.held_out_loss is not None:
         parts.append(f"held out {record.held_out_loss:.4f} = {record.bits_per_byte:.4f} bits/byte")
     return "  ".join(parts)

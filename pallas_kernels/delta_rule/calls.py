@@ -3,14 +3,11 @@
 Their arguments are those of ``round_arguments`` or ``run_arguments`` in cases.py.
 """
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.benchmark import Arguments
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
-from pallas_kernels.delta_rule.snapshots import snapshot_round
 from pallas_kernels.delta_rule.tokens import RowStates, Tokens
 from pallas_kernels.selection import Implementation
 
@@ -40,22 +37,6 @@ def whole_round(*arguments: Array, implementation: Implementation) -> tuple[Arra
         *(channels, Tokens(*nodes), new, path, counts, implementation),
     )
     return out, s, *after, channels, following, lens.at[rows].add(counts)
-
-
-def folded_round(*arguments: Array) -> tuple[Array, ...]:
-    """The reference of a round, of which only outputs, states and tables are handed on."""
-    out, s, *_, rows, lens = whole_round(*arguments, implementation="reference")
-    return out, s, *arguments[1 : KEPT - 2], rows, lens
-
-
-def snapshots(*arguments: Array, levels: Sequence[int]) -> tuple[Array, ...]:
-    """The round with a state per node."""
-    s, *unused, rows, lens = arguments[:KEPT]
-    q, *nodes, _, ancestors, depth, path, counts = arguments[KEPT:]
-    is_parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)
-    parents = jnp.argmax(is_parent, axis=-1)
-    out, s = snapshot_round(s, rows, q, Tokens(*nodes), parents, path, counts, levels)
-    return out, s, *unused, _next(rows, s), lens.at[rows].add(counts)
 
 
 def run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:

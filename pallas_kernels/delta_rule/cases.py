@@ -64,13 +64,6 @@ class Case:
         return self.batch * row
 
     @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of snapshot_round: a state read, one of each node written, the accepted one moved.
-        That of a tree of one node is written once."""
-        states = self.nodes + 3 if self.nodes > 1 else 2
-        return self.batch * (states * self.state_bytes + self.nodes * self.node_bytes)
-
-    @property
     def run_bytes(self) -> int:
         """Bytes of delta_run after empty windows."""
         return self.batch * (2 * self.state_bytes + self.nodes * self.node_bytes)
@@ -200,11 +193,10 @@ TOKEN_SECONDS = 1e-6  # of a prompt in the kernel, at least
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    """Trees that are read, rounds (a tree read and its path committed), rounds that keep a state
-    per node, and prompts."""
-    rounds = (read_benchmark, round_benchmark, snapshot_benchmark)
+    """Trees that are read, rounds (a tree read and its path committed), and prompts."""
     return [
-        *(make(size) for make in rounds for size in BENCHMARK_ROUNDS),
+        *(read_benchmark(size) for size in BENCHMARK_ROUNDS),
+        *(round_benchmark(size) for size in BENCHMARK_ROUNDS),
         *(run_benchmark(size) for size in BENCHMARK_RUNS),
     ]
 
@@ -235,23 +227,6 @@ def round_benchmark(size: Round) -> Benchmark:
         reference=functools.partial(calls.whole_round, implementation="reference"),
         num_bytes=size.case.read_bytes + size.case.commit_bytes(size.accepted),
         reference_seconds=(size.case.nodes + size.accepted * size.case.capacity) * STEP_SECONDS,
-    )
-
-
-def snapshot_benchmark(size: Round) -> Benchmark:
-    """The same round with a state per node, by levels of the tree; the reference by nodes. Windows
-    are of one token: every commit is folded into the state."""
-    folding = dataclasses.replace(size, case=dataclasses.replace(size.case, capacity=1))
-    return Benchmark(
-        name=f"state per node {size}",
-        make_arguments=functools.partial(round_arguments, folding),
-        call=functools.partial(calls.snapshots, levels=size.levels),
-        reference=calls.folded_round,
-        feed=calls.feed,
-        num_bytes=size.case.snapshot_bytes,
-        flops=size.case.read_flops,
-        implementation="reference",
-        reference_seconds=size.case.nodes * STEP_SECONDS,
     )
 
 

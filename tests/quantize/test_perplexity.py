@@ -46,17 +46,6 @@ def test_models_are_compared_with_the_first(
     assert f"{other['perplexity']:.3f}" in output.err
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [("--batch", "--batch must be at least 1"), ("--length", "--length must be at least 1")],
-)
-def test_bad_values_are_named(
-    model: Path, data: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert measure_perplexity.main([*options(data, model), word, "0"]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_models_must_share_a_vocabulary(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

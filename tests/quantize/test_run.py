@@ -217,7 +217,6 @@ def test_programs_are_kept_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch
         (["--method", "rtn", "--bits", "3"], "format compressed-tensors holds 4 or 8 bits, not 3"),
         (["--method", "rtn", "--data", "EMPTY"], "no usable text file"),
         (["--method", "rtn", "--group", "0"], "--group must be at least 1, or -1"),
-        (["--method", "rtn", "--samples", "0"], "--samples must be at least 1"),
         (["--method", "gptq", "--damping", "2"], "the damping must be between 0 and 1"),
         (["--method", "rtn", "--out", "MODEL"], "holds a checkpoint already: choose another --out"),
         (["--method", "rtn", "--out", "DATA"], "is not empty"),

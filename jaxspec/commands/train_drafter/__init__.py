@@ -20,7 +20,7 @@ from jaxspec import LLM, SpeculationConfig
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
-from jaxspec.commands.shared.training_options import schedule_of
+from jaxspec.commands.shared.training_options import progress_parts, schedule_of
 from jaxspec.commands.train_drafter import options
 from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
@@ -197,11 +197,7 @@ def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockCon
 
 def describe(record: DraftRecord) -> str:
     """One line: step, loss, held-out accuracies, speed."""
-    parts = [f"step {record.step}/{record.total_steps or '?'}"]
-    if record.total_loss is not None:
-        parts += [f"loss {record.total_loss:.4f}", f"|g| {record.grad_norm:.2f}"]
-    if record.tokens_per_second:
-        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    parts = progress_parts(record, record.total_loss)
     if record.held_out_accuracy:
         shares = " ".join(f"{share:.1%}" for share in record.held_out_accuracy)
         parts.append(f"held-out accuracy by step: {shares}")

@@ -44,7 +44,7 @@ from jaxspec.evaluation.benchmarks.compiled_round import (
     parse_kernels,
     parse_launches,
 )
-from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, shapes_of_kind
+from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params
 from jaxspec.evaluation.benchmarks.random_params import decoder_in_schemes
 from jaxspec.evaluation.benchmarks.rounds import LARGEST_CHUNK, Workload
@@ -221,7 +221,8 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
     head = None
     if mode.speculation:
-        head = shapes_of_kind(job.head, config, dtype, mesh, quantization=job.drafter_quantization)
+        scheme = job.drafter_quantization
+        head = head_shapes_for(config, dtype, mesh, kind=job.head, quantization=scheme)
     kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), job.kv_dtype)
 

@@ -57,17 +57,13 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class KernelTiming:
-    """One case: our function and its jnp reference, with errors relative to the reference in
-    float32; None where the plan leaves the reference out."""
+    """A case: our function and its jnp reference, with errors relative to the reference in float32;
+    None where the plan leaves the reference out."""
 
-    case: str
-    implementation: str
     seconds: float
     reference_seconds: float | None
     error: float | None
     reference_error: float | None
-    num_bytes: int
-    flops: int
     floor_seconds: float
     bound: str
 
@@ -142,14 +138,10 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
     if compiled.reference_chain is not None:
         reference_seconds = seconds(compiled.reference_chain, compiled.reference_calls)
     return KernelTiming(
-        case=benchmark.name,
-        implementation=benchmark.implementation,
         seconds=call_seconds,
         reference_seconds=reference_seconds,
         error=error,
         reference_error=reference_error,
-        num_bytes=benchmark.num_bytes,
-        flops=benchmark.flops,
         floor_seconds=floor,
         bound=bound,
     )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.checkpoints.safetensors_io import placements
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
-from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, shapes_of_kind
+from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.random_quantized import QUANTIZED, random_quantized
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import BlockHead, DraftHead
@@ -81,34 +81,26 @@ def random_pipeline(
     return Pipeline(tuple(stages), _random_tree(shapes.last, meshes[-1], keys[-1]))
 
 
+def random_draft_head(
+    target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int
+) -> DraftHead:
+    """``random_head`` of the kind "auto"."""
+    head = random_head(target, dtype, mesh, seed)
+    assert isinstance(head, DraftHead)
+    return head
+
+
 def random_head(
     target: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh | None,
     seed: int,
     *,
-    sharded: bool = True,
-    quantization: Scheme | None = None,
-) -> DraftHead:
-    """``random_head_of_kind`` for the head that draft_heads.head_config describes."""
-    how = (target, dtype, mesh, seed)
-    head = random_head_of_kind("auto", *how, sharded=sharded, quantization=quantization)
-    assert isinstance(head, DraftHead)
-    return head
-
-
-def random_head_of_kind(
-    kind: HeadKind,
-    target: ModelConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    seed: int,
-    *,
-    sharded: bool = True,
+    kind: HeadKind = "auto",
     quantization: Scheme | None = None,
 ) -> DraftHead | BlockHead:
-    """``shapes_of_kind`` with random weights (see draft_heads.py)."""
-    shapes = shapes_of_kind(kind, target, dtype, mesh, sharded=sharded, quantization=quantization)
+    """``head_shapes_for`` with random weights (see draft_heads.py)."""
+    shapes = head_shapes_for(target, dtype, mesh, kind=kind, quantization=quantization)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     if isinstance(shapes, BlockHead):
         return _random_tree(shapes, mesh, weights_key)

@@ -17,7 +17,7 @@ from jaxspec.evaluation.benchmarks.draft_heads import BlockKind
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params as bench_params
 from jaxspec.evaluation.benchmarks.modes import parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
@@ -117,7 +117,7 @@ def test_load_makes_it(tmp_path):
 
 def test_floors_count_it_in_place_of_the_targets():
     target = random_decoder(SHAPES["tiny"], jnp.dtype("float32"), None, 0)
-    head = random_head_of_kind("dflash", SHAPES["tiny"], jnp.dtype("float32"), None, seed=1)
+    head = random_head(SHAPES["tiny"], jnp.dtype("float32"), None, seed=1, kind="dflash")
     params = bench_params(parse_mode("chain:5@3"), target, head, None, NO_KERNELS)
     copied: Any = with_copy(4, params)
     before, after = (floor_bytes(one, 1, 10).draft_weights for one in (params, copied))
@@ -127,8 +127,8 @@ def test_floors_count_it_in_place_of_the_targets():
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_random_heads_of_a_scheme_have_one(kind: BlockKind):
-    head: Any = random_head_of_kind(
-        kind, SHAPES["tiny"], jnp.dtype("bfloat16"), None, 1, quantization="fp8"
+    head: Any = random_head(
+        SHAPES["tiny"], jnp.dtype("bfloat16"), None, 1, kind=kind, quantization="fp8"
     )
     copy = head.lm_head_copy.linear
     assert isinstance(copy, Float8Linear) and copy.out_shape == (SHAPES["tiny"].vocab_size,)
