@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpStates
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
-from jaxspec.models.families.writing import common_fields
+from jaxspec.models.families.rope import written_rope
+from jaxspec.models.families.windows import FULL, SLIDING
 from jaxspec.models.from_config.tokenizer_stops import tokenizer_stop_ids
 from jaxspec.models.json.values import naming, read_json, shown
 
@@ -72,7 +75,7 @@ def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> d
     """
     family = _family_of(raw)
     text = raw if family.inside is None else raw.get(family.inside, {})
-    has_key = "mtp_num_hidden_layers" in family.keys
+    has_key = "mtp_num_hidden_layers" in family.defaults
     key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
     told = {name: value for name, value in text.items() if name not in _MTP_KEYS} | {key: 1}
     if states is not None:
@@ -96,15 +99,63 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises ValueError if none of the families that are written has this combination of features.
     """
     config = dataclasses.replace(config, mtp=None)  # decoders are written without their MTP layers
-    common = common_fields(config)
+    common, others = _written_fields(config)
     for model_type, family in FAMILIES.items():
-        if family.write is None:
+        if family.writes is None:
             continue
         named = {"architectures": [family.architecture], "model_type": model_type}
-        hf = named | common | family.write(config)
+        hf = named | common | {key: others[key] for key in family.writes}
         if parse_model_config(hf) == config:
             return hf
     raise ValueError(
         "no supported Hugging Face family has this combination of biases, qk_norm and sliding "
         f"windows, or configs of the family that has it are not written: {config}"
     )
+
+
+def _written_fields(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys that all families write, and those that only some have.
+
+    Raises ValueError for layers that differ in more than their windows, or are of kinds that no
+    family which is written has.
+    """
+    stop, (attention, mlp) = list(config.stop_token_ids), _alike(config)
+    windows = [layer.attention.window for layer in config.layers]
+    window = next(filter(None, windows), None)
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **written_rope(attention.rope),
+        "bos_token_id": None,
+        "eos_token_id": stop[0] if len(stop) == 1 else stop or None,
+    }
+    return common, {
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": mlp.bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": [SLIDING if size else FULL for size in windows],
+    }
+
+
+def _alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
+    """The configs that all layers share, except for the windows. Raises ValueError for others."""
+    layers = config.layers
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseConfig)]
+    if not len(mixers) == len(mlps) == len(layers):
+        raise ValueError("no config.json is written for models with layers of such kinds")
+    windowless = (dataclasses.replace(mixer, window=None) for mixer in mixers)
+    kinds = set(zip(windowless, mlps, strict=True))
+    if len(kinds) != 1:
+        raise ValueError("no supported Hugging Face family has layers that differ in this way")
+    return kinds.pop()
