@@ -25,12 +25,12 @@ from jaxspec.models.mixers import Attention
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
 from tests.helpers.checkpoints import (
     DATA,
+    changed_copy,
     save_tensors,
     tiny_eagle1_head,
     tiny_eagle3_head,
     tiny_llama,
 )
-from tests.models.test_published_heads import TEMPLATES, template
 
 GOLDEN_TARGET = dense_model(
     vocab_size=320,
@@ -68,15 +68,6 @@ def eagle1(tmp_path_factory, target_dir: Path) -> Path:
 
 def load(directory: Path, target: ModelConfig, dtype: Any = jnp.float32, **more: Any) -> DraftHead:
     return load_eagle_head(directory, target, dtype, **more)
-
-
-def changed(
-    directory: Path, to: Path, config: dict[str, Any] | None = None, **tensors: Any
-) -> Path:
-    """A copy of a head with other config values and tensors (None removes one)."""
-    files = load_file(directory / "model.safetensors") | tensors
-    kept = {name: value for name, value in files.items() if value is not None}
-    return save_tensors(to, kept, read_json(directory / "config.json") | (config or {}))
 
 
 def assert_heads_equal(ours: DraftHead, theirs: DraftHead) -> None:
@@ -167,7 +158,7 @@ def test_round_trip_of_uncommon_heads(eagle3: Path, target: ModelConfig, tmp_pat
         "qkv_bias": True,
         "eagle_aux_hidden_state_layer_ids": [3, 8],
     }
-    directory = changed(eagle3, tmp_path / "in", extra, d2t=None, t2d=None, **weights)
+    directory = changed_copy(eagle3, tmp_path / "in", extra, d2t=None, t2d=None, **weights)
     head = load(directory, target, jnp.bfloat16)
     assert (head.capture, head.token_ids) == ((3, 8), None)
     assert head.embed is not None and head.front.fc.bias is not None
@@ -177,7 +168,7 @@ def test_round_trip_of_uncommon_heads(eagle3: Path, target: ModelConfig, tmp_pat
 
 def test_a_d2t_of_zeros_may_mean_the_first_ids(eagle3: Path, target: ModelConfig, tmp_path: Path):
     first = {"d2t": np.zeros(96, np.int64), "t2d": np.arange(320) < 96}
-    head = load(changed(eagle3, tmp_path, **first), target)
+    head = load(changed_copy(eagle3, tmp_path, **first), target)
     np.testing.assert_array_equal(head.token_ids, np.arange(96))
 
 
@@ -190,26 +181,12 @@ def test_a_d2t_of_zeros_over_the_whole_vocabulary_says_nothing(
         "t2d": np.full(320, marks),
         "lm_head.weight": np.ones((320, 64), np.float32),
     }
-    directory = changed(eagle3, tmp_path, {"draft_vocab_size": 320}, **whole)
+    directory = changed_copy(eagle3, tmp_path, {"draft_vocab_size": 320}, **whole)
     assert load(directory, target).token_ids is None
     whole["t2d"][:100] = not marks
-    some = changed(eagle3, tmp_path / "some", {"draft_vocab_size": 320}, **whole)
+    some = changed_copy(eagle3, tmp_path / "some", {"draft_vocab_size": 320}, **whole)
     with pytest.raises(ValueError, match=r"t2d marks \d+ of 320 target ids, but the head"):
         load(some, target)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_heads_with_the_fields_of_published_templates_load(
-    name: str, eagle3: Path, target: ModelConfig, tmp_path: Path
-):
-    tiny = read_json(eagle3 / "config.json")
-    sizes = {key: value for key, value in tiny.items() if key.endswith("_size")}
-    heads = {key: tiny[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")}
-    fields = template(name) | sizes | heads | {"eos_token_id": 2}
-    head = load(changed(eagle3, tmp_path, fields), target)
-    rope = fields.get("rope_theta", 10000.0)
-    assert (head.method, head.capture) == ("eagle3", (2, 4, 5))
-    assert head.config.layers[0].attention.rope.theta == rope
 
 
 def test_a_head_of_the_speculators_library(eagle3: Path, target: ModelConfig, tmp_path: Path):
@@ -339,7 +316,7 @@ MISFITS = {
 def test_heads_that_do_not_fit(case: str, eagle3: Path, target: ModelConfig, tmp_path: Path):
     config, tensors, message = MISFITS[case]
     with pytest.raises(ValueError, match=message):
-        load(changed(eagle3, tmp_path, config, **tensors), target)
+        load(changed_copy(eagle3, tmp_path, config, **tensors), target)
 
 
 def test_an_eagle1_head_of_another_hidden_size(eagle1: Path, tmp_path: Path):

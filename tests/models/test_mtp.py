@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: transformers' arithmetic, and checkpoints' names."""
+"""Layers for multi-token prediction: which draft, what they change, and checkpoints' names."""
 
 import dataclasses
 import json
@@ -6,25 +6,26 @@ import operator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
 from jaxspec.checkpoints.load_drafter import choose_drafter
-from jaxspec.checkpoints.mtp import load_mtp_head, save_mtp_head
-from jaxspec.checkpoints.safetensors_io import load_decoder
-from jaxspec.config.mtp import AFTER, ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpStates
+from jaxspec.checkpoints.mtp import (
+    has_mtp_layers,
+    holds_only_mtp_layers,
+    load_mtp_head,
+    save_mtp_head,
+)
+from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mtp import ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpStates
 from jaxspec.decoding.drafters import NoDrafter
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.decoder import FINAL_NORM, Decoder
+from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
-from jaxspec.models.heads import DraftHead, HeadOutput, mtp_states
+from jaxspec.models.heads import DraftHead, mtp_states
 from jaxspec.models.json.values import read_json
 from jaxspec.parallel import make_mesh
 from tests.helpers import parity
@@ -32,12 +33,13 @@ from tests.helpers.checkpoints import (
     add_mtp_layer,
     hf_logits,
     save_byte_tokenizer,
+    save_tensors,
     tiny_llama,
     tiny_qwen2,
 )
+from tests.helpers.hybrid_checkpoints import contents, save_hybrid
 from tests.helpers.marks import slow
 from tests.helpers.mtp_families import save_with_mtp
-from tests.helpers.mtp_reference import torch_mtp
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 13))
@@ -56,61 +58,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         add_mtp_layer(path, layout)
         save_byte_tokenizer(path)
     return made
-
-
-def reference(path: Path, layout: str, kind: Any, *, normed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """transformers' MTP layer over TOKENS: hidden states after its norm, and logits."""
-    model, mtp = torch_mtp(path, layout, kind)
-    ids = torch.from_numpy(TOKENS)
-    with torch.no_grad():
-        out = model(ids, output_hidden_states=True)
-        hidden = out.hidden_states[-1]  # transformers norms the last one
-        if not normed:
-            found: list[torch.Tensor] = []
-            hook = model.model.norm.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-            model(ids)
-            hook.remove()
-            [hidden] = found
-        positions = torch.arange(ids.shape[1] - 1)[None]
-        after = mtp.forward_layer(0, hidden[:, :-1], positions, None, input_ids=ids[:, 1:])
-        return after.numpy(), model.lm_head(after).numpy()
-
-
-@pytest.mark.parametrize(
-    "states", [AFTER, *(slow(one) for one in ALL_MTP_STATES if one != AFTER)], ids=NAME_OF
-)
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [("deepseek", transformers.LlamaConfig), ("mimo", transformers.Qwen2Config)],
-    ids=["deepseek", "mimo"],
-)
-def test_logits_are_those_of_transformers(
-    layout: str, kind: Any, states: MtpStates, checkpoints: dict[str, Path]
-):
-    path, normed = checkpoints[layout], states.target_normed
-    expected, expected_logits = reference(path, layout, kind, normed=normed)
-    config = load_model_config(path)
-    target = load_decoder(path, config, FLOAT32)
-    head = load_mtp_head(path, config, FLOAT32, states=states)
-    assert head.capture == ((FINAL_NORM,) if normed else (config.num_layers,))
-
-    @jax.jit
-    def run(target: Decoder, head: DraftHead) -> tuple[HeadOutput, jax.Array]:
-        positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-        tokens, none = jnp.asarray(TOKENS), target.no_states()
-        read = tokens, positions, none, dense_causal_attend
-        captured = decoder.run(target, *read, head.capture)[2]
-        assert captured is not None
-        read = tokens[:, 1:], head.hidden(captured[:, :-1]), positions[:, :-1], (None,)
-        out = head.run(target, *read, dense_causal_attend)
-        return out, head.logits(target, out.normed)
-
-    out, logits = run(target, head)
-    np.testing.assert_allclose(out.normed, expected, atol=1e-4)
-    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
-    assert (
-        np.array_equal(out.hidden, out.normed) == states.draft_normed
-    )  # what the next draft step reads
 
 
 def texts(llm: LLM) -> tuple[list[list[int]], list[list[float]]]:
@@ -177,17 +124,12 @@ def test_devices_give_the_text_of_one(devices: int, split: bool, drafting: dict[
     assert accepted == texts(LLM(path, "mtp", **options))[1]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "step"), [(3, 1), (7, TOKENS.shape[1]), slow(1, TOKENS.shape[1]), slow(5, 1)]
-)
-def test_the_body_of_mimo_has_the_logits_of_qwen2(page_size: int, step: int, tmp_path: Path):
-    """Read whole, or token by token."""
+def test_the_body_of_mimo_has_the_logits_of_qwen2(tmp_path: Path):
     path = tiny_qwen2(tmp_path, **SMALL)
     expected = hf_logits(path, TOKENS)
     add_mtp_layer(path, "mimo")
     assert read_json(path / "config.json")["model_type"] == "mimo"
-    found = parity.paged_logits(parity.load(path), TOKENS, page_size, step)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    parity.assert_close(parity.paged_logits(parity.load(path), TOKENS, 3, 1), expected)
 
 
 def test_auto_chooses_the_layers_and_says_what_they_read(checkpoints: dict[str, Path]):
@@ -262,3 +204,47 @@ def test_misfits_are_named(checkpoints: dict[str, Path]):
     wider = dataclasses.replace(config, hidden_size=96)
     with pytest.raises(ValueError, match=r"model.layers.2.eh_proj.weight is \[64, 128\], not"):
         load_mtp_head(path, wider, FLOAT32)
+
+
+# Qwen's layout, beside a model with recurrent layers.
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("qwen3_next", "qwen3_5_text")
+    return {
+        name: add_mtp_layer(save_hybrid(tmp_path_factory.mktemp(name), name), "qwen")
+        for name in names
+    }
+
+
+def test_the_layer_has_gated_attention_and_the_models_mlp(hybrids: dict[str, Path]):
+    path = hybrids["qwen3_next"]
+    tensors, raw = contents(path)
+    # The last layer is recurrent, and the MTP layer is not.
+    raw["layer_types"] = [*["full_attention"] * 3, "linear_attention"]
+    save_tensors(path / "other", {}, raw)
+    for own in (load_model_config(path), load_model_config(path / "other")):
+        [layer] = load_mtp_head(path, own, FLOAT32).config.layers
+        assert isinstance(layer.mixer, AttentionConfig) and layer.mixer.gated
+        assert isinstance(layer.mlp, ExpertsConfig) and layer.mlp.shared_gate
+
+
+def test_layers_beside_recurrent_ones_alone_and_none(hybrids: dict[str, Path], tmp_path: Path):
+    path = hybrids["qwen3_5_text"]
+    assert choose_drafter(path, "auto") == "mtp:after"
+    drafter: Any = load(path).drafter
+    assert drafter.head.method == "mtp" and drafter.capture == (FINAL_NORM,)
+    config, (tensors, raw) = load_model_config(path), contents(path)
+    mtp = {name: x for name, x in tensors.items() if name.startswith("mtp.")}
+    assert holds_only_mtp_layers(save_tensors(tmp_path / "mtp", mtp, raw))
+    alone = load_mtp_head(tmp_path / "mtp", config, FLOAT32)
+    np.testing.assert_array_equal(alone.front.fc.weight, drafter.head.front.fc.weight)
+    rest = {name: x for name, x in tensors.items() if name not in mtp}
+    save_tensors(tmp_path / "none", rest, raw)
+    assert not has_mtp_layers(tmp_path / "none", config)
+    with pytest.raises(ValueError, match=r"no tensors mtp\.\*, though its config.json says"):
+        load_mtp_head(tmp_path / "none", config, FLOAT32)
+    save_tensors(tmp_path / "none", rest, raw | {"mtp_num_hidden_layers": 0})
+    with pytest.raises(ValueError, match="no num_nextn_predict_layers or mtp_num_hidden_layers"):
+        load_mtp_head(tmp_path / "none", config, FLOAT32)

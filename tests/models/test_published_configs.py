@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import GatedDeltaConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.rope import (
     LinearRopeScaling,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, Fused, RoutingConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER

@@ -91,12 +91,9 @@ def _parameters(hf: Keys, given: Any, theta: float, shared: Keys) -> dict[str, A
             parameters[ORIGINAL] = original
         parameters.setdefault(ORIGINAL, longest)
         if kind != "llama3" and parameters.get("factor") is None:
-            parameters["factor"] = _ratio(longest, parameters[ORIGINAL])
+            original = parameters[ORIGINAL]
+            parameters["factor"] = longest / original if is_positive_number(original) else 1.0
     return parameters
-
-
-def _ratio(longest: int, original: Any) -> float:
-    return longest / original if is_positive_number(original) else 1.0
 
 
 def _check(parameters: Keys, *, partial: bool) -> None:

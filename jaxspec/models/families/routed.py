@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertNames, ExpertsConfig, RoutingConfig
-from jaxspec.config.latent import LatentConfig
-from jaxspec.config.mixers import MixerConfig
+from jaxspec.config.mixers import LatentConfig, MixerConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.rope import YarnRopeScaling
 from jaxspec.models.families.family import (

@@ -21,7 +21,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import LatentHeads
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Linear
-from jaxspec.models.quantized.packed_linear import PackedLinear
-from jaxspec.models.quantized.rounded_rows import rounded_rows
+from jaxspec.models.quantized.packed_linear import PackedLinear, rounded_rows
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
