@@ -25,7 +25,7 @@ from jaxspec.config.mtp import ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpStates
 from jaxspec.decoding.drafters import NoDrafter
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
-from jaxspec.models.heads import DraftHead, mtp_states
+from jaxspec.models.heads import mtp_states
 from jaxspec.models.json.values import read_json
 from jaxspec.parallel import make_mesh
 from tests.helpers import parity
@@ -83,22 +83,6 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[layout] = save_with_mtp(path, family, context=0.1, vocab_size=257, hidden_size=64)
         save_byte_tokenizer(made[layout])
     return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("layout", ["mimo", "deepseek"])
-def test_checkpoints_draft_with_their_own_layers(
-    layout: str, shape: SpeculationConfig, drafting: dict[str, Path]
-):
-    """By default, and the text is that of plain decoding."""
-    path = drafting[layout]
-    options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
-    plain, _ = texts(LLM(path, "none", **options))
-    llm = LLM(path, speculation=shape, **options)
-    drafter: Any = llm.params.drafter
-    assert isinstance(drafter.head, DraftHead) and drafter.head.method == "mtp"
-    assert texts(llm)[0] == plain
 
 
 @pytest.mark.parametrize(
