@@ -136,7 +136,6 @@ def test_sequences_are_not_spread(with_mtp: Path):
             {"qk_rope_head_dim": 7, "qk_head_dim": None, "head_dim": None},
             "rotary embedding needs an even head_dim, not 7",
         ),
-        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ({"first_k_dense_replace": None}, "first_k_dense_replace must be an integer"),
         ({"first_k_dense_replace": -1}, "must be an integer from 0 on, got -1"),
         ({"index_topk": 64}, "unknown key 'index_topk'"),

@@ -199,9 +199,3 @@ def test_it_is_written_as_it_was_read(checkpoints: tuple[Path, Path], tmp_path: 
     assert set(written) == set(read)
     for name, tensor in read.items():
         np.testing.assert_array_equal(written[name], tensor)
-
-
-def test_integers_are_not_read_as_weights(checkpoints: tuple[Path, Path]):
-    directory, _ = checkpoints
-    with pytest.raises(ValueError, match=r"qweight is packed, but config.json has no quant"):
-        load(directory)

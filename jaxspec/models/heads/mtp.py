@@ -58,9 +58,7 @@ class MtpFront(Pytree):
     hidden_norm: Array = array("hidden")
     names: MtpNames = static()
 
-    @property
-    def method(self) -> str:
-        return "mtp"
+    method = "mtp"
 
     @property
     def norm_name(self) -> str:

@@ -15,7 +15,7 @@ from jax import Array
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape, takes_none
+from jaxspec.models.linear import Linear, Product, linear_shape, takes_none
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import LocalExperts, mix
@@ -81,10 +81,7 @@ class Experts(Pytree):
         rows = all_gather(x, step.layout.hidden)
         return jax.nn.sigmoid(self.shared_gate.float32(rows)).astype(x.dtype)
 
-    @property
-    def reader(self) -> AnyLinear | None:
-        """The projection that alone reads the input, if there is one."""
-        return None
+    reader = None  # several projections read the input
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Experts":
         """The same, with every array replaced by ``tensor_map``'s result."""

@@ -75,7 +75,6 @@ class GroupedLinear(PackedLinear):
 
     @property
     def _bits(self) -> tuple[int, int]:
-        """Bits of a weight, and of the rows that are multiplied."""
         return 4, self._x_bits
 
     def dense(self, dtype: jnp.dtype) -> Array:
@@ -131,7 +130,6 @@ class GroupedLinear(PackedLinear):
         return values.reshape(-1, values.shape[-1]), scale.reshape(len(scale), -1), zero
 
     def _runs_packed(self, x: Any, kernels: Kernels) -> bool:
-        """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or not self.reordered:
             return False
         values, scale, zero = self._flat()
