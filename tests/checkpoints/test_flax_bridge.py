@@ -11,8 +11,7 @@ from flax import nnx, traverse_util
 from jax.sharding import SingleDeviceSharding
 
 from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
-from jaxspec.checkpoints.flax_bridge import head_from_flax, target_from_flax
-from jaxspec.checkpoints.flax_layouts import order_of_axes
+from jaxspec.checkpoints.flax_bridge import head_from_flax, order_of_axes, target_from_flax
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.decoding.drafters import EagleDrafter
