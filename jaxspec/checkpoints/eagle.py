@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors
-from jaxspec.checkpoints.copies import warn_of_changed_copies
 from jaxspec.checkpoints.safetensors_io import (
     check_not_quantized,
     load_tree,
@@ -18,7 +17,7 @@ from jaxspec.checkpoints.safetensors_io import (
     placements,
     save_tree,
 )
-from jaxspec.checkpoints.tied_head import EMBEDDINGS
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.from_config.model import read_json, to_hf_config

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.parallel.collectives import shard_offset

@@ -16,7 +16,7 @@ import pytest
 from jaxspec import functional
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter

@@ -1,7 +1,7 @@
 """Families beyond Llama's: speculation does not change their text, sharded or in stages either.
 
 By default test_families_under_load.py drafts for one with windows, test_batch_expansion.py verifies
-trees with windows, and tests/models/test_family_parity.py compares paged logits of all.
+trees with windows, and tests/models/test_parity.py compares paged logits of all.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Families with recurrent layers: speculation does not change their text, nor do stops, devices, or
 requests that lose their pages. The fast guards are in tests/models: test_gated_delta.py runs such a
-layer in an engine, test_hybrid_mtp.py compares MTP layers with their equations."""
+layer in an engine, test_mtp_parity.py compares MTP layers with those of transformers."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import NGramDrafter

@@ -190,6 +190,16 @@ def save_tensors(
     return directory
 
 
+def changed_copy(
+    directory: Path, to: Path, config: dict[str, Any] | None = None, **tensors: Any
+) -> Path:
+    """A copy of a checkpoint with other config values and tensors (None removes one)."""
+    files = load_file(directory / "model.safetensors") | tensors
+    kept = {name: value for name, value in files.items() if value is not None}
+    raw = json.loads((directory / "config.json").read_text())
+    return save_tensors(to, kept, raw | (config or {}))
+
+
 def _head_basics(
     target_dir: str | Path, seed: int, overrides: dict[str, Any]
 ) -> tuple[np.random.Generator, dict[str, Any]]:

@@ -6,21 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.commands import measure_perplexity, quantize
-from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_byte_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts") / "data"  # held out are files by their names
-    folder.mkdir()
-    for i in range(8):
-        (folder / f"{i}.py").write_text("".join(f"value_{i * j} = {j} + {i}\n" for j in range(20)))
-    return folder
+from tests.helpers.checkpoints import tiny_llama
 
 
 def options(data: Path, *models: Path) -> list[str]:

@@ -21,7 +21,8 @@ from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.random_quantized import QUANTIZED, random_quantized
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mlps.expert_linear import expert_linears
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
 from jaxspec.models.pipeline_stage import Stage
 from jaxspec.models.quantized.schemes import in_scheme
@@ -121,7 +122,7 @@ def _random_tree[T: Decoder | DraftHead | BlockHead | Stage](
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, _is_quantized)
     places = jax.tree.leaves(placements(shapes, mesh), is_leaf=_is_quantized)
     arrays, is_draft = [], isinstance(shapes, DraftHead)
-    of_experts = {id(linear.weight) for linear in expert_linears(shapes)}
+    of_experts = {id(linear.weight) for linear in nodes_of(shapes, ExpertLinear)}
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         leaf_key, name = jax.random.fold_in(key, index), weight_name(path)
         if isinstance(leaf, QUANTIZED):

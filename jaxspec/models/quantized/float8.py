@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Linear
-from jaxspec.models.quantized.packed_linear import PackedLinear
-from jaxspec.models.quantized.rounded_rows import rounded_rows
+from jaxspec.models.quantized.packed_linear import PackedLinear, rounded_rows
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
@@ -63,7 +62,6 @@ class Float8Linear(PackedLinear):
 
     @property
     def _bits(self) -> tuple[int, int]:
-        """Bits of a weight, and of the rows that are multiplied."""
         return 8, 8
 
     def dense(self, dtype: jnp.dtype) -> Array:
@@ -87,7 +85,6 @@ class Float8Linear(PackedLinear):
         return self.values.reshape(-1, self.values.shape[-1]), self.scale.reshape(num_groups, -1)
 
     def _runs_packed(self, x: Any, kernels: Kernels) -> bool:
-        """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or x.dtype != jnp.bfloat16:
             return False
         rows, width, groups = math.prod(x.shape[:-1]), math.prod(self.out_shape), len(self.scale)
