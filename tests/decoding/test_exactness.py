@@ -50,7 +50,8 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
-CHOICES = ((*DRAFTERS, "mtp", "mtp3", "suffix"), tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
+LOOKUP = ("suffix", "suffix mixed")
+CHOICES = ((*DRAFTERS, "mtp", "mtp3", *LOOKUP), tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
 # The slow cases are all others. The first has the programs of the tests further down. Of the others
 # the default tests run EAGLE-3 in test_rows.py and test_engine.py, and MTP layers in
@@ -71,29 +72,25 @@ def plain_texts(temperature: float) -> list[list[int]]:
     return generate(params, PROMPTS, sampling=sampling_of(temperature, len(PROMPTS)))[0]
 
 
-def check(case: Case) -> None:
-    params = make_params(case.drafter, TREES[case.tree])
+def check(case: Case, params: EngineParams, plain: list[list[int]]) -> None:
+    """The texts that these parameters generate; ``plain``: of plain decoding."""
     generated, state = generate(
         params,
         PROMPTS[: case.batch],
         page_size=case.page_size,
         sampling=sampling_of(case.temperature, case.batch),
     )
-    assert generated == plain_texts(case.temperature)[: case.batch]
+    assert generated == plain[: case.batch]
     stats = state.rows.stats
     mean_length = stats.accepted.sum() / stats.rounds.sum()
     assert mean_length > 1.2, "hardly a draft was accepted: this run tested little"
 
 
-@pytest.mark.parametrize("case", FAST_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*FAST_CASES, *(slow(c) for c in ALL_CASES if c not in FAST_CASES)], ids=str
+)
 def test_text_is_that_of_plain_decoding(case: Case):
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in ALL_CASES if c not in FAST_CASES], ids=str)
-def test_text_is_that_of_plain_decoding_in_every_other_case(case: Case):
-    check(case)
+    check(case, make_params(case.drafter, TREES[case.tree]), plain_texts(case.temperature))
 
 
 # The rest runs one small tree in batches of three, sampled, unless it says otherwise: these tests
@@ -237,9 +234,12 @@ def test_verify_width_does_not_change_float32_text(drafter: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [0.0, 0.8], ids=["greedy program", "general program"])
 @pytest.mark.parametrize("speculation", [SpeculationConfig.chain(3), TREE], ids=["chain", "tree"])
-def test_rejection_at_temperature_0_is_greedy(speculation: SpeculationConfig, last: float):
+@pytest.mark.parametrize("drafter", ["eagle3", *LOOKUP])
+def test_rejection_at_temperature_0_is_greedy(
+    drafter: str, speculation: SpeculationConfig, last: float
+):
     """The last row may sample, so that nothing of sampling is left out."""
-    params = make_params("eagle3", dataclasses.replace(speculation, acceptance="rejection"))
+    params = make_params(drafter, dataclasses.replace(speculation, acceptance="rejection"))
     sampling = sampling_of(0.0, 3).replace(temperature=jnp.array([0.0, 0.0, last]))
     generated, state = generate(params, PROMPTS[:3], sampling=sampling)
     greedy = 3 if last == 0 else 2

@@ -11,7 +11,13 @@ import pytest
 from jaxspec import BUILT_IN_HEAD, functional
 from jaxspec.checkpoints.load import load
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import DraftState, EagleDrafter, MixedDrafter, NGramDrafter
+from jaxspec.decoding.drafters import (
+    DraftState,
+    EagleDrafter,
+    MixedDrafter,
+    NGramDrafter,
+    SuffixDrafter,
+)
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
@@ -235,12 +241,25 @@ def test_under_rejection_a_looked_up_token_has_all_of_the_probability():
 
 
 @pytest.mark.slow
-def test_a_mixture_is_loaded_by_name():
-    drafter = load(drafter=f"ngram+{BUILT_IN_HEAD}").drafter
+@pytest.mark.parametrize(
+    ("name", "lookup", "past"),
+    [
+        ("ngram", NGramDrafter, 0),
+        ("suffix", SuffixDrafter, 0),
+        ("suffix:512", SuffixDrafter, 512),
+    ],
+)
+def test_a_mixture_is_loaded_by_name(name: str, lookup: type, past: int):
+    drafter = load(drafter=f"{name}+{BUILT_IN_HEAD}").drafter
     assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
+    found: Any = drafter.lookup
+    assert isinstance(found, lookup) and drafter.past_tokens == past and found.min_match == 3
 
 
-@pytest.mark.parametrize("name", ["", "none", "ngram", "auto", "ngram+x"])
-def test_lookup_is_mixed_with_a_head_or_a_model(name: str):
-    with pytest.raises(ValueError, match="give mtp, or the directory or hub id of a head or"):
-        load(drafter=f"ngram+{name}")
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+@pytest.mark.parametrize("name", ["", "none", "ngram", "suffix", "auto", "ngram+x", "suffix+x"])
+def test_lookup_is_mixed_with_a_head_or_a_model(lookup: str, name: str):
+    with pytest.raises(
+        ValueError, match=rf"after {lookup}\+ give mtp, or the directory or hub id of a head or"
+    ):
+        load(drafter=f"{lookup}+{name}")
