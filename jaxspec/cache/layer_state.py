@@ -161,6 +161,11 @@ class ModelState(Pytree):
         """The state with the result of ``take`` in pages [n] and rows [B]."""
         return self._each(lambda state, copies: state.put(copies, pages, rows), saved.layers)
 
+    def with_copies(self, source: Array, destination: Array) -> Self:
+        """The state with pages ``source`` [n] copied to pages ``destination`` [n]."""
+        none = jnp.zeros(0, jnp.int32)  # no rows
+        return self.put(self.take(source, none), destination, none)
+
     def _each(self, change: Callable[..., Any], *others: LayerStates) -> Self:
         """With the results for each layer that keeps something."""
         layers = zip(self.layers, *others, strict=True)

@@ -25,9 +25,7 @@ from tests.helpers.random_models import (
     jit_decode,
     make_params,
     random_prompts,
-    random_target,
     read_prompts,
-    tiny_config,
 )
 
 PROMPTS = random_prompts((5, 1, 17, 9, 23, 2, 12, 30))
@@ -121,13 +119,6 @@ def started(drafter: str, max_lens: list[int] | None = None) -> tuple[EnginePara
 def decode(params: EngineParams, state: EngineState, rounds: int) -> tuple[EngineState, Emitted]:
     """By the program of ``generate``: jit takes an argument left out for another one."""
     return jit_decode(params, state, rounds, max_rounds=NEW_TOKENS, shape=None, greedy=False)
-
-
-@pytest.mark.slow
-def test_text_does_not_depend_on_batch_neighbours():
-    for rows in ((2, 7, 0), (7, 3, 4)):
-        generated, _ = run_tree(rows=rows)
-        assert generated == [plain_texts(SAMPLED)[row] for row in rows]
 
 
 @pytest.mark.parametrize("drafter", ["draft_model", slow("eagle3")])
@@ -245,14 +236,3 @@ def test_rejection_at_temperature_0_is_greedy(
     greedy = 3 if last == 0 else 2
     assert generated[:greedy] == plain_texts(0.0)[:greedy]
     assert state.rows.stats.accepted.sum() > 1.2 * state.rows.stats.rounds.sum()
-
-
-@pytest.mark.slow
-def test_sliding_windows_do_not_change_the_text():
-    config = tiny_config(sliding_windows=(9, None))
-    sampling = sampling_of(0.0, 3)
-    undrafted = make_params("none", TREE, random_target(config))
-    plain, _ = generate(undrafted, PROMPTS[:3], sampling=sampling)
-    params = make_params("draft_model", TREE, random_target(config))
-    assert generate(params, PROMPTS[:3], sampling=sampling)[0] == plain
-    assert plain != plain_texts(0.0)[:3], "the window did not matter"

@@ -4,11 +4,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import BUILT_IN_HEAD, functional
+from jaxspec import BUILT_IN_HEAD
 from jaxspec.checkpoints.load import load
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import (
@@ -23,27 +22,27 @@ from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.functional import EngineParams
 from tests.helpers.marks import slow
-from tests.helpers.programs import FAST_COMPILE, new_jit
+from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import (
+    admit_prompts,
     empty_state,
+    jit_decode,
     make_drafter,
     make_params,
-    padded,
     random_prompts,
     random_target,
+    read_prompts,
     texts,
 )
 
 CHAIN = SpeculationConfig.chain(5)
 TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 DRAWN = SpeculationConfig.chain(3, "rejection")
-LENGTH, WIDTH = 160, 32
+LENGTH = 160
 REPEATS = np.tile(np.array([5, 17, 60, 33, 8], np.int32), 4)[:-1]
 NEW, OTHER = random_prompts((14, 9), seed=4)
 
 either_shape = pytest.mark.parametrize("spec", [CHAIN, slow(TREE)], ids=["chain", "tree"])
-admit, prefill = new_jit(functional.admit), new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds")
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -82,10 +81,7 @@ def start(
     seeds = 3 + np.arange(len(prompts))
     sampling = make_sampling(len(prompts), temperature=temperature, seeds=seeds)
     state = empty_state(params, len(prompts), LENGTH, 4)
-    tokens = padded(prompts, LENGTH)
-    state = admit(params, state, np.arange(len(prompts)), tokens, lens, sampling=sampling)
-    for _ in range(-(-max(lens) // WIDTH)):
-        state, _ = prefill(params, state, width=WIDTH)
+    state = read_prompts(params, admit_prompts(params, state, prompts, sampling=sampling))
     if roots is not None:
         rows = state.rows
         tokens = rows.tokens.at[np.arange(len(prompts)), lens].set(np.asarray(roots))
@@ -94,7 +90,7 @@ def start(
 
 
 def run(params: EngineParams, state: EngineState, rounds: int) -> tuple[EngineState, Emitted]:
-    return decode(params, jax.tree.map(jnp.copy, state), rounds, max_rounds=LENGTH)
+    return jit_decode(params, state, rounds, max_rounds=LENGTH)
 
 
 def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:

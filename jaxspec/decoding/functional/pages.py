@@ -61,15 +61,11 @@ def copy_pages(
 def _copy_pages(
     params: EngineParams, state: EngineState, source: Array, destination: Array
 ) -> EngineState:
-    none = jnp.zeros(0, jnp.int32)  # no rows
-
-    def copied(states: Any) -> Any:
-        if not isinstance(states, ModelState):
-            return states
-        return states.put(states.take(source, none), destination, none)
-
-    pool = state.pool
-    return state.replace(pool=pool.replace(target=copied(pool.target), draft=copied(pool.draft)))
+    pool, draft = state.pool, state.pool.draft
+    target = pool.target.with_copies(source, destination)
+    if isinstance(draft, ModelState):
+        draft = draft.with_copies(source, destination)
+    return state.replace(pool=pool.replace(target=target, draft=draft))
 
 
 def save_row(
@@ -201,13 +197,13 @@ def remember(
     if state.pool.past is None:
         raise ValueError("the drafter looks up no past text: see SuffixDrafter.past")
     arguments = as_int32("tokens", tokens, "[n]"), as_int32("count", count, "[]")
-    return on_mesh(_remember, params, state, arguments, (P(), P()), None)
 
+    def add(_: EngineParams, state: EngineState, tokens: Array, count: Array) -> EngineState:
+        pool = state.pool
+        assert pool.past is not None
+        return state.replace(pool=pool.replace(past=pool.past.with_more(tokens, count)))
 
-def _remember(params: EngineParams, state: EngineState, tokens: Array, count: Array) -> EngineState:
-    pool = state.pool
-    assert pool.past is not None
-    return state.replace(pool=pool.replace(past=pool.past.with_more(tokens, count)))
+    return on_mesh(add, params, state, arguments, (P(), P()), None)
 
 
 def _check_one_shard(params: EngineParams) -> None:

@@ -119,18 +119,6 @@ def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeyp
 
 
 @pytest.mark.slow
-def test_decode_stops_early_when_all_are_done(params):
-    state = run(params, SEED, ALL)
-    assert not state.rows.active.any()
-    assert state.rows.stats.rounds.max() < 64
-    after, emitted = jax.jit(decode, static_argnums=2, compiler_options=FAST_COMPILE)(
-        params, state, 10
-    )
-    np.testing.assert_array_equal(after.rows.stats.rounds, state.rows.stats.rounds)
-    assert emitted.num_rounds == 0 and not emitted.counts.any()
-
-
-@pytest.mark.slow
 def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, tmp_path):
     half = run(params, SEED, 6)
     assert half.rows.active.any()
