@@ -75,7 +75,7 @@ def verify_tree(
     """The second half of a round: score a tree of draft_tree, accept a path and commit it.
 
     ``masks`` uint32 [R, N, W] (see token_masks) say which tokens may be sampled after each node.
-    ``before``: see decoder.run.
+    ``before``: its passage of a pipeline.
     """
     scores = verify(target, state, tree, options, drafter.capture, before)
     logits = scores.logits if masks is None else restrict(scores.logits, masks, target.layout)
@@ -145,18 +145,17 @@ def verify(
     capture: tuple[int, ...] = (),
     before: Passage | None = None,
 ) -> Scores:
-    """Score every node in one target pass. ``before``: see decoder.run."""
+    """Score every node in one target pass. ``before``: its passage of a pipeline."""
     attend = tree_attend(state, tree, options)
     hidden, layers, captured = decoder.run(
         target,
-        tree.tokens,
+        tree.tokens if before is None else before,
         attend.positions,
         state.pool.target.layers,
         attend,
         (*capture, *options.hidden),
         options.kernels,
         isolate_blocks=options.isolate_blocks,
-        before=before,
     )
     features, asked = split_captured(captured, len(capture), len(options.hidden))
     logits = decoder.logits(target, hidden, options.kernels, isolate_blocks=options.isolate_blocks)

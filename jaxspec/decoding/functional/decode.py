@@ -131,7 +131,7 @@ def decode_rows(
     params.check(state, controls=options.controls)
     limit = jnp.minimum(limit, options.max_rounds)
     specs = P(), None if rows is None else row_spec(params)
-    function, emitted = functools.partial(_decode, options), emitted_specs(params, options)
+    function, emitted = functools.partial(_decode, options), emitted_specs(params, options, state)
     return on_mesh(function, params, state, (limit, rows), specs, emitted)
 
 
@@ -160,28 +160,19 @@ def _catch_up(params: EngineParams, state: EngineState, rows: Array) -> EngineSt
     return state.replace(pool=after.pool, rows=rows_after)
 
 
-def emitted_specs(params: EngineParams, options: RoundOptions) -> Emitted:
+def emitted_specs(params: EngineParams, options: RoundOptions, state: EngineState) -> Emitted:
     """Partition specs of a call's Emitted."""
-    array = jnp.zeros(())
-    top = array if options.top_logprobs else None
-    prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
-    top = top if options.logprobs else None
-    emitted = Emitted(
-        num_rounds=array,
-        tokens=array,
-        counts=array,
-        accepted=array,
-        drafted=array,
-        status=array,
-        ending=array,
-        logprobs=array if options.logprobs else None,
-        hidden=array if options.hidden else None,
-        top_tokens=top,
-        top_logprobs=top,
-        prompt=prompt if options.prompt_logprobs else None,
-        trees=_empty_trees((1, 1, 1), 1) if options.trees else None,
-        confidence=array if options.confidence else None,
-    )
+
+    def none_yet() -> Emitted:
+        rounds = _empty_record(params, options, state).rounds
+        return emitted_rounds(jnp.int32(0), state, rounds)
+
+    emitted = jax.eval_shape(none_yet)
+    if options.prompt_logprobs:
+        array = emitted.num_rounds
+        top = array if options.top_logprobs else None
+        prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
+        emitted = emitted.replace(prompt=prompt)
     return partition_specs(emitted, params.layout)
 
 
@@ -293,7 +284,7 @@ def _empty_record(params: EngineParams, options: RoundOptions, state: EngineStat
     )
 
 
-def _empty_trees(size: tuple[int, int, int], num_nodes: int) -> RoundTrees:
+def _empty_trees(size: tuple[int, ...], num_nodes: int) -> RoundTrees:
     nodes = jnp.zeros((*size[:2], num_nodes), jnp.int32)
     path, number = jnp.zeros(size, jnp.int32), jnp.zeros(size[:2], jnp.int32)
     logprobs = nodes.astype(jnp.float32)

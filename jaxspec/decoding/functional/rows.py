@@ -251,14 +251,14 @@ def set_controls(
     index = _indices(state, rows)
     controls = padded_controls(params, controls, index.shape[0])
     spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
-    return on_mesh(_set_controls, params, state, (index, controls), (P(), spec), None)
 
+    def put(
+        params: EngineParams, state: EngineState, rows: Array, controls: Controls
+    ) -> EngineState:
+        index = local_rows(rows, state.rows.status.shape[0], params.layout.batch)
+        return state.replace(controls=put_rows(state.controls, index, controls))
 
-def _set_controls(
-    params: EngineParams, state: EngineState, rows: Array, controls: Controls
-) -> EngineState:
-    index = local_rows(rows, state.rows.status.shape[0], params.layout.batch)
-    return state.replace(controls=put_rows(state.controls, index, controls))
+    return on_mesh(put, params, state, (index, controls), (P(), spec), None)
 
 
 def _indices(state: EngineState, rows: Integers) -> Array:
