@@ -21,8 +21,8 @@ from jaxspec.scheduling.plan import (
 from jaxspec.scheduling.plan_builder import Flight, PlanBuilder
 from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
 from jaxspec.scheduling.rounds_per_call import CallRounds
+from jaxspec.scheduling.rows_and_pages import Placement, Shard
 from jaxspec.scheduling.sequence import Request, Sequence, State
-from jaxspec.scheduling.shard import Placement, Shard
 
 
 class Scheduler:
