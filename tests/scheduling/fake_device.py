@@ -141,35 +141,37 @@ class FakeDevice:
 
     def _change_tables(self, plan: Plan) -> None:
         for back in plan.swap_in:
-            assert back.row not in self.rows
+            row, table = back.sequence.row, tuple(back.sequence.pages)
+            assert row not in self.rows
             state, saved = self.host.pop(back.sequence.request_id)
             assert pages_for(state.context, self.limits.page_size) <= back.restored <= len(saved)
-            for page, content in zip(back.table, saved[: back.restored], strict=False):
-                self.pages[self._shard(back.row)][page] = content
-            self.rows[back.row] = dataclasses.replace(state, table=back.table)
+            for page, content in zip(table, saved[: back.restored], strict=False):
+                self.pages[self._shard(row)][page] = content
+            self.rows[row] = dataclasses.replace(state, table=table)
         for step in plan.copies:
             pages = self.pages[step.shard]
             pages[step.destination] = _copied(pages[step.source])
         for new in plan.admissions:
-            assert new.row not in self.rows
+            row = new.sequence.row
+            assert row not in self.rows
             assert new.sequence.is_new or not self.limits.swaps_only
             tokens = list(new.sequence.tokens)
             context = max(0, new.cached - self.limits.prefix_tokens_read_again)
-            self.rows[new.row] = Row(
+            self.rows[row] = Row(
                 sequence=new.sequence,
                 tokens=tokens,
                 goal=len(tokens),
                 cached=new.cached,
                 context=context,
                 drafted=context,
-                table=new.table,
+                table=tuple(new.sequence.pages),
             )
-            self._check_context(new.row, new.cached, new.cached)
+            self._check_context(row, new.cached, new.cached)
             if self.limits.snapshots is not None and context:
                 assert new.snapshot is not None
-                assert self.snapshots[new.snapshot] == self._recurrent(self.rows[new.row])
-        for change in plan.tables:
-            self.rows[change.row].table = change.table
+                assert self.snapshots[new.snapshot] == self._recurrent(self.rows[row])
+        for sequence in plan.tables:
+            self.rows[sequence.row].table = tuple(sequence.pages)
 
     def _recurrent(self, state: Row) -> tuple[int, object]:
         """What a row keeps outside of pages: something of all its tokens."""

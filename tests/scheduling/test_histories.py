@@ -37,7 +37,6 @@ def limits(draw: st.DrawFn) -> Limits:
         shards=shards,
         prefill_budget=draw(st.integers(rows, 40)),
         max_rounds=draw(st.integers(1, 8)),
-        waiting_rounds=draw(st.integers(1, 2)),
         watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
         prefix_caching=draw(st.booleans()),
         share_pages=snapshots is None,

@@ -83,11 +83,11 @@ class PlanRunner:
         programs.admit(admitted)
         for admission in plan.admissions:
             if admission.snapshot is not None:
-                self.snapshots.put(admission.snapshot, admission.row)
+                self.snapshots.put(admission.snapshot, admission.sequence.row)
         restored = [self._new_row(back) for back in plan.swap_in]
         programs.set_controls([*restored, *admitted])
         self._idle_rows -= {new.row for new in (*restored, *admitted)}
-        programs.assign_pages([(table.row, table.table) for table in plan.tables])
+        programs.assign_pages([(each.row, each.pages) for each in plan.tables])
         reads = self._reads(plan, load)
         for step in plan.snapshots:
             self.snapshots.take(step)
@@ -107,13 +107,13 @@ class PlanRunner:
         sequence = step.sequence
         sampling = generation_of(sequence).sampling
         return NewRow(
-            row=step.row,
+            row=sequence.row,
             prompt=tuple(sequence.tokens),
             max_len=sequence.limit,
             sampling=sampling,
             stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
             request_prompt_len=sequence.prompt_length,
-            table=step.table,
+            table=tuple(sequence.pages),
             cached=step.cached if isinstance(step, Admission) else 0,
         )
 
