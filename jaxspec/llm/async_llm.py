@@ -31,7 +31,13 @@ GRAMMAR_SECONDS = 0.9  # until a grammar is compiled; its CPU time has a limit o
 
 
 class AsyncTexts:
-    """What AsyncLLM and ReplicatedLLM have in common. A context manager, which closes them."""
+    """What AsyncLLM and ReplicatedLLM have in common. A context manager, which closes them.
+
+    Attributes:
+      llm: for what is the same in all replicas: the tokenizer, the model's config, limits.
+    """
+
+    llm: LLM
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,7 +9,6 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import ErrorKind
 from jaxspec.llm.async_llm import AsyncLLM, AsyncTexts
 from jaxspec.llm.completion import Completion, TextChunk, TextOptions
-from jaxspec.llm.llm import LLM
 from jaxspec.llm.prompt_checks import for_each
 from jaxspec.llm.tokenizer.prompts import Prompt
 from jaxspec.scheduling.balancer import Balancer, Share
@@ -30,16 +29,12 @@ class ReplicatedLLM(AsyncTexts):
 
     def __init__(self, replicas: Sequence[AsyncLLM]):
         self.replicas = tuple(replicas)
+        self.llm = replicas[0].llm
         engine = self.llm.engine  # all are like the first
         limits = engine.limits
         self.balancer = Balancer.of(
             len(replicas), engine.config, limits.page_size, limits.num_pages
         )
-
-    @property
-    def llm(self) -> LLM:
-        """For what is the same in all: the tokenizer, the model's config, limits."""
-        return self.replicas[0].llm
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self.replicas))

@@ -95,13 +95,6 @@ class Limits:
             )
 
 
-class Ended(NamedTuple):
-    """A request that the scheduler ended: "cancelled", "timeout", or as ``cancel`` was told."""
-
-    request_id: str
-    reason: str
-
-
 class SwapOut(NamedTuple):
     """Copy a row, and the content of these pages in order, to host memory.
 
@@ -177,7 +170,7 @@ class Plan:
     Sequences go on changing: use what a plan says of them before the next call to the scheduler.
 
     Attributes:
-      ended: requests that the scheduler ended since the last plan.
+      timed_out: request ids whose deadline has passed since the last plan.
       dropped: request ids whose swapped copy is no longer needed.
       catch_up: rows that are done, whose drafter reads its pending tokens, since their pages become
         known to the prefix cache.
@@ -190,7 +183,7 @@ class Plan:
     """
 
     index: int
-    ended: list[Ended] = dataclasses.field(default_factory=list)
+    timed_out: list[str] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
     swap_out: list[SwapOut] = dataclasses.field(default_factory=list)
     catch_up: list[int] = dataclasses.field(default_factory=list)

@@ -10,7 +10,6 @@ from jaxspec.scheduling.pages import PageUsage, page_usage
 from jaxspec.scheduling.plan import (
     Admission,
     Delivery,
-    Ended,
     Flight,
     Limits,
     Plan,
@@ -51,7 +50,6 @@ class Scheduler:
         self._deferred: list[Sequence] = []  # passed over by the last plan, see num_deferred
         self._leaving: list[Sequence] = []  # ended, but their rows are not yet released
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
-        self._ended: list[Ended] = []  # to be told by the next plan
         self._dropped: list[str] = []  # to be told by the next plan
         self._in_flight: deque[Plan] = deque()
         self._num_added = 0
@@ -75,9 +73,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, no call is in flight, and no row is still to be released."""
-        return not (
-            self._sequences or self._leaving or self._in_flight or self._ended or self._dropped
-        )
+        return not (self._sequences or self._leaving or self._in_flight or self._dropped)
 
     def usage(self) -> PageUsage:
         """What the pages are used for. The whole prompt of a reading row counts as its tokens."""
@@ -112,12 +108,11 @@ class Scheduler:
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
 
-    def cancel(self, request_id: str, reason: str = "cancelled") -> None:
+    def cancel(self, request_id: str) -> None:
         """End a request, whatever it is doing. Does nothing if it has ended."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence)
-            self._ended.append(Ended(request_id, reason))
 
     def plan(self, now: float, most_rounds: int | None = None, *, reads_only: bool = False) -> Plan:
         """What the device does next. Without any step if it can only wait.
@@ -126,11 +121,12 @@ class Scheduler:
           most_rounds: of the plan's call, if fewer than the limits allow.
           reads_only: no row decodes in a plan that reads prompts.
         """
+        plan = Plan(self._num_planned)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
             if sequence.state is not State.ENDED:
-                self.cancel(sequence.request_id, "timeout")
-        plan = Plan(self._num_planned)
+                self._end(sequence)
+                plan.timed_out.append(sequence.request_id)
         self._deferred = []
         self._release_ended(plan)
         if self._keep_decoding(plan):  # nobody comes in while others must go
@@ -342,7 +338,6 @@ class Scheduler:
         plan.tables = [sequence for sequence in running if sequence.table_changed]
         for sequence in plan.tables:
             sequence.table_changed = False
-        plan.ended, self._ended = self._ended, []
         plan.dropped, self._dropped = self._dropped, []
         self._num_planned += 1
         if plan.runs_model:

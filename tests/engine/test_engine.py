@@ -19,7 +19,6 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.scheduling.plan import QueueFull
 from tests.helpers.engines import new_engine, plain_engine, ready_engine
 from tests.helpers.marks import slow
 from tests.helpers.programs import new_jit, traces
@@ -137,15 +136,6 @@ def test_a_request_may_have_a_time_limit():
     assert other.token_ids == expected()[1]
 
 
-@pytest.mark.slow
-def test_a_full_queue_refuses_and_keeps_what_it_has():
-    own = new_engine(max_rows=1, max_queue=2)
-    generations = [own.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    with pytest.raises(QueueFull, match="max_queue=2"):
-        own.add(PROMPTS[2], GREEDY)
-    assert texts(own, generations) == expected()[:2]
-
-
 def test_an_error_ends_all_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
     own = ready_engine()
     generations = start(own)
@@ -191,14 +181,6 @@ def test_the_shape_may_change_between_calls():
         own.shape = SHAPES[index % 3]
         own.step(2)
     own.shape = None
-    assert texts(own, generations) == expected()
-
-
-def test_how_a_text_is_cut_into_calls_does_not_change_it():
-    own = engine()
-    generations = start(own)
-    while not own.is_idle:
-        own.step(1)
     assert texts(own, generations) == expected()
 
 

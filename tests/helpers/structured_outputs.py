@@ -61,10 +61,10 @@ def generate_structured(
     def masks(tree: Any) -> np.ndarray:
         if tree is None:
             roots = np.zeros((len(matchers), 1), np.int32)
-            return tree_masks(matchers, roots, roots - 1, roots[:, 0] + 1, words).masks[:, 0]
-        found = tree_masks(matchers, tree.tokens, tree.parents, tree.num_nodes, words)
-        assert not found.errors
-        return found.masks
+            return tree_masks(matchers, roots, roots - 1, roots[:, 0] + 1, words)[0][:, 0]
+        found, errors = tree_masks(matchers, tree.tokens, tree.parents, tree.num_nodes, words)
+        assert not errors
+        return found
 
     def take(row: int, tokens: list[int]) -> None:
         matcher = matchers[row]

@@ -87,8 +87,10 @@ def simulate(
         room = random.integers(1, length + 1, phase.rows)  # they began at different times
         tokens, seconds = 0, 0.0
         while tokens < phase.tokens:
-            count, shape = rounds, policy
-            if isinstance(policy, TreePolicy):
+            count = rounds
+            if isinstance(policy, TreeShape):
+                shape = policy
+            else:
                 count = min(rounds, policy.most_rounds or rounds)
                 shape = policy.choose(keys.tolist(), costs, rounds=count)
             accepted = draw_accepted(random, levels, shape, count)

@@ -285,7 +285,7 @@ class FakeDevice:
 
 
 def is_empty(plan: Plan) -> bool:
-    """Whether the device has nothing to do. ``ended`` and ``dropped`` may be set."""
+    """Whether the device has nothing to do. ``timed_out`` and ``dropped`` may be set."""
     steps = (plan.swap_out, plan.catch_up, plan.release, plan.swap_in, plan.copies)
     return not (any(steps) or plan.admissions or plan.tables or plan.runs_model)
 
@@ -320,15 +320,20 @@ class Run:
         self.texts[name] = []
         return name
 
+    def cancel(self, name: str) -> None:
+        """End a request, if it has not ended."""
+        self.scheduler.cancel(name)
+        self.endings.setdefault(name, "cancelled")
+
     def step(self, lag: int = 0) -> Plan:
         """Make a plan and launch it; then take in what came out of all but the last ``lag``."""
         self.now += 1
         plan = self.scheduler.plan(self.now)
-        could_go_on = self._launched or not is_empty(plan) or plan.ended
+        could_go_on = self._launched or not is_empty(plan) or plan.timed_out
         assert could_go_on or not self.scheduler.num_waiting, "nothing happens any more"
         results = self.device.run(plan)
-        for ended in plan.ended:
-            self._end(ended.request_id, ended.reason)
+        for request_id in plan.timed_out:
+            self._end(request_id, "timeout")
         if not is_empty(plan):
             self.plans.append(plan)
         if plan.runs_model:

@@ -5,7 +5,7 @@ import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate, count_rounds
-from tests.scheduling.adaptive_simulation import cut, draw_accepted
+from tests.scheduling.adaptive_simulation import draw_accepted
 
 SHORT, LONG, TREE = (TreeShape.parse(text) for text in ("chain:3", "chain:7", "60:7:10"))
 SHAPES = (PLAIN, SHORT, LONG, TREE)
@@ -136,8 +136,3 @@ def test_many_rows_keep_their_own_estimates():
     others.observe(list(range(200, 230)), LONG, later, later + 1)
     np.testing.assert_array_equal(estimate.hazards(rows[1::2]), others.hazards(rows[1::2]))
     np.testing.assert_array_equal(estimate.hazards([105]), others.hazards([205]))
-
-
-def test_texts_that_end_at_random_are_cut_as_the_engine_cuts_them():
-    accepted = np.array([[3], [2], [1]])
-    np.testing.assert_array_equal(cut(accepted, np.array([6])), [[4], [2], [0]])

@@ -51,15 +51,6 @@ def test_samples_count_as_requests():
     assert place_all(balancer, [prompt(i) for i in range(1, 4)]) == [1, 1, 1]
 
 
-def test_work_that_ended_counts_no_more():
-    balancer = new_balancer()
-    first = balancer.place(prompt(0), 8)
-    balancer.place(prompt(1), 8)
-    balancer.end(first)
-    assert balancer.requests == [0, 1] and balancer.tokens == [0, 40]
-    assert balancer.place(prompt(2), 8).engine == 0
-
-
 def test_a_known_beginning_is_preferred_to_less_load():
     balancer = new_balancer()
     conversation = prompt(0)

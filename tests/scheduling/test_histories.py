@@ -89,7 +89,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.run.requests)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject):
-        self.run.scheduler.cancel(data.draw(st.sampled_from(sorted(self.run.requests))))
+        self.run.cancel(data.draw(st.sampled_from(sorted(self.run.requests))))
 
     @rule(lag=st.integers(0, 1), steps=st.integers(1, 5))
     def go_on(self, lag: int, steps: int):

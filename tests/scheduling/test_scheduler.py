@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from jaxspec.scheduling.plan import Limits, QueueFull, RowResult
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.scheduler import fair_shares
-from jaxspec.scheduling.sequence import State
-from tests.scheduling.fake_device import ENDLESS, Run, is_empty
+from tests.scheduling.fake_device import ENDLESS, Run
 
 LIMITS = Limits(
     num_rows=4,
@@ -47,15 +46,6 @@ def long_texts(run: Run, count: int, max_tokens: int = 40, **options: Any) -> li
 # Admission.
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_many_requests_all_get_their_own_texts(lag: int):
-    run = Run(LIMITS)
-    for index in range(40):
-        run.add(prompt(1 + index % 30, index), max_tokens=1 + index % 17)
-    run.finish(lag)
-    assert max(len(plan.decode_rows) for plan in run.plans) == LIMITS.num_rows
-
-
 def test_smaller_priorities_go_first_then_earlier_arrivals():
     run = Run(made(num_rows=1))
     late, early = run.add([1], 1, arrival=5), run.add([2], 1, arrival=4)
@@ -72,12 +62,6 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
     ):
         run.add(prompt(60), max_tokens=30)
     assert run.scheduler.is_idle
-
-
-def test_a_request_that_just_fits_runs():
-    run = Run(made(num_pages=20, watermark=0.5, preemption="recompute"))
-    run.add(prompt(60), max_tokens=17)
-    run.finish()
 
 
 def test_an_id_cannot_be_used_twice_at_a_time():
@@ -230,41 +214,6 @@ def test_no_call_is_planned_for_a_row_that_is_surely_done():
 # Ends.
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
-def test_a_request_is_cancelled_at_any_moment(steps: int, lag: int):
-    run = Run(made(prefill_budget=8))
-    (other,) = long_texts(run, 1)
-    gone = run.add(prompt(30), max_tokens=60)
-    for _ in range(steps):
-        run.step(lag)
-    run.scheduler.cancel(gone)
-    plan = run.step(lag)
-    assert [ended.request_id for ended in plan.ended] == [gone]
-    assert len(plan.release) == (steps > 0)
-    assert run.scheduler.num_running == 1
-    run.finish(lag)
-    assert (run.endings[gone], run.endings[other]) == ("cancelled", "length")
-
-
-def test_cancelling_what_has_ended_or_never_was_does_nothing():
-    run = Run(LIMITS)
-    name = run.add([1], max_tokens=1)
-    run.finish()
-    run.scheduler.cancel(name)
-    run.scheduler.cancel("nobody")
-    assert is_empty(run.scheduler.plan(0)) and run.scheduler.is_idle
-
-
-def test_a_reason_can_be_given():
-    run = Run(LIMITS)
-    name = run.add([1], max_tokens=30)
-    run.step()
-    run.scheduler.cancel(name, "stop string")
-    run.finish()
-    assert run.endings[name] == "stop string"
-
-
 def test_deadlines_end_waiting_and_running_requests():
     run = Run(made(num_rows=1))
     (first,) = long_texts(run, 1, max_tokens=100, deadline=4.0)
@@ -373,7 +322,7 @@ def test_requests_that_come_together_read_a_common_beginning_once():
     run.add(prompt(9, 2), max_tokens=1)  # has another prompt, and does not wait
     assert len(run.step(lag=1).admissions) == 2
     assert (run.scheduler.num_waiting, run.scheduler.num_deferred) == (7, 7)
-    run.scheduler.cancel("r7")
+    run.cancel("r7")
     assert (run.scheduler.num_waiting, run.scheduler.num_deferred) == (6, 6)
     run.add([*prompt(100), 600], max_tokens=4)
     assert (run.scheduler.num_waiting, run.scheduler.num_deferred) == (7, 6)
@@ -497,24 +446,6 @@ def test_the_choice_follows_what_is_measured_meanwhile():
 # With 30 pages, sequences of 45 tokens, 12 pages each, are preempted.
 
 
-def test_what_does_not_fit_host_memory_is_recomputed():
-    run = Run(made(num_pages=30, preemption="swap", part_pages=4, host_parts=2))
-    long_texts(run, 6, max_tokens=40)
-    run.finish(lag=1)  # the device checks that no more than two parts are in host memory
-    assert min(run.scheduler.preemptions.values()) > 0
-
-
-def test_host_memory_is_used_again():
-    run = Run(made(num_pages=30, preemption="swap", part_pages=4, host_parts=9))
-    used = set()
-    long_texts(run, 12, max_tokens=40)
-    while not run.scheduler.is_idle:
-        run.step(lag=1)
-        used.add(run.scheduler.host.parts)
-    assert max(used) > 2 and run.scheduler.host.parts == 0
-    assert run.scheduler.preemptions["recompute"] == 0 < run.scheduler.preemptions["swap"]
-
-
 @pytest.mark.parametrize(("host_parts", "together"), [(0, 2), (6, 3), (9, 4), (None, 4)])
 def test_no_more_run_than_can_be_swapped_where_nobody_is_recomputed(
     host_parts: int | None, together: int
@@ -564,7 +495,7 @@ def test_a_swapped_request_that_is_cancelled_is_dropped():
     while not run.device.host:
         run.step(lag=1)
     (swapped,) = run.device.host
-    run.scheduler.cancel(swapped)
+    run.cancel(swapped)
     assert run.step(lag=1).dropped == [swapped]
     run.finish(lag=1)
     assert [run.endings[name] for name in names].count("cancelled") == 1
@@ -609,18 +540,6 @@ def test_waste_of_running_requests_leaves_out_what_trees_need():
     assert usage.waste <= 0.08
     assert (usage.context, usage.tokens) == (20, 295)
     assert usage.lookahead >= 3 * 60 // 16
-
-
-def test_counts_of_requests():
-    run = Run(made(num_rows=1))
-    run.add([1], max_tokens=30)
-    run.add([2], max_tokens=30)
-    run.step()
-    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 1)
-    assert run.scheduler.num_deferred == 0
-    assert run.scheduler.shards[0].running[0].state is State.DECODING
-    run.finish()
-    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

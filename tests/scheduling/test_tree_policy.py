@@ -55,22 +55,6 @@ def test_costs_know_their_shapes():
 # Choices.
 
 
-def settled(level: float, rows: int) -> TreeShape:
-    """What a policy has come to after some seconds."""
-    policy = TreePolicy(SHAPES)
-    simulate(policy, [steady(rows, level, seconds=3.0)])
-    assert policy.shape is not None
-    return policy.shape
-
-
-def test_many_rows_of_hard_text_decode_plainly():
-    assert settled(0.1, 128) == PLAIN
-
-
-def test_few_rows_of_easy_text_draft_much():
-    assert settled(0.9, 8) == CHAINS[-1]
-
-
 def test_a_little_better_is_not_enough_to_change():
     costs = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.0})
     ones = np.ones((200, 1), int)

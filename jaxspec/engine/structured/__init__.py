@@ -12,7 +12,7 @@ llguidance does the work. It is imported when the first GrammarCompiler is made.
 """
 
 from jaxspec.config.structured_output import StructuredOutput
-from jaxspec.engine.structured.batch import TreeMasks, tree_masks
+from jaxspec.engine.structured.batch import tree_masks
 from jaxspec.engine.structured.compiler import GrammarCompiler
 from jaxspec.engine.structured.matcher import GrammarError, GrammarLimit, Matcher
 
@@ -22,6 +22,5 @@ __all__ = [
     "GrammarLimit",
     "Matcher",
     "StructuredOutput",
-    "TreeMasks",
     "tree_masks",
 ]

@@ -1,26 +1,11 @@
 """Masks of the trees of a batch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from jaxspec.engine.structured.matcher import ALL_TOKENS, GrammarError, Matcher, Words
-
-
-class TreeMasks(NamedTuple):
-    """Masks of B trees.
-
-    Attributes:
-      masks: uint32 [B, N, W]; all ones for rows without a matcher, and for those in ``errors``.
-      legal: bool [B, N], nodes whose path matches the grammar; True for rows without one.
-      errors: rows whose grammar gave up, and why: these requests cannot go on.
-    """
-
-    masks: Words
-    legal: NDArray[np.bool_]
-    errors: dict[int, GrammarError]
 
 
 def tree_masks(
@@ -29,7 +14,7 @@ def tree_masks(
     parents: ArrayLike,
     num_nodes: ArrayLike,
     num_words: int,
-) -> TreeMasks:
+) -> tuple[Words, dict[int, GrammarError]]:
     """What may follow each node of each row's tree (see Matcher.masks).
 
     The calling thread walks them one after the other. Two threads were not faster on two cores: a
@@ -39,17 +24,19 @@ def tree_masks(
       matchers: of B rows, each its own; None: the row is not restricted.
       tokens, parents: int32 [B, N], and num_nodes [B], of a DraftTree.
       num_words: GrammarCompiler.num_words.
+
+    Returns the masks, uint32 [B, N, W], all ones for rows without a matcher; and the errors of rows
+    whose grammar gave up: these requests cannot go on.
     """
     tokens_, parents_, sizes = np.asarray(tokens), np.asarray(parents), np.asarray(num_nodes)
     masks = np.full((*tokens_.shape, num_words), ALL_TOKENS, np.uint32)
-    legal = np.ones(tokens_.shape, bool)
     errors: dict[int, GrammarError] = {}
     for row, matcher in enumerate(matchers):
         if matcher is None:
             continue
         try:
-            _, legal[row] = matcher.masks(tokens_[row], parents_[row], sizes[row], masks[row])
+            matcher.masks(tokens_[row], parents_[row], sizes[row], masks[row])
         except GrammarError as error:
             masks[row] = ALL_TOKENS
             errors[row] = error
-    return TreeMasks(masks, legal, errors)
+    return masks, errors
