@@ -9,16 +9,31 @@ import random
 import zlib
 
 from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import Limits, Plan, RowResult
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request, Sequence
-from tests.scheduling.allocator_state import free_pages, is_writable
 
 STOP = 0
 ENDLESS = "endless"  # as a request's payload: it never generates STOP
 VOCABULARY = 40
 POISON = "poison"
 SCRATCH = "scratch"
+
+
+def holders(allocator: PageAllocator, page: int) -> int:
+    """Number of sequences that hold the page."""
+    return allocator._holders[page]
+
+
+def is_writable(allocator: PageAllocator, page: int) -> bool:
+    """Whether the page has one holder, and the prefix cache does not know it."""
+    return allocator._holders[page] == 1 and not allocator._kept[page]
+
+
+def free_pages(allocator: PageAllocator) -> list[int]:
+    """Pages without content."""
+    return list(allocator._free)
 
 
 def next_token(request: Request, tokens: list[int]) -> int:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage
-from tests.scheduling.allocator_state import free_pages, holders, is_writable
+from tests.scheduling.fake_device import free_pages, holders, is_writable
 
 
 def test_double_free_and_sharing_of_a_free_page_are_refused():

@@ -218,15 +218,17 @@ def test_what_is_too_large_is_refused_soon(given):
     assert time.thread_time() - started < 0.8
 
 
-def test_what_takes_too_long_is_refused():
+def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_module, "MOST_SECONDS", 0)
     text = tokenizer().backend_tokenizer.to_str()
-    own = GrammarCompiler(text, VOCAB, [END], max_seconds=0)
+    own = GrammarCompiler(text, VOCAB, [END])
     with pytest.raises(ValueError, match="regex: it takes too long to compile"):
         own.matcher(StructuredOutput(regex="[a-z]+"))
 
 
-def test_few_grammars_are_kept():
-    own = GrammarCompiler(tokenizer().backend_tokenizer.to_str(), VOCAB, [END], max_grammars=2)
+def test_few_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_module, "MOST_GRAMMARS", 2)
+    own = GrammarCompiler(tokenizer().backend_tokenizer.to_str(), VOCAB, [END])
     first, second, third = (StructuredOutput(regex=text) for text in "abc")
     own.matcher(first)
     own.matcher(second)
@@ -252,8 +254,6 @@ def test_bad_compilers_are_refused(monkeypatch: pytest.MonkeyPatch):
         GrammarCompiler(text, VOCAB, [VOCAB])
     with pytest.raises(ValueError, match="must be the text of a tokenizer"):
         GrammarCompiler("tokenizer.json", VOCAB, [END])
-    with pytest.raises(ValueError, match="max_grammars must be at least 1"):
-        GrammarCompiler(text, VOCAB, [END], max_grammars=0)
 
     def missing(name: str):
         raise ModuleNotFoundError(name)
