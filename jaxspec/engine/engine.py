@@ -239,11 +239,11 @@ class Engine:
                 self.on_launch(calls)
             self._read()
             if plan.runs_model:  # masks of structured requests need what was just read
-                calls = [*calls, *self._runner.verify()]
+                calls = [*calls, *self._runner.structured.verify()]
                 self._in_flight = Launched(plan, calls, shape)
             if first and plan.reads:
                 self._read()
-            for generation in self._runner.take_failed():
+            for generation in self._runner.structured.take_failed():
                 self.cancel(generation, "error")
         except BaseException as error:
             self._fail(error)

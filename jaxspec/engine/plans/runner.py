@@ -10,7 +10,6 @@ import numpy as np
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.state import ERRORS, Ending, Status
 from jaxspec.engine.emitted import RowOutput, row_outputs
-from jaxspec.engine.generation import Generation
 from jaxspec.engine.plans.host_copies import RowSnapshots, SwappedRows
 from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
@@ -54,7 +53,7 @@ class PlanRunner:
         self.snapshots = RowSnapshots(programs)
         self.past = PastOutputs(programs)
         self._timer = PlanTimer(programs, costs)
-        self._structured = StructuredRounds(programs)
+        self.structured = StructuredRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
     def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
@@ -74,7 +73,7 @@ class PlanRunner:
         for back in plan.swap_in:
             self.swapped.restore(back)
             generation_of(back.sequence).preemptions = back.sequence.preemptions
-        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
+        programs.copy_pages(plan.copies)
         for admission in plan.admissions:
             sequence = admission.sequence
             waited = time.perf_counter() - sequence.request.arrival
@@ -92,16 +91,8 @@ class PlanRunner:
         for step in plan.snapshots:
             self.snapshots.take(step)
         if plan.masked_rows:
-            self._structured.draft(plan, reads, load, shape)
+            self.structured.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]
-
-    def verify(self) -> list[LaunchedCall]:
-        """Run the second half of a plan's masked rounds, once all plans before it are read."""
-        return self._structured.verify()
-
-    def take_failed(self) -> list[Generation]:
-        """Requests that could not go on since this was last called; they have their error."""
-        return self._structured.take_failed()
 
     def _new_row(self, step: Admission | SwapIn) -> NewRow:
         sequence = step.sequence
@@ -121,7 +112,7 @@ class PlanRunner:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
-        masks = self._structured.first_masks(plan)
+        masks = self.structured.first_masks(plan)
         kind = kind_of(sequences, reads=True)
         return self.programs.read(reads_of(plan), load, masks, kind=kind)
 
