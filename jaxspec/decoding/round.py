@@ -128,7 +128,7 @@ def draft_tree(
         if size > shape.num_nodes or depth > shape.max_depth:
             raise ValueError(
                 f"{type(drafter).__name__} proposed a tree of {size} nodes and depth {depth}, but "
-                f"the call has room for {shape.num_nodes} nodes and depth {shape.max_depth}"
+                f"the call takes at most {shape.num_nodes} nodes and depth {shape.max_depth}"
             )
         state = with_draft(state, draft)
     batch, size = tree.tokens.shape

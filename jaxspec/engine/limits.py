@@ -70,7 +70,6 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
         fixed=config.deterministic,
         trees=config.trees,
-        confidence=config.adaptive and params.drafter.tells_confidence,
     )
 
 

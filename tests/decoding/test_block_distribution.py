@@ -1,4 +1,4 @@
-"""Real block heads and lookup keep the target's distribution: chi-square tests of whole rounds.
+"""Block heads, lookup and draft models keep the target's distribution: chi-square of whole rounds.
 
 Every batch row is an experiment with a seed of its own. The counts of its first new tokens are
 compared with the target's probabilities, which come from dense passes over all continuations.
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import SuffixDrafter
+from jaxspec.decoding.drafters import DraftModelDrafter, SuffixDrafter
 from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
@@ -27,6 +27,7 @@ from tests.helpers.random_models import (
     empty_state,
     generate,
     jit_decode,
+    noisy,
     random_prompts,
     read_prompts,
     texts,
@@ -53,12 +54,15 @@ def repeating() -> np.ndarray:
 
 def drawn(kind: str, spec: SpeculationConfig, prompt: np.ndarray) -> tuple[np.ndarray, float]:
     """The first NEW tokens of each row, and the mean depth accepted."""
-    if kind == "suffix":
-        params = EngineParams(target=block_target(), drafter=SuffixDrafter(), speculation=spec)
+    if kind in ("suffix", "draft_model"):
+        target = block_target()
+        model = DraftModelDrafter(model=noisy(target, 0.7))
+        drafter: Any = model if kind == "draft_model" else SuffixDrafter()
+        params = EngineParams(target=target, drafter=drafter, speculation=spec)
     else:
         params = block_params(kind.replace("suffix+", "ngram+"), spec)
     if kind.startswith("suffix+"):
-        drafter: Any = params.drafter
+        drafter = params.drafter
         params = params.replace(drafter=drafter.replace(lookup=SuffixDrafter(min_match=2)))
     length = len(prompt) + NEW + spec.max_depth  # no round is cut short before the last token
     state = admit_prompts(
@@ -143,11 +147,13 @@ def test_texts_of_a_mixture_have_the_targets_distribution(kind: str, shape: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SPECS)
-def test_texts_of_suffix_drafting_alone_have_the_targets_distribution(shape: str):
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("suffix", "chain"), ("suffix", "tree"), ("draft_model", "chain")]
+)
+def test_texts_of_other_drafters_have_the_targets_distribution(kind: str, shape: str):
     prompt = repeating()
     spec = dataclasses.replace(SPECS[shape], acceptance="rejection")
-    found, depth = drawn("suffix", spec, prompt)
+    found, depth = drawn(kind, spec, prompt)
     assert 0.2 < depth < 2.5, "drafts must be accepted and refused"
     assert p_value(found, prompt) > P_VALUE
     assert p_value(found, prompt, 1.2 * TEMPERATURE) < 1e-9, "another distribution is noticed"

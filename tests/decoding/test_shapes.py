@@ -106,16 +106,16 @@ def test_a_drafter_that_resumes_drafts_as_if_it_had_just_read_the_text(
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"),
+    ("shape", "message"),
     [
-        (TreeShape(9, 3, 2), "room for: 8 nodes, depth 3"),
-        (TreeShape.parse("chain:4"), "room for: 8 nodes, depth 3"),
-        (TreeShape(8, 3, 3), "needs 10 slots, the engine has room for 8"),
+        (TreeShape(9, 3, 2), "engine's largest, which has 8 nodes and depth 3"),
+        (TreeShape.parse("chain:4"), "engine's largest, which has 8 nodes and depth 3"),
+        (TreeShape(8, 3, 3), "needs 10 slots, the engine has 8"),
     ],
 )
-def test_a_shape_beyond_the_capacity_is_an_error(shape: TreeShape, room: str):
+def test_a_shape_beyond_the_capacity_is_an_error(shape: TreeShape, message: str):
     params = params_of("ngram")
-    with pytest.raises(ValueError, match=room):
+    with pytest.raises(ValueError, match=message):
         functional.decode(params, empty_state(params, 3, LENGTH, 4), 1, shape=shape)
 
 

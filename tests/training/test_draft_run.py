@@ -365,7 +365,7 @@ def test_too_few_rows_are_an_error(tmp_path):
         (["--data", "{text}", "--regenerate", "--regenerate-rows", "0"], "at least 1, got 0"),
         (["--data", "{text}", "--regenerate", "--regenerate-batch", "-1"], "at least 1, got -1"),
         (["--data", "{text}", "--regenerate", "--prompt-tokens", "0"], "at least 1, got 0"),
-        (["--data", "{text}", "--length", "0"], "rows of 0 tokens have no room"),
+        (["--data", "{text}", "--length", "0"], "rows of 0 tokens hold no text"),
         (["--data", "{text}", "--attention", "cudnn"], "needs bfloat16 and a GPU"),
         (["--data", "{text}", "--out", "{empty}"], "File exists"),
     ],

@@ -61,7 +61,7 @@ def draft(
 
     Returns the state, and the trees of the B rows, all of one width N.
 
-    Raises ValueError for a shape that the engine has no room for, and for a list of rows that
+    Raises ValueError for a shape that is larger than the engine's, and for a list of rows that
     cannot be split over the devices.
     """
     check_state(params, state, controls=controls)

@@ -61,7 +61,7 @@ def decode(
     Args:
       num_rounds: an int, at least 0, or a traced integer together with ``max_rounds``.
       rows: [B] rows to decode, as in prefill; None: all. The others stay unchanged.
-      max_rounds: number of rounds that the result has room for; ``num_rounds`` by default. A traced
+      max_rounds: most rounds that the result holds; ``num_rounds`` by default. A traced
         ``num_rounds`` above it runs so many.
       fixed: run ``max_rounds`` rounds, whatever ``num_rounds`` is, even if no row can go on. On a
         GPU the host then need not wait for the launch: it decides after each round of any other
@@ -90,8 +90,8 @@ def decode(
 
     Raises ValueError for numbers of rounds that are no integers or below 0, or above
     ``max_rounds``, for a traced one without ``max_rounds``, for rows that the state lacks, that
-    have no prompt or have not read it, for a shape that the engine has no room for, for controls if
-    the state has none, and for the confidence of a drafter without a confidence head.
+    have no prompt or have not read it, for a shape larger than the engine's, for controls if the
+    state has none, and for the confidence of a drafter without a confidence head.
     """
     check_state(params, state, controls=controls)
     check_rounds(num_rounds, max_rounds)

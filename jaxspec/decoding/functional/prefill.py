@@ -64,7 +64,7 @@ def prefill(
         parallelism the list is split evenly over the devices, and each part may only list rows of
         its own device. In a traced list, other rows are emitted as MISPLACED.
       counts: [B] most tokens to read of each row, 0 to ``width``; None: ``width``.
-      width: tokens per row that the program has room for.
+      width: most tokens of a row that the program reads.
       columns: width of the page table that the program sees, None: all of it. The rows and the
         chunk must fit it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.

@@ -58,10 +58,11 @@ class SwappedRows:
     def restore(self, back: SwapIn) -> None:
         """Put a row back, with other pages."""
         size = self.programs.sizes.part_pages
+        row, table = back.sequence.row, back.sequence.pages
         parts = self._parts.pop(back.sequence.request_id)
         for saved, first in zip(parts, range(0, back.restored, size), strict=False):
-            pages = back.table[first : min(first + size, back.restored)]
-            self.programs.restore(saved, back.row, pages, back.table)
+            pages = table[first : min(first + size, back.restored)]
+            self.programs.restore(saved, row, pages, table)
 
     def drop(self, request_id: str) -> None:
         self._parts.pop(request_id, None)

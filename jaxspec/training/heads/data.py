@@ -311,7 +311,9 @@ def _rows(
             stream += document.token_ids if end is None else [*document.token_ids, end]
     text_tokens = length - len(beginning)
     if text_tokens < 1:
-        raise ValueError(f"rows of {length} tokens have no room for text: give longer ones")
+        raise ValueError(
+            f"rows of {length} tokens hold no text: their beginning takes {len(beginning)}"
+        )
     for start in range(0, len(stream) - 1, text_tokens):
         ids = np.array(beginning + stream[start : start + text_tokens], np.int32)
         add(ids, np.arange(len(ids)) >= len(beginning), prompt_tokens)

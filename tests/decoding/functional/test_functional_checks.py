@@ -105,7 +105,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
         ({"stop_token_ids": (1, 2, 3, 4, 5)}, ["make it with a larger max_stops"]),
         ({"page_table": np.ones((2, 1), int)}, ["a page_table for 2 rows must be"]),
         ({"sampling": make_sampling(3)}, ["sampling has shape [3] for 2 rows: make_sampling(2"]),
-        ({"controls": 0.5}, ["the state has no room for controls"]),
+        ({"controls": 0.5}, ["the state was made without controls"]),
         ({"sampling": 0.5}, ["sampling must be what make_sampling gives, not float"]),
         (
             {"prompts": PROMPTS * 1.0, "prompt_lens": 5, "max_lens": [1.5, 2]},

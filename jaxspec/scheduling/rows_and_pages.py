@@ -107,7 +107,6 @@ class Shard:
             sequence.chain = placement.source.chain[: len(table)]
         fresh = self.pages.allocate(self._pages_needed(sequence, 1) - len(table))
         sequence.pages = table + fresh
-        sequence.table_changed = False  # the device is told when it gets the row
         sequence.row = heapq.heappop(self.free_rows)
         self.running.append(sequence)
         return PageCopy(self.index, partial, fresh[0]) if partial else None
