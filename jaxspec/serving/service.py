@@ -80,17 +80,14 @@ class Service:
         """The token that ends a turn of chats, beside the model's stop tokens."""
         return self.llm.llm.turn_end(self.chat_template)
 
-    def check_ready(self) -> None:
-        """Raise NotReady if no request may begin."""
+    def check(self, model: str | None = None) -> None:
+        """Raise NotReady if no request may begin, and ApiError for a model that is not served."""
         if self.state != "ready":
             raise NotReady(self.state)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served here."""
-        if name is not None and name not in self.names:
+        if model is not None and model not in self.names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist: this server has {self.name!r}",
+                f"the model {model!r} does not exist: this server has {self.name!r}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",

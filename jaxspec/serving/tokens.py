@@ -15,8 +15,7 @@ from jaxspec.serving.service import Service
 
 async def tokenize(service: Service, request: TokenizeRequest) -> TokenizeResponse:
     """The tokens of a prompt, or of a chat. Raises FieldError for neither and for both."""
-    service.check_ready()
-    service.check_model(request.model)
+    service.check(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise FieldError("prompt", "give prompt or messages")
     if request.prompt is not None:
@@ -37,8 +36,7 @@ async def tokenize(service: Service, request: TokenizeRequest) -> TokenizeRespon
 async def detokenize(service: Service, request: DetokenizeRequest) -> DetokenizeResponse:
     """The text of tokens, special ones included. Raises FieldError for unknown tokens, and for more
     than a text may have."""
-    service.check_ready()
-    service.check_model(request.model)
+    service.check(request.model)
     check_length("tokens", request.tokens, service.max_length)
     most = service.llm.llm.params.target.config.vocab_size
     if any(token >= most for token in request.tokens):
