@@ -15,12 +15,20 @@ from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What every line of a training log begins with. Seconds count from the start."""
+    """What every line of a training log has. Seconds count from the start.
+
+    ``saved``: a checkpoint of this step was written. The others are None if nothing was trained
+    since the last record.
+    """
 
     step: int
     total_steps: int | None  # None: not known yet
     tokens: int
     seconds: float
+    saved: bool = False
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
 
 
 class TrainingRun[R: Record](abc.ABC):

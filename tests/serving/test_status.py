@@ -7,12 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec import LLM
 from jaxspec.serving import metrics as own_metrics
-from tests.helpers.served import MODEL, Served, run
+from tests.helpers.served import MODEL, with_http
 
 # Those of vLLM that apply, and ours at the end. A counter's samples end in
 # "_total", which its name here leaves out, as the parser does.
@@ -77,16 +78,15 @@ BUCKETS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 
 def test_texts_are_tokenized_as_prompts_are(llm: LLM):
-    async def test() -> list[Any]:
-        async with Served(llm) as server, server.http() as http:
-            text = {"model": MODEL, "prompt": "añb", "return_token_strs": True}
-            chat = {"messages": [{"role": "user", "content": "hi"}]}
-            first = (await http.post("/tokenize", json=text)).json()
-            second = (await http.post("/tokenize", json=chat)).json()
-            back = (await http.post("/detokenize", json={"tokens": first["tokens"]})).json()
-            return [first, second, back]
+    async def test(http: httpx.AsyncClient) -> list[Any]:
+        text = {"model": MODEL, "prompt": "añb", "return_token_strs": True}
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        first = (await http.post("/tokenize", json=text)).json()
+        second = (await http.post("/tokenize", json=chat)).json()
+        back = (await http.post("/detokenize", json={"tokens": first["tokens"]})).json()
+        return [first, second, back]
 
-    first, second, back = run(test())
+    first, second, back = with_http(llm, test)
     assert first["tokens"] == llm.tokenize(["añb"])[0] and first["count"] == 4
     assert first["token_strs"] == ["a", "\ufffd", "\ufffd", "b"]
     assert first["max_model_len"] == 256
@@ -95,18 +95,17 @@ def test_texts_are_tokenized_as_prompts_are(llm: LLM):
 
 
 def test_metrics_count_what_was_served(llm: LLM):
-    async def test() -> tuple[str, str]:
-        async with Served(llm) as server, server.http() as http:
-            body = {"prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
-            before = (await http.get("/metrics")).text
-            await http.post("/v1/completions", json=body)
-            return before, (await http.get("/metrics")).text
+    async def test(http: httpx.AsyncClient) -> tuple[str, str]:
+        body = {"prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
+        before = (await http.get("/metrics")).text
+        await http.post("/v1/completions", json=body)
+        return before, (await http.get("/metrics")).text
 
     def value(text: str, name: str) -> float:
         lines = [line for line in text.splitlines() if line.startswith(f"jaxspec:{name}{{")]
         return sum(float(line.split()[-1]) for line in lines)
 
-    before, after = run(test())
+    before, after = with_http(llm, test)
     assert value(before, "generation_tokens_total") == 0
     assert value(after, "generation_tokens_total") == 12
     assert value(after, "prompt_tokens_total") == 9
@@ -130,21 +129,20 @@ def families(text: str) -> dict[str, Metric]:
 
 
 def test_metrics_have_the_names_types_and_labels_of_vllms(llm: LLM):
-    async def test() -> tuple[str, str]:
-        async with Served(llm) as server, server.http() as http:
-            before = (await http.get("/metrics")).text
-            body = {"prompt": "abcabcabc", "max_tokens": 12}
-            options: list[dict[str, Any]] = [
-                {"temperature": 0},
-                {"n": 2, "logprobs": 1, "presence_penalty": 0.5},
-                {"stream": True, "structured_outputs": {"regex": "[a-c]{3}"}},
-                {"prompt": ["abcabcabcd", "x"], "max_tokens": 1},
-            ]
-            posts = [http.post("/v1/completions", json=body | one) for one in options]
-            assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
-            return before, (await http.get("/metrics")).text
+    async def test(http: httpx.AsyncClient) -> tuple[str, str]:
+        before = (await http.get("/metrics")).text
+        body = {"prompt": "abcabcabc", "max_tokens": 12}
+        options: list[dict[str, Any]] = [
+            {"temperature": 0},
+            {"n": 2, "logprobs": 1, "presence_penalty": 0.5},
+            {"stream": True, "structured_outputs": {"regex": "[a-c]{3}"}},
+            {"prompt": ["abcabcabcd", "x"], "max_tokens": 1},
+        ]
+        posts = [http.post("/v1/completions", json=body | one) for one in options]
+        assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
+        return before, (await http.get("/metrics")).text
 
-    for text in run(test()):
+    for text in with_http(llm, test):
         found = {name: one for name, one in families(text).items() if "_created" not in name}
         assert {name: one.type for name, one in found.items()} == METRICS
         for name, family in found.items():

@@ -179,7 +179,7 @@ def test_an_evaluation_takes_a_share_of_the_time_and_later_ones_take_the_same_ba
 
 
 def record(step: int, held_out_loss: float | None = None) -> LMRecord:
-    return LMRecord(step, 9, 0, 0.0, None, None, None, None, held_out_loss=held_out_loss)
+    return LMRecord(step, 9, 0, 0.0, held_out_loss=held_out_loss)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

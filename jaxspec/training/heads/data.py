@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jinja2
@@ -19,6 +19,7 @@ import transformers
 from jaxspec.training import data
 
 Tokenizer = transformers.PreTrainedTokenizerBase
+type Answer = tuple[int, list[int]]  # the length of a prompt, the tokens of it and its answer
 TEXTS_A_CALL = 256  # the tokenizer encodes the texts of one call in parallel
 
 
@@ -58,6 +59,16 @@ class Examples:
     def shuffled(self) -> "Examples":
         """All rows in a fixed random order, so that the first rows are a random sample."""
         return self.take(np.random.default_rng(0).permutation(len(self)))
+
+
+def answers_as_rows(answers: Sequence[Answer], length: int) -> Examples:
+    """Rows of which the tokens of the answers are learned."""
+    tokens = np.zeros((len(answers), length), np.int32)
+    learned = np.zeros((len(answers), length), bool)
+    for index, (prompt, ids) in enumerate(answers):
+        tokens[index, : len(ids)] = ids
+        learned[index, prompt : len(ids)] = True
+    return Examples(tokens, learned, np.array([prompt for prompt, _ in answers], np.int32))
 
 
 def spread_rows(rows: int, count: int) -> np.ndarray:

@@ -182,7 +182,7 @@ def train_step[H: Head](
       target: in the compute dtype; not trained.
       batch: B rows, computed in ``config.accumulation`` micro-batches.
 
-    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss; of a block
+    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see Loss; of a block
     head see BlockLoss), and ``total_loss``, ``grad_norm``, ``learning_rate`` [].
     """
     # Counted over the whole batch, so that every learned token has the same weight, however the

@@ -25,12 +25,8 @@ class LMRecord(Record):
     """One line of the training log. Losses are in nats per token."""
 
     loss: float | None = None  # None: nothing trained since the last record
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
     held_out_loss: float | None = None
     bits_per_byte: float | None = None
-    saved: bool = False
 
 
 class Pretraining(TrainingRun[LMRecord]):
