@@ -1,6 +1,7 @@
 """Prometheus metrics: vLLM's names where they mean the same, with the prefix ``jaxspec:``."""
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -79,21 +80,16 @@ class DeviceTime:
     def __init__(self):
         self.busy = 0.0
         self.started = self._ready = time.perf_counter()
-        self._calls: list[LaunchedCall] = []
-        self._wake = threading.Condition()
-        self._ended = False
+        self._calls: queue.SimpleQueue[LaunchedCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="jaxspec device", daemon=True)
         self._thread.start()
 
     def launched(self, calls: list[LaunchedCall]) -> None:
-        with self._wake:
-            self._calls += calls
-            self._wake.notify()
+        for call in calls:
+            self._calls.put(call)
 
     def close(self) -> None:
-        with self._wake:
-            self._ended = True
-            self._wake.notify()
+        self._calls.put(None)
         self._thread.join()
 
     @property
@@ -102,13 +98,7 @@ class DeviceTime:
         return max(0.0, 1 - self.busy / max(1e-9, time.perf_counter() - self.started))
 
     def _wait(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._calls or self._ended):
-                    self._wake.wait()
-                if self._ended:
-                    return
-                call = self._calls.pop(0)
+        while (call := self._calls.get()) is not None:
             with contextlib.suppress(Exception):  # the engine tells of a call that failed
                 jax.block_until_ready(call.emitted)
             ready = time.perf_counter()

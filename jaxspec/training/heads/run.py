@@ -15,13 +15,12 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import fingerprint
-from jaxspec.training.compiling import Program
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.data import Examples, spread_rows
 from jaxspec.training.heads.loss import DraftBatch
 from jaxspec.training.heads.step import DraftTrainConfig, Head
 from jaxspec.training.held_out import HeldOut, batches_of
-from jaxspec.training.run import Record, TrainingRun
+from jaxspec.training.run import Program, Record, TrainingRun
 from jaxspec.training.run_folder import batch_shardings
 from jaxspec.training.schedule import Schedule
 

@@ -30,24 +30,15 @@ from jaxspec.training.optimizer import (
     descend,
     learning_rate,
 )
-from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
+from jaxspec.training.precision import attention_of, cast_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(OptimizerConfig):
-    """How to train.
-
-    Attributes:
-      context: predicted tokens of each training sequence.
-      attention: ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs.
-      compute_dtype: dtype of the activations and of the copy of the weights that computes them.
-    """
+    """How to train. ``context``: predicted tokens of each training sequence."""
 
     batch_size: int = 128
     context: int = 1024
-    seed: int = 0
-    attention: Attention = "xla"
-    compute_dtype: ComputeDtype = "bfloat16"
 
     def __post_init__(self):
         super().__post_init__()
