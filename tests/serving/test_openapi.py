@@ -1,7 +1,4 @@
-"""The OpenAPI document: what it says of keys, and requests that are made from it.
-
-test_fuzz.py does the latter at length, with schemathesis.
-"""
+"""The OpenAPI document: what it says of keys, and requests that are made from it."""
 
 import asyncio
 import collections
