@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from jaxspec import LLM, SamplingParams
@@ -128,23 +127,6 @@ def test_the_text_is_that_of_plain_decoding(llm: LLM, model: Path):
         return [choice.text for answer in answers for choice in answer.choices]
 
     assert with_client(llm, test) == with_client(plain, test)
-
-
-def test_while_the_server_ends_what_is_under_way_is_answered(llm: LLM):
-    async def test() -> None:
-        async with Served(llm) as server, server.client() as client:
-            request = {**SAMPLED, "max_tokens": 100}
-            task = asyncio.create_task(client.completions.create(**request))
-            serving = server.service.llm
-            assert isinstance(serving, AsyncLLM)
-            while await serving.run(lambda engine: engine.is_idle):
-                await asyncio.sleep(0.01)
-            server.service.state = "ending"
-            with pytest.raises(openai.InternalServerError, match="the server is ending"):
-                await client.completions.create(**request)
-            assert (await task).choices[0].finish_reason in ("length", "stop")
-
-    run(test())
 
 
 def test_a_client_that_goes_away_frees_its_pages(llm: LLM):

@@ -134,20 +134,6 @@ def test_another_model_is_not_found(llm: LLM):
     with_client(llm, test)
 
 
-def test_a_key_is_needed_where_there_is_one(llm: LLM):
-    async def test() -> None:
-        async with Served(llm, api_keys=["right", "also right"]) as server:
-            async with server.client("wrong") as client:
-                with pytest.raises(openai.AuthenticationError):
-                    await client.completions.create(**TEXT)
-            async with server.client("also right") as client:
-                await client.completions.create(**TEXT)
-            async with server.http() as http:
-                assert (await http.get("/health")).status_code == 200
-
-    run(test())
-
-
 def test_a_large_body_is_refused(llm: LLM):
     async def pieces():
         for _ in range(10):

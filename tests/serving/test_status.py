@@ -16,10 +16,14 @@ from jaxspec.serving import metrics as own_metrics
 from tests.helpers.served import MODEL, with_http
 
 OWN: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("kv_cache_waste_perc", "device_idle_share"), "gauge")
-    | dict.fromkeys(
-        ("device_busy_seconds", "engine_failures", "programs_compiled", "rounds"), "counter"
-    )
+    {
+        "kv_cache_waste_perc": "gauge",
+        "device_idle_share": "gauge",
+        "device_busy_seconds": "counter",
+        "engine_failures": "counter",
+        "programs_compiled": "counter",
+        "rounds": "counter",
+    }
 )
 OWN_LABELS: Mapping[str, set[str]] = MappingProxyType(
     {

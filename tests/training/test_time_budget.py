@@ -78,23 +78,26 @@ def test_a_slow_device_holds_the_budget(
     assert records[-1].saved and records[-1].held_out_loss is not None
 
 
-def test_a_step_beyond_the_memory_is_an_error_before_it_runs(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sample", "free", "message"),
+    [
+        (0, 1000, r"a training step needs 0.00 GB, .* smaller batch or con"),
+        # A step takes under 1 MB, the sample of 1,000 tokens 17: it is not blamed on the batch.
+        (1000, 4 << 20, r"a sample needs 0.0. GB, .* free: give a shorter prompt"),
+    ],
+)
+def test_what_is_beyond_the_memory_is_an_error_before_it_runs(
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sample: int,
+    free: int,
+    message: str,
 ):
-    run = Pretraining(tiny_lm(corpus), CONFIG, corpus, Schedule(steps=1), tmp_path)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"a training step needs 0.00 GB, .* smaller batch or con"):
-        next(run.run())
-
-
-def test_a_sample_beyond_the_memory_is_not_blamed_on_the_batch(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A step takes under 1 MB, the sample of 1,000 tokens 17."""
     model, schedule = tiny_lm(corpus), Schedule(steps=1)
-    run = Pretraining(model, CONFIG, corpus, schedule, tmp_path, sample_length=1000)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 << 20)
-    with pytest.raises(ValueError, match=r"a sample needs 0.0. GB, .* free: give a shorter prompt"):
+    run = Pretraining(model, CONFIG, corpus, schedule, tmp_path, sample_length=sample)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    with pytest.raises(ValueError, match=message):
         next(run.run())
 
 
