@@ -12,11 +12,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec._version import __version__
-from jaxspec.serving import chat, completions, prepared, tokens
+from jaxspec.serving import chat, completions, prepared
 from jaxspec.serving.draining import Draining
 from jaxspec.serving.errors import add_handlers
 from jaxspec.serving.metrics import Metrics
-from jaxspec.serving.protocol.base import ErrorResponse
+from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse
 from jaxspec.serving.protocol.models import ModelCard, ModelList, StopToken
@@ -27,6 +27,7 @@ from jaxspec.serving.protocol.tokens import (
     TokenizeResponse,
 )
 from jaxspec.serving.rates import Rates
+from jaxspec.serving.sampling import check_length
 from jaxspec.serving.security import (
     MOST_BYTES,
     MOST_SECONDS,
@@ -172,11 +173,28 @@ def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
 def _add_tokens(app: APIRouter, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        return await tokens.tokenize(service, body)
+        service.check(body.model)
+        length = service.max_length
+        if (body.prompt is None) == (body.messages is None):
+            raise FieldError("prompt", "give prompt or messages")
+        if body.prompt is not None:
+            check_length("prompt", body.prompt, length)
+            [ids] = await service.llm.tokenize([body.prompt])
+        else:
+            begins = body.add_generation_prompt
+            fields = {"messages": body.messages, "add_generation_prompt": begins}
+            ids = await chat.prompt_ids(service, ChatRequest.model_validate(fields))
+        texts = [service.texts.of(token) for token in ids] if body.return_token_strs else None
+        return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=length, token_strs=texts)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        return await tokens.detokenize(service, body)
+        service.check(body.model)
+        check_length("tokens", body.tokens, service.max_length)
+        most = service.llm.llm.params.target.config.vocab_size
+        if any(token >= most for token in body.tokens):
+            raise FieldError("tokens", f"tokens has one outside 0..{most - 1}")
+        return DetokenizeResponse(prompt=service.llm.llm.detokenize(body.tokens))
 
 
 def _add_page(app: FastAPI) -> None:

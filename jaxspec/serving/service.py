@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 from typing import Literal
 
 from jaxspec.llm.async_llm import AsyncLLM
@@ -37,11 +38,10 @@ class Service:
     cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     created: int = dataclasses.field(default_factory=now)
     _llm: AsyncLLM | ReplicatedLLM | None = None
-    _texts: TokenTexts | None = None
 
     def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
         """From now on requests are served."""
-        self._llm, self._texts = llm, TokenTexts(llm.llm)
+        self._llm = llm
         self.state = "ready" if self.state == "loading" else self.state
 
     @property
@@ -60,12 +60,10 @@ class Service:
             raise NotReady(self.state)
         return self._llm
 
-    @property
+    @functools.cached_property
     def texts(self) -> TokenTexts:
         """Raises NotReady."""
-        if self._texts is None:
-            raise NotReady(self.state)
-        return self._texts
+        return TokenTexts(self.llm.llm)
 
     @property
     def shows_trees(self) -> bool:
