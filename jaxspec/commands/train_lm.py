@@ -23,7 +23,7 @@ from jaxspec.models.json.values import read_json
 from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import data
 from jaxspec.training.lm.model import TrainConfig, num_parameters
-from jaxspec.training.lm.report import Card, export
+from jaxspec.training.lm.report import LMCard, export
 from jaxspec.training.lm.run import LMRecord, Pretraining, sample
 from jaxspec.training.precision import resolve_precision
 from jaxspec.training.progress import follow
@@ -159,9 +159,13 @@ def save_model(
     """Export with a sample of greedy text; returns the sample."""
     written = sample(run.params, prompt, args.sample_tokens, 0.0, args.seed)
     text = run.corpus.tokenizer.decode(written)
-    device = jax.devices()[0].device_kind
-    command = typed_command()
-    card = Card(args.out.name, device, command, args.license_note, text)
+    card = LMCard(
+        name=args.out.name,
+        device=jax.devices()[0].device_kind,
+        command=typed_command(),
+        license_note=args.license_note,
+        sample=text,
+    )
     export(run, card, args.out, hf_config)
     return text
 
