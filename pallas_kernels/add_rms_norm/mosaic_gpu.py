@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.products import total_f32
 from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
 

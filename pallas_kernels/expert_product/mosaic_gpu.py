@@ -23,7 +23,7 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
 from pallas_kernels.shared_memory import swizzled
 

@@ -27,9 +27,9 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.latent_attention.plan import Plan, Work
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.paged_attention.blocks import (
     block_pages,
     copy_head,

@@ -46,7 +46,7 @@ and added up by XLA: 33.5 to 13.4 us at 6 rows, 44.2 to 17.8 at 48, 106 to 40.9 
 
 import dataclasses
 
-from pallas_kernels.policy import MULTIPROCESSORS
+from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.ring import ring_stages
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take

@@ -30,7 +30,7 @@ from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.float8 import BYTES
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.output import merge_and_store, store
 from pallas_kernels.paged_attention.partial import PartialAttention

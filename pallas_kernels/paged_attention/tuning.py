@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.policy import MULTIPROCESSORS, largest_fitting
+from pallas_kernels.h100 import MULTIPROCESSORS, largest_fitting
 
 ROWS = 64  # query rows of one warpgroup matrix product (wgmma)
 LONG_SPLIT = 1024  # context slots from which a split uses 128-slot blocks

@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
-from pallas_kernels.kernel_names import fixed_name
-from pallas_kernels.policy import top_k_shares
+from pallas_kernels.h100 import top_k_shares
+from pallas_kernels.mosaic_module_names import fixed_name
 
 THREADS = 128  # of a warpgroup
 TAKEN = np.uint32(0)  # below the key of every number
@@ -39,7 +39,7 @@ def top_k_mosaic(
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.top_k.top_k; only for arguments that ``misfit`` accepts.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``interpret``:
+    ``shares``: blocks that share a row; None: from pallas_kernels.h100. ``interpret``:
     plgpu.InterpretGPUParams, for tests; the interpreter does not support clusters.
     """
     size, rows = x.shape[-1], math.prod(x.shape[:-1])

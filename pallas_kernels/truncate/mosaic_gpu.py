@@ -24,8 +24,8 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
-from pallas_kernels.kernel_names import fixed_name
-from pallas_kernels.policy import truncate_shares
+from pallas_kernels.h100 import truncate_shares
+from pallas_kernels.mosaic_module_names import fixed_name
 
 THREADS = 128  # of a warpgroup
 HELD = 96  # entries that a thread holds in registers; with 126 some were spilled
@@ -52,7 +52,7 @@ def truncation_threshold_mosaic(
 ) -> Array:
     """See pallas_kernels.truncate.truncation_threshold; only for logits that ``misfit`` accepts.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``held``: entries that a
+    ``shares``: blocks that share a row; None: from pallas_kernels.h100. ``held``: entries that a
     thread holds in registers. ``interpret``: plgpu.InterpretGPUParams, for tests; the interpreter
     does not support clusters.
     """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.latent_attention import latent_attention, misfit
 from pallas_kernels.latent_attention.cases import (
     BENCHMARK_CASES,
@@ -22,7 +23,6 @@ from pallas_kernels.latent_attention.mosaic_gpu import latent_attention_mosaic
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
 from pallas_kernels.pages import QueryContext
-from pallas_kernels.policy import MULTIPROCESSORS
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
