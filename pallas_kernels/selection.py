@@ -156,6 +156,16 @@ def _operations_of(backend: Backend) -> tuple[str, ...]:
     return TPU_OPERATIONS if backend == "mosaic_tpu" else OPERATIONS
 
 
+def fewest_rows(kernels: Kernels) -> int:
+    """The fewest rows that a target pass should have, padding included.
+
+    Split-K needs at least two rows (see products.split_k_product). Padding the row there would cost
+    an extra launch wherever a kernel produced that row; padding the draft tree by a node costs
+    nothing. Single-row drafting steps are left as they are.
+    """
+    return 2 if "add_rms_norm" in kernels or "rope_kv_write" in kernels else 1
+
+
 def wants_tpu(implementation: Implementation) -> bool:
     """Whether an ``implementation`` argument asks for a TPU kernel."""
     return implementation in ("auto_tpu", "mosaic_tpu")

@@ -32,7 +32,7 @@ _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a 
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExpertPlan:
     """Sizes of the products of slots with experts [depth, parts, width]."""
 
     num_experts: int
@@ -84,8 +84,8 @@ def expert_product_mosaic(
     rows, k = experts.shape
     slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
-    def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> Plan:
-        return Plan(
+    def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> ExpertPlan:
+        return ExpertPlan(
             num_experts=num_experts,
             slots=len(slots.expert),
             lanes=lanes,
@@ -112,7 +112,7 @@ def expert_product_mosaic(
     return mixed[slots.places]
 
 
-def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any:
+def _make_kernel(plan: ExpertPlan, dtype: Any, num_biases: int, interpret: Any) -> Any:
     warpgroups, ring, block = plan.config.warpgroups, plan.stages, plan.block
     transforms = swizzled(COLUMNS, 16)
     values = (ring, plan.parts, warpgroups, block, OUTPUTS)
@@ -158,7 +158,7 @@ def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any
     )
 
 
-def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> None:
+def _copy_blocks(plan: ExpertPlan, x: Any, weights: Any, refs: Any, expert: Array) -> None:
     """Copy the blocks in order into the ring.
 
     x [lanes of all slots, depth], or of shared lanes [N, depth]; weights [E * depth, parts * width]
@@ -189,7 +189,7 @@ def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> 
         plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - ring + i, ring)])
 
 
-def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
+def _multiply_blocks(plan: ExpertPlan, refs: Any) -> Sequence[Array]:
     """A warpgroup's outputs of each part: float32 [OUTPUTS, lanes]."""
     shape = (OUTPUTS, plan.lanes)
 
@@ -233,7 +233,7 @@ def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
     return pl.run_scoped(accumulate, *refs_of_sums)
 
 
-def _result(plan: Plan, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
+def _result(plan: ExpertPlan, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
     """Hidden units of gate and up, or the sums themselves: [OUTPUTS, lanes]."""
     if plan.parts == 1:
         return sums[0]

@@ -16,7 +16,7 @@ MOST_COPIED = 256  # entries of a dimension that the copy engine takes at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """Sizes of a product: x [rows, depth] times weights [width, depth]."""
 
     rows: int  # of x and the result
@@ -25,7 +25,7 @@ class Plan:
     group: int  # inputs that share a scale
     weight_bits: int  # 4: integers; 8: floats
     x_bits: int  # 16, or 8: floats with scales
-    scales: tuple[str, ...]  # arguments beside x and the weights: scale, zero, x_scale
+    scales: tuple[str, ...]  # those of SCALES that are given
     num_splits: int
     config: PackedTuning
     interpret: bool

@@ -3,11 +3,13 @@
 import pytest
 
 from pallas_kernels.expert_product.tuning import ExpertTuning
-from pallas_kernels.h100 import MULTIPROCESSORS, fewest_rows, top_k_shares, truncate_shares
+from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.packed_product.tuning import PackedTuning, packed_tuning
 from pallas_kernels.paged_attention.tuning import AttentionTuning, attention_tuning
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import Kernels, fewest_rows
 from pallas_kernels.split_k import choose_split_k
+from pallas_kernels.top_k.mosaic_gpu import top_k_shares
+from pallas_kernels.truncate.mosaic_gpu import truncate_shares
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 128])
