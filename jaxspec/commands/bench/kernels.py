@@ -10,14 +10,10 @@ run. Errors are ||out - exact|| / ||exact||, where exact is the reference in flo
 
 In rows of `expert_mixes`, "XLA us" is the time of every expert on every row, and what is timed
 beside it is `jax.lax.ragged_dot`.
-
-Of the gated delta rule (`--only delta_rule:`) a second table has the times by the number of nodes,
-beside those of a read by one triangular system and of a round that keeps a state of every node.
 """
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -56,7 +52,6 @@ from pallas_kernels.delta_rule import cases as delta_rule
 from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
-from pallas_kernels.latent_attention import expanded_cases as expanded_attention
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
@@ -69,7 +64,6 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "float8_attention": paged_attention.float8_benchmarks,
         "partial_attention": paged_attention.partial_benchmarks,
         "latent_attention": latent_attention.benchmarks,
-        "expanded_attention": expanded_attention.benchmarks,
         "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,
         "kv_compact": kv_compact.benchmarks,
@@ -82,7 +76,6 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
-ROUND_CASE = re.compile(r"(read|round|state per node) (\d+) x (\d+) nodes")
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
@@ -195,39 +188,10 @@ def make_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Reads and rounds of the gated delta rule by batch and nodes, beside the baseline: rounds with
-    a state per node. None if none was timed."""
-    rows: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
-    for row in timings:
-        found = ROUND_CASE.fullmatch(row["case"])
-        if found and row["operation"] == "delta_rule":
-            kind, batch, nodes = found.groups()
-            rows.setdefault((int(batch), int(nodes)), {})[kind] = row
-    if not rows:
-        return None
-    table = left_table("one recurrent layer, us by nodes")
-    columns = {
-        "round": "round",
-        "the read alone": "read",
-        "state per node": "state per node",
-    }
-    for name in ("batch", "nodes", *columns, "floor of that"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for (batch, nodes), kinds in sorted(rows.items()):
-        times = [kinds.get(kind, {}).get("us") for kind in columns.values()]
-        times.append(kinds.get("state per node", {}).get("floor_us"))
-        table.add_row(str(batch), str(nodes), *map(or_blank, times))
-    return table
-
-
 def run(args: argparse.Namespace) -> None:
     results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
     console = table_console(stderr=args.json, width=TABLE_WIDTH)
     console.print(make_table(results))
-    by_nodes = make_nodes_table(results["timings"])
-    if by_nodes is not None:
-        console.print(by_nodes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,10 +10,10 @@ from jaxspec.cache import CommittedPath
 from jaxspec.cache.delta_rule import DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from pallas_kernels.benchmark import Benchmark
-from pallas_kernels.delta_rule.calls import KEPT
 from pallas_kernels.delta_rule.cases import (
     BENCHMARK_ROUNDS,
     BENCHMARK_RUNS,
+    KEPT,
     round_benchmark,
     run_benchmark,
 )
