@@ -52,7 +52,8 @@ TPU_OPERATIONS = ("paged_attention",)
 TPU_KINDS = ("TPU v5 lite", "TPU v6 lite")  # v5e and v6e: what the kernels were compiled for
 
 Backend = Literal["mosaic_gpu", "mosaic_tpu"]
-# "auto" and "auto_tpu": the kernel of that backend where it can take the arguments.
+# How an operation runs. "auto" and "auto_tpu": by the kernel of that backend where it can take the
+# arguments, else by the reference. "mosaic_gpu" and "mosaic_tpu": ValueError where it cannot.
 Implementation = Literal["auto", "auto_tpu", "mosaic_gpu", "mosaic_tpu", "reference"]
 
 

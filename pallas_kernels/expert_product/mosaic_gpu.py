@@ -25,6 +25,7 @@ from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
+from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import swizzled
 
 COLUMNS = 64  # 16-bit entries of a swizzled line
@@ -58,9 +59,10 @@ class ExpertPlan:
     @property
     def stages(self) -> int:
         """Blocks in the ring."""
-        tile, entry = self.config.tile, self.dtype.itemsize
-        stage = 2 * self.block * (self.parts * tile + self.lanes)
-        return min(self.blocks, self.config.stages(stage, entry * self.lanes * tile))
+        config = self.config
+        stage = 2 * self.block * (self.parts * config.tile + self.lanes)
+        results = self.dtype.itemsize * self.lanes * config.tile
+        return min(self.blocks, ring_stages(config.ctas, stage, results, config.most_stages))
 
 
 # Traced once for all layers of a model.

@@ -10,6 +10,7 @@ from pallas_kernels.packed_product.tuning import (
     scaled_rows,
     scales_weights,
 )
+from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import LINE
 
 MOST_COPIED = 256  # entries of a dimension that the copy engine takes at once
@@ -100,7 +101,8 @@ class ProductPlan:
         x = self.tile_rows * self.block * self.x_bits // 8
         scaled = self.tile + ("x_scale" in self.by_step) * scaled_rows(self.rows)
         stage = weights + x + 4 * self.block_groups * scaled
-        return self.config.stages(stage, 4 * self.tile_rows * self.tile)
+        results, config = 4 * self.tile_rows * self.tile, self.config
+        return ring_stages(config.ctas, stage, results, config.most_stages)
 
     @property
     def part(self) -> int:

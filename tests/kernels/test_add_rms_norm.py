@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded
 from pallas_kernels.add_rms_norm.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.round_tokens import round_tokens
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast
 
 
@@ -39,9 +39,7 @@ def test_the_sum_and_its_norm(case: Case):
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = add_rms_norm_mosaic(*arguments, EPS, interpret=interpret)
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+    found = interpreted(add_rms_norm_mosaic, *arguments, EPS, detect_races=True)
     assert_same(found, case)
 
 
@@ -49,7 +47,7 @@ def test_interpreted_it_is_the_reference(case: Case):
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     function = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu")
-    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(function, *arguments)
 
 
 @pytest.mark.gpu
@@ -81,9 +79,7 @@ def test_rows_beside_follow_the_norm(case: Case):
     arguments, beside = with_rows_beside(case)
     of_norm = functools.partial(add_rms_norm, eps=EPS, beside=beside)
     assert_followed(of_norm(*arguments), case, beside)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = add_rms_norm_mosaic(*arguments, EPS, beside=beside, interpret=interpret)
-    jax.block_until_ready(found)
+    found = interpreted(add_rms_norm_mosaic, *arguments, EPS, beside=beside, detect_races=True)
     assert_followed(found, case, beside)
 
 
@@ -95,8 +91,8 @@ def test_with_rows_beside_it_lowers_for_cuda(case: Case):
         own = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu", beside=beside)
         return own(*arguments)
 
-    lowered = jax.jit(function).trace(arguments, beside).lower(lowering_platforms=("cuda",))
-    assert lowered.out_info[1].shape == (1, case.rows + 3, case.hidden)
+    program = jax.jit(function).trace(arguments, beside).lower(lowering_platforms=("cuda",))
+    assert program.out_info[1].shape == (1, case.rows + 3, case.hidden)
 
 
 @pytest.mark.gpu
@@ -122,10 +118,8 @@ def assert_rounded(found: Any, case: Case) -> None:
 
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_rounds_the_norm(case: Case):
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
     arguments = make_arguments(case, jnp.bfloat16)
-    found = add_rms_norm_mosaic(*arguments, EPS, padded=32, interpret=interpret)
-    jax.block_until_ready(found)
+    found = interpreted(add_rms_norm_mosaic, *arguments, EPS, padded=32, detect_races=True)
     assert_rounded(found, case)
 
 
@@ -144,7 +138,7 @@ def test_rounding_the_norm_is_the_two_operations(case: Case):
 def test_rounding_the_norm_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     function = functools.partial(add_rms_norm_rounded, eps=EPS, implementation="mosaic_gpu")
-    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(function, *arguments)
 
 
 @pytest.mark.gpu
@@ -178,14 +172,3 @@ def test_on_the_device_it_rounds_the_norm(case: Case):
 def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         add_rms_norm(*make_arguments(case, dtype), eps=EPS, implementation="mosaic_gpu")
-
-
-def test_the_kernel_has_its_references_gradient():
-    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
-    x, partials, weight = make_arguments(TEST_CASES[0], jnp.bfloat16)
-    function = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu")
-    gradient = jax.grad(lambda x: function(x, partials, weight)[1].astype(jnp.float32).sum())(x)
-    expected = jax.grad(
-        lambda x: add_rms_norm_reference(x, partials, weight, EPS)[1].astype(jnp.float32).sum()
-    )(x)
-    np.testing.assert_array_equal(gradient, expected)

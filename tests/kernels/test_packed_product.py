@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.float8 import rounded_to_float8
@@ -27,7 +26,6 @@ from pallas_kernels.packed_product.mosaic_gpu import COPYING_REGISTERS, packed_p
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.tuning import (
     SUMMED_ROWS,
-    VARIANTS,
     PackedTuning,
     choose_packed_splits,
     packed_tuning,
@@ -43,6 +41,7 @@ from pallas_kernels.packed_product.widening import (
     word_offset,
 )
 from pallas_kernels.selection import Kernels
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast, slow
 
 FLOAT32 = jnp.dtype("float32")
@@ -52,6 +51,16 @@ ERROR = 1e-5
 FLOAT8_ERROR = 2.0**-10  # Hopper's tensor cores keep fewer bits of sums of 8-bit floats
 # The first one uses each part of its ring again, even in the smallest cases.
 INTERPRETED = (PackedTuning(block=128, most_stages=2), PackedTuning(block=128, unit=128, ctas=1))
+# What is lowered and run besides: larger units, more warpgroups for each producer, shorter lines
+# of weights.
+VARIANTS = (
+    PackedTuning(unit=128, ctas=1),
+    PackedTuning(unit=32, ctas=1, ahead=True),
+    PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
+    PackedTuning(warpgroups=4, unit=128, ctas=1),
+    PackedTuning(block=128),
+    PackedTuning(block=128, row_tile=16),
+)
 
 
 @functools.lru_cache(maxsize=len(TEST_CASES))
@@ -99,15 +108,7 @@ def test_the_reference_is_the_product(case: Case):
 def test_interpreted_it_is_the_reference(case: Case):
     fits = case.rows <= SUMMED_ROWS  # of more rows two of those blocks have no room
     for config in (None, *INTERPRETED[: 2 * fits]):
-        found = packed_product_mosaic(
-            *arguments_of(case),
-            num_splits=case.num_splits,
-            dtype=FLOAT32,
-            config=config,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-        jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-        assert_exact(found, case)
+        assert_exact(run_interpreted(case, config), case)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +123,13 @@ def test_interpreted_it_is_the_reference(case: Case):
 )
 def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config: PackedTuning):
     case = Case(rows, 512, 256, zeros=True)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    options: dict[str, Any] = {"num_splits": 1, "dtype": FLOAT32, "config": config}
-    found = packed_product_mosaic(*arguments_of(case), **options, interpret=interpret)
-    assert_exact(jax.block_until_ready(found), case)
+    assert_exact(run_interpreted(case, config), case)
+
+
+def run_interpreted(case: Case, config: PackedTuning | None) -> jax.Array:
+    options: Any = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
+    kernel = functools.partial(packed_product_mosaic, **options)
+    return interpreted(kernel, *arguments_of(case), detect_races=True)
 
 
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
@@ -133,16 +137,14 @@ def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config
 def test_it_lowers_for_cuda(case: Case, dtype: str):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}
-    function = functools.partial(packed_product, **options)
-    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(packed_product, **options), *arguments)
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
 def test_variants_lower_for_cuda(config: PackedTuning):
     arguments = jax.eval_shape(lambda: make_arguments(Case(64, 1024, 256, zeros=True)))
     options = {"num_splits": 1, "dtype": FLOAT32, "config": config}
-    function = jax.jit(functools.partial(packed_product_mosaic, **options))
-    assert function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(packed_product_mosaic, **options), *arguments)
 
 
 def variants_to_run() -> Iterator[tuple[PackedTuning | None, Case]]:

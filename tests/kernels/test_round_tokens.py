@@ -1,5 +1,6 @@
 """Rounding to 8-bit floats: the reference, and the Hopper kernel interpreted, lowered, run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,11 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.benchmark import noise
 from pallas_kernels.round_tokens import round_gated, round_tokens
 from pallas_kernels.round_tokens.mosaic_gpu import round_gated_mosaic, round_tokens_mosaic
+from tests.helpers.kernels import interpreted, lowered
 
 CASES = ((1, 512), (5, 4096), (3, 3072), (2, 2048), (33, 14336))
 
@@ -53,16 +54,14 @@ def test_rows_of_tiny_and_of_huge_numbers_stay_finite(largest: float):
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_interpreted_it_is_the_reference(case: tuple[int, int]):
     x = rows_of(case)
-    found = round_tokens_mosaic(x, 32, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+    found = interpreted(round_tokens_mosaic, x, 32, detect_races=True)
     assert_same(found, round_tokens(x), case[0])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_lowers_for_cuda(case: tuple[int, int]):
-    function = jax.jit(lambda x: round_tokens(x, implementation="mosaic_gpu"))
     x = jax.ShapeDtypeStruct(case, jnp.bfloat16)
-    assert function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(round_tokens, implementation="mosaic_gpu"), x)
 
 
 @pytest.mark.gpu
@@ -98,17 +97,13 @@ def test_units_are_rounded(case: tuple[int, int]):
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_units_are_rounded_by_the_interpreted_kernel(case: tuple[int, int]):
     gate_up = gate_up_of(case)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = round_gated_mosaic(gate_up, 32, interpret=interpret)
-    jax.block_until_ready(found)
-    assert_units(found, gate_up)
+    assert_units(interpreted(round_gated_mosaic, gate_up, 32, detect_races=True), gate_up)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_of_units_lowers_for_cuda(case: tuple[int, int]):
-    function = jax.jit(lambda x: round_gated(x, implementation="mosaic_gpu"))
     gate_up = jax.eval_shape(lambda: gate_up_of(case))
-    assert function.trace(gate_up).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(round_gated, implementation="mosaic_gpu"), gate_up)
 
 
 @pytest.mark.gpu
