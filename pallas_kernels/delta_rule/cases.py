@@ -86,40 +86,16 @@ TEST_CASES = (
 def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     """Positional arguments of delta_read and of delta_commit."""
     rng = np.random.default_rng(seed)
-    rows, nodes = case.batch + 2, case.nodes
-
-    def tokens(batch: int, size: int) -> Tokens:
-        heads = (batch, size, case.groups, case.values)
-        return Tokens(
-            k=unit(batch, size),
-            v=normal(*heads, case.v_dim),
-            g=jnp.asarray(-rng.exponential(0.3, heads), jnp.float32),
-            beta=jnp.asarray(rng.random(heads), jnp.float32),
-        )
-
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    def unit(batch: int, size: int) -> Array:
-        x = normal(batch, size, case.groups, case.k_dim)
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-    s = normal(rows, case.groups, case.values, case.v_dim, case.k_dim)
-    window, drafted = tokens(rows, case.capacity), tokens(case.batch, nodes)
+    rows = case.batch + 2
+    s, channels = _states(case, seed, rows)
+    _, *window = _noisy_tokens(case, seed, 20, rows, case.capacity)
+    q, *drafted = _noisy_tokens(case, seed, 10, case.batch, case.nodes)
     places = jnp.asarray(rng.permutation(rows)[: case.batch], jnp.int32)
     held = jnp.asarray(rng.integers(0, case.capacity, case.batch), jnp.int32)
+    states = RowStates(s, Tokens(*window), places, held)
     ancestors, depth, path, counts = _trees(rng, case)
-    channels, new = (
-        normal(rows, case.taps - 1, case.groups, case.wide),
-        normal(case.batch, nodes, case.groups, case.wide),
-    )
-    channels, new = channels.astype(jnp.bfloat16), new.astype(jnp.bfloat16)
-    q = unit(case.batch, nodes)
-    states = RowStates(s, window, places, held)
-    return (
-        (states, q, drafted, ancestors, depth),
-        (states, channels, drafted, new, path, counts),
-    )
+    nodes, new = Tokens(*drafted), _new_channels(case, seed)
+    return (states, q, nodes, ancestors, depth), (states, channels, nodes, new, path, counts)
 
 
 def make_run_arguments(case: Case, seed: int = 0) -> tuple:
@@ -254,12 +230,11 @@ def round_arguments(size: Round, seed: int) -> Arguments:
     """Arguments of all calls: what a round hands on, queries and inputs of nodes, new inputs of the
     convolution, ancestors, depth, path and counts."""
     case = size.case
-    drafted, new = _noisy_tokens(case, seed, 10, case.batch, case.nodes), (case.batch, case.nodes)
     ancestors, depth, path = _leveled_trees(size)
     return (
         *_pool(size, seed),
-        *drafted,
-        noise(seed, 30, (*new, case.groups, case.wide), jnp.bfloat16),
+        *_noisy_tokens(case, seed, 10, case.batch, case.nodes),
+        _new_channels(case, seed),
         jnp.asarray(ancestors),
         jnp.asarray(depth),
         jnp.asarray(path),
@@ -277,14 +252,23 @@ def run_arguments(size: Round, seed: int) -> Arguments:
 def _pool(size: Round, seed: int) -> tuple[Array, ...]:
     """States, windows, channels, the first call's rows, and lengths [pool] of all remainders."""
     case, pool = size.case, size.pool
+    s, channels = _states(case, seed, pool)
     _, *window = _noisy_tokens(case, seed, 20, pool, case.capacity)
+    rows = jnp.arange(case.batch, dtype=jnp.int32)
+    return s, *window, channels, rows, 7 * jnp.arange(pool, dtype=jnp.int32) % case.capacity
+
+
+def _states(case: Case, seed: int, rows: int) -> tuple[Array, Array]:
+    """States of so many rows, and the last inputs of their convolutions."""
     return (
-        noise(seed, 0, (pool, case.groups, case.values, case.v_dim, case.k_dim)),
-        *window,
-        noise(seed, 1, (pool, case.taps - 1, case.groups, case.wide), jnp.bfloat16),
-        jnp.arange(case.batch, dtype=jnp.int32),
-        7 * jnp.arange(pool, dtype=jnp.int32) % case.capacity,
+        noise(seed, 0, (rows, case.groups, case.values, case.v_dim, case.k_dim)),
+        noise(seed, 1, (rows, case.taps - 1, case.groups, case.wide), jnp.bfloat16),
     )
+
+
+def _new_channels(case: Case, seed: int) -> Array:
+    """Inputs of the convolution of each node."""
+    return noise(seed, 30, (case.batch, case.nodes, case.groups, case.wide), jnp.bfloat16)
 
 
 def _noisy_tokens(case: Case, seed: int, index: int, batch: int, size: int) -> tuple[Array, ...]:

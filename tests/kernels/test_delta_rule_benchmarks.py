@@ -1,16 +1,12 @@
 """Benchmarks of the gated delta rule at small sizes."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxspec.evaluation.benchmarks.kernels import Peaks, Plan, compile_benchmark, time_benchmark
 from jaxspec.evaluation.benchmarks.recurrent import in_jnp
-from pallas_kernels import benchmark
 from pallas_kernels.delta_rule.cases import (
     BENCHMARK_ROUNDS,
     KEPT,
@@ -59,27 +55,6 @@ def test_what_the_engine_runs_without_kernels_gives_the_same(make):
     for one, other in zip((channels, rows, lens), expected[-3:], strict=True):
         np.testing.assert_array_equal(one, other)
     assert_close(found[:2], expected[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_they_are_timed(make):
-    benchmark, peaks = make(TREE), Peaks(1e11, 1e12)
-    plan = Plan(rotation_bytes=0, seconds=1e-4, repeats=1)
-    timing = time_benchmark(compile_benchmark(benchmark, peaks, plan), peaks, plan)
-    assert timing.seconds > 0
-    assert timing.reference_seconds is not None and timing.reference_seconds > 0
-    assert timing.error is not None and timing.error < 1e-5
-
-
-@pytest.mark.parametrize("make", [read_benchmark, round_benchmark, run_benchmark])
-def test_they_lower_for_cuda(make, monkeypatch):
-    monkeypatch.setattr(benchmark, "implementation_to_time", lambda: "mosaic_gpu")
-    case = dataclasses.replace(BENCHMARK_ROUNDS[-1].case, batch=2)
-    timed = make(dataclasses.replace(BENCHMARK_ROUNDS[-1], case=case, pool=4))
-    arguments = jax.eval_shape(functools.partial(timed.make_arguments, 0))
-    lowered = jax.jit(timed.call).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_bytes_of_a_round():

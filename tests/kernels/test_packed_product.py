@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.float8 import rounded_to_float8
-from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
+from jaxspec.models.quantized.grouped import rounded_to_groups
 from pallas_kernels.packed_product import MOST_ROWS, misfit, packed_product
 from pallas_kernels.packed_product.cases import (
     BENCHMARK_CASES,
@@ -282,56 +282,48 @@ def test_a_thread_widens_weights_to_8_bit_floats_for_its_tensor_core(block: int)
             assert np.array_equal(found.astype(np.float64) / FLOAT8_STEP, expected)
 
 
+def kernels_in(own: Any, x: jax.Array, *names: str) -> int:
+    """How many a linear's partial sums take, of those that are chosen."""
+    kernels = Kernels(frozenset(names or {"packed_product"}))
+    splits = own.best_num_splits(x, kernels)
+    call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
+    program = call.trace(x).lower(lowering_platforms=("cuda",))
+    assert program.out_info.shape == (splits, *x.shape[:-1], 2, 64)
+    return program.as_text().count("custom_call @mosaic_gpu")
+
+
+def linear_of(depth: int) -> Linear:
+    """Its products are sums of partial ones."""
+    return Linear(weight=jnp.ones((depth, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
+
+
+def rows_of(number: int, depth: int = 2048, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.zeros((1, number, depth), dtype)
+
+
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
-    linear = Linear(weight=jnp.ones((256, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
-    kernels = Kernels(frozenset({"packed_product", "round_tokens"}))
-    for own, count in ((rounded_to_float8(linear), 2), (rounded_to_float8(linear, 2), 1)):
-        for rows, dtype, found in ((3, jnp.bfloat16, count), (65, jnp.bfloat16, count - 1)):
-            x = jnp.zeros((1, rows, 256), dtype)
-            splits = own.best_num_splits(x, kernels)
-            call = jax.jit(lambda x, own=own, splits=splits: own.partial_sums(x, splits, kernels))
-            lowered = call.trace(x).lower(lowering_platforms=("cuda",))
-            assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
-            assert lowered.as_text().count("custom_call @mosaic_gpu") == found
+    names = "packed_product", "round_tokens"
+    for groups, count in ((1, 2), (2, 1)):
+        own = rounded_to_float8(linear_of(256), *([groups] if groups > 1 else []))
+        found = [kernels_in(own, rows_of(rows, 256), *names) for rows in (3, 65)]
+        assert found == [count, count - 1]
 
 
 def test_a_linear_that_rounds_its_inputs_takes_the_kernel_where_it_fits():
-    linear = Linear(weight=jnp.ones((2048, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
-    kernels = Kernels(frozenset({"packed_product"}))
-
-    def kernels_in(own: GroupedLinear, rows: int) -> int:
-        x = jnp.zeros((1, rows, 2048), jnp.bfloat16)
-        splits = own.best_num_splits(x, kernels)
-        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
-        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
-        assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
-        return lowered.as_text().count("custom_call @mosaic_gpu")
-
+    linear = linear_of(2048)
     own = rounded_to_groups(linear, rounds=True)
-    assert [kernels_in(own, rows) for rows in (3, 64, 1024, 1025)] == [1, 1, 1, 0]
-    assert kernels_in(rounded_to_groups(linear, group=64, rounds=True), 3) == 0
-    assert kernels_in(rounded_to_groups(linear, symmetric=False, rounds=True), 3) == 0
+    assert [kernels_in(own, rows_of(rows)) for rows in (3, 64, 1024, 1025)] == [1, 1, 1, 0]
+    small_groups = rounded_to_groups(linear, group=64, rounds=True)
+    with_zeros = rounded_to_groups(linear, symmetric=False, rounds=True)
+    for other in (small_groups, with_zeros):
+        assert kernels_in(other, rows_of(3)) == 0
 
 
 def test_a_linear_takes_the_kernel_where_it_fits():
     """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2, 64)), jnp.bfloat16)
-    linear = rounded_to_groups(Linear(weight=weight, axes=("hidden", "two", "ff")))
-    kernels = Kernels(frozenset({"packed_product"}))
-    x = jnp.zeros((1, 3, 2048), jnp.bfloat16)
-
-    def kernels_in(own: GroupedLinear, x: Any) -> int:
-        splits = own.best_num_splits(x, kernels)
-        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
-        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
-        assert lowered.out_info.shape == (splits, *x.shape[:-1], 2, 64)
-        return lowered.as_text().count("mosaic_gpu")
-
-    assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
-    assert kernels_in(linear, jnp.zeros((1025, 2048), jnp.bfloat16)) == 0
-    assert kernels_in(linear, x.astype(jnp.float32)) == 0
-    mixed = dataclasses.replace(
-        linear, groups=jnp.arange(2048, dtype=jnp.int32) % 2, reordered=False
-    )
-    assert kernels_in(mixed, x) == 0
-    assert linear.best_num_splits(x, Kernels()) == 1
+    own, kernels = rounded_to_groups(linear_of(2048)), Kernels(frozenset({"packed_product"}))
+    assert own.best_num_splits(rows_of(3), kernels) == 2 and kernels_in(own, rows_of(3)) > 0
+    assert own.best_num_splits(rows_of(3), Kernels()) == 1
+    assert kernels_in(own, rows_of(1025)) == kernels_in(own, rows_of(3, dtype=jnp.float32)) == 0
+    order = jnp.arange(2048, dtype=jnp.int32) % 2
+    assert kernels_in(dataclasses.replace(own, groups=order, reordered=False), rows_of(3)) == 0

@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic
 from tests.helpers.kernels import attention_error, run_reference
-from tests.helpers.marks import first_is_fast
+from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
 # The others take some seconds each.
@@ -43,27 +43,18 @@ def named(name: str) -> Case:
     return next(case for case in (*TEST_CASES, *KERNEL_CASES) if case.name == name)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32)])
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted_it_is_the_reference(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    assert attention_error(case, attend(case, arguments), arguments) < 4e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", (*TEST_CASES, *KERNEL_CASES, *LONG_CASES), ids=str)
-def test_in_float32_too(case: Case):
-    arguments = make_arguments(case)
-    expected = run_reference(*arguments, options=case.options)
-    np.testing.assert_allclose(attend(case, arguments), expected, atol=2e-6, rtol=1e-5)
-
-
-@first_is_fast([named("K: padded chunk"), *TEST_CASES, *KERNEL_CASES[:-2], KERNEL_CASES[-1]])
-def test_unseen_slots_may_hold_nan_or_infinity(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    expected = attend(case, arguments)
-    for poison in (np.nan, np.inf):
-        spoiled = poisoned(case, arguments, poison)
-        np.testing.assert_array_equal(attend(case, spoiled), expected)
+def test_interpreted_it_is_the_reference(case: Case, dtype: Any):
+    """Slots that no query sees hold NaN or infinity."""
+    arguments = make_arguments(case, dtype)
+    if dtype == jnp.bfloat16:
+        found = attend(case, poisoned(case, arguments, np.nan))
+        assert attention_error(case, found, arguments) < 4e-3
+    else:
+        found = attend(case, poisoned(case, arguments, np.inf))
+        expected = run_reference(*arguments, options=case.options)
+        np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
