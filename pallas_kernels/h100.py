@@ -1,6 +1,6 @@
 """Numbers of an H100, by which kernels divide their work.
 
-Tables of what was measured are in each kernel's tuning.py, that of matrix products in split_k.py.
+What was measured is told in docs/results/kernels.md, and of split-K products in split_k.py.
 """
 
 from collections.abc import Callable

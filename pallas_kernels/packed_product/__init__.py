@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
 from pallas_kernels.packed_product.tuning import (
@@ -18,7 +19,6 @@ from pallas_kernels.packed_product.tuning import (
 from pallas_kernels.selection import Implementation, kernel_module
 
 MOST_ROWS = 1024  # with weights of 4 bits; more were not timed
-FLOAT8 = jnp.float8_e4m3fn
 SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
 
