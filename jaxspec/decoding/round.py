@@ -26,7 +26,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.pipeline_stage import Passage
 from jaxspec.parallel import collectives
-from pallas_kernels.policy import fewest_rows
+from pallas_kernels.selection import fewest_rows
 
 
 class RoundOutput(NamedTuple):

@@ -1,18 +1,14 @@
 """Benchmarks of the gated delta rule at small sizes."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxspec.evaluation.benchmarks.kernels import Peaks, Plan, compile_benchmark, time_benchmark
-from pallas_kernels.delta_rule import cases
-from pallas_kernels.delta_rule.calls import KEPT
 from pallas_kernels.delta_rule.cases import (
     BENCHMARK_ROUNDS,
+    KEPT,
     Case,
     Round,
     read_benchmark,
@@ -45,32 +41,11 @@ def test_calls_hand_on_what_the_next_ones_take(make):
     assert_close(output, reference(*arguments))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_they_are_timed(make):
-    benchmark, peaks = make(TREE), Peaks(1e11, 1e12)
-    plan = Plan(rotation_bytes=0, seconds=1e-4, repeats=1)
-    timing = time_benchmark(compile_benchmark(benchmark, peaks, plan), peaks, plan)
-    assert timing.seconds > 0
-    assert timing.reference_seconds is not None and timing.reference_seconds > 0
-    assert timing.error is not None and timing.error < 1e-5
-
-
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_they_lower_for_cuda(make, monkeypatch):
-    monkeypatch.setattr(cases, "implementation_to_time", lambda: "mosaic_gpu")
-    case = dataclasses.replace(BENCHMARK_ROUNDS[-1].case, batch=2)
-    benchmark = make(dataclasses.replace(BENCHMARK_ROUNDS[-1], case=case, pool=4))
-    arguments = jax.eval_shape(functools.partial(benchmark.make_arguments, 0))
-    lowered = jax.jit(benchmark.call).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
-
-
 def test_bytes_of_a_round():
     """Of one row: 2 MiB of state, a window of 32 tokens of 24 KiB and some, 8 KiB of channels."""
     one = next(b for b in BENCHMARK_ROUNDS if (b.case.batch, b.case.nodes) == (1, 4))
     state, token, channels = 32 * 128 * 128 * 4, 4 * 16 * (128 + 2 * 130), 16 * 512 * 2
     node = token + 4 * (16 + 32) * 128
-    assert one.case.read_bytes == state + 16 * token + 4 * node
+    assert one.case.num_bytes == state + 16 * token + 4 * node
     accepted = 2 * (2 * state + 32 * token) // 32 + 2 * 2 * token + (6 + 2) * channels
     assert one.case.commit_bytes(one.accepted) == accepted

@@ -47,7 +47,6 @@ from pallas_kernels.delta_rule import cases as delta_rule
 from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
-from pallas_kernels.latent_attention import expanded_cases as expanded_attention
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
@@ -60,7 +59,6 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "float8_attention": paged_attention.float8_benchmarks,
         "partial_attention": paged_attention.partial_benchmarks,
         "latent_attention": latent_attention.benchmarks,
-        "expanded_attention": expanded_attention.benchmarks,
         "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,
         "kv_compact": kv_compact.benchmarks,

@@ -16,7 +16,7 @@ from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
-from pallas_kernels.packed_product import float8_misfit, packed_product
+from pallas_kernels.packed_product import packed_product, sizes_misfit
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.products import input_last_product
 from pallas_kernels.round_tokens import round_tokens
@@ -88,7 +88,7 @@ class Float8Linear(PackedLinear):
         if "packed_product" not in kernels or x.dtype != jnp.bfloat16:
             return False
         rows, width, groups = math.prod(x.shape[:-1]), math.prod(self.out_shape), len(self.scale)
-        return float8_misfit(rows, x.shape[-1], width, groups) is None
+        return sizes_misfit(rows, x.shape[-1], width, groups) is None
 
 
 def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.dtype) -> Array:

@@ -16,7 +16,7 @@ from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
-from pallas_kernels.packed_product import float8_misfit, misfit, packed_product
+from pallas_kernels.packed_product import misfit, packed_product, sizes_misfit
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.products import input_last_product
@@ -138,7 +138,7 @@ class GroupedLinear(PackedLinear):
         if zero is not None or x.dtype != jnp.bfloat16:
             return False
         rows, (groups, width) = math.prod(x.shape[:-1]), scale.shape
-        return float8_misfit(rows, x.shape[-1], width, groups, weight_bits=4) is None
+        return sizes_misfit(rows, x.shape[-1], width, groups, weight_bits=4) is None
 
 
 def grouped_shape(

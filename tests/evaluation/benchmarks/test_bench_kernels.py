@@ -14,15 +14,13 @@ from jaxspec.evaluation.benchmarks.kernels import (
     relative_error,
     time_benchmark,
 )
-from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_rule.cases import BENCHMARK_ROUNDS
 from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
-    as_benchmark,
-    as_float8_benchmark,
-    as_partial_benchmark,
     benchmarks,
+    float8_benchmarks,
+    partial_benchmarks,
 )
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from tests.helpers.json_lines import joined
@@ -35,9 +33,11 @@ BYTES = dataclasses.replace(TREE, name="tree of bytes")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one query", "small tree", "half tree", "tree of bytes"])
 def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
-    cases = [as_benchmark(case, jnp.bfloat16) for case in (TEST_CASES[0], TREE)]
-    cases.append(as_partial_benchmark(HALF, jnp.bfloat16))
-    cases.append(as_float8_benchmark(BYTES, jnp.bfloat16))
+    cases = [
+        *benchmarks([TEST_CASES[0], TREE]),
+        *partial_benchmarks([HALF]),
+        *float8_benchmarks([BYTES]),
+    ]
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
     arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", name]
     assert bench_kernels.main(arguments) == 0
@@ -98,25 +98,11 @@ def expected_chain(sets: int, calls: int) -> list[tuple[float, float]]:
 def test_bytes_and_flops_of_attention():
     case = AttentionCase("", (100, 20), 3, 8, 2, 16, 16, window=64, first_slot=1)
     slots = 64 + 19 + 2 * 3
-    assert case.num_bytes(jnp.bfloat16) == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
+    assert case.num_bytes == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
     assert case.flops == 4 * 3 * 8 * 16 * slots
     queries = 2 * 3 * 8
     half = slots * 2 * 16 * 2 + queries * 16 * (2 + 4) + queries * 4
-    assert case.num_partial_bytes(jnp.bfloat16, 2) == half
-
-
-def test_a_rounded_norm_is_fed_by_the_one_before():
-    case = add_rms_norm.Case(3, 256, 2)
-    benchmark = add_rms_norm.rounded_benchmark(case)
-    arguments = benchmark.make_arguments(0)
-    output = benchmark.call(*arguments)
-    total, rounded, scale = output
-    assert (rounded.dtype, scale.shape) == (jnp.float8_e4m3fn, (1, 3))
-    fed, partials, weight = benchmark.feed(arguments, output)
-    assert fed is not None and jnp.array_equal(fed, total)
-    assert partials is arguments[1]
-    assert weight is not None and weight.dtype == jnp.bfloat16
-    assert case.num_rounded_bytes == 256 * (2 + 3 * (2 + 2 * 4 + 2 + 1)) + 3 * 4
+    assert case.num_partial_bytes(2) == half
 
 
 HALVING = Benchmark(
