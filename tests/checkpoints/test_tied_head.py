@@ -125,7 +125,7 @@ def test_a_copy_with_padding_or_other_zeros_is_tied(with_head: Any):
 
 def test_a_copy_in_a_wider_dtype_is_tied(with_head: Any, tmp_path: Path):
     path = with_head(lambda table: table.astype(np.float16))
-    wide = {"model.embed_tokens.weight": stored_head(path).astype(np.float32)}
+    wide: dict[str, Any] = {"model.embed_tokens.weight": stored_head(path).astype(np.float32)}
     assert load_from(changed_copy(path, tmp_path / "wider", **wide)).lm_head is None
 
 

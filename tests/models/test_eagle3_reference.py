@@ -44,7 +44,7 @@ def prompt(num_captured: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def reference(directory: Path, embeddings: np.ndarray, *inputs: np.ndarray) -> Result:
     tensors = load_file(directory / "model.safetensors")
     config = read_json(directory / "config.json")
-    return read_and_draft(tensors, config, embeddings, *inputs, DRAFTS)
+    return read_and_draft(tensors, config, embeddings, *inputs, num_drafts=DRAFTS)
 
 
 def growing_attend(cache: Any, heads: Heads, window: int | None) -> tuple[Array, Any]:

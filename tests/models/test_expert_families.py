@@ -78,12 +78,12 @@ def test_mtp_layers_are_no_part_of_the_model(checkpoint, tmp_path: Path):
     tensors = load_file(directory / "model.safetensors")
     last = "model.layers.1."
     copies = [(name.removeprefix(last), one) for name, one in tensors.items() if last in name]
-    own = {f"model.layers.2.{name}": tensor for name, tensor in copies}
+    added: dict[str, Any] = {f"model.layers.2.{name}": tensor for name, tensor in copies}
     for name, shape in {
         "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,), "eh_proj": (64, 128),
     }.items():  # fmt: skip
-        own[f"model.layers.2.{name}.weight"] = np.ones(shape, np.float32)
-    changed_copy(directory, tmp_path, **own)
+        added[f"model.layers.2.{name}.weight"] = np.ones(shape, np.float32)
+    changed_copy(directory, tmp_path, **added)
     target = load(tmp_path)
     assert len(target.layers) == 2
     head = load_mtp_head(tmp_path, target.config, jnp.dtype(jnp.float32))
