@@ -26,7 +26,7 @@ from jaxspec.models.json.values import naming, shown_name
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.parallel.weight_layout import put_weight
+from jaxspec.parallel.memory_format import put_weight
 
 MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
 

@@ -46,8 +46,8 @@ from jaxspec.models.tensors import (
     tensor_shapes,
 )
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
+from jaxspec.parallel.memory_format import default_place, put_weight, weight_place
 from jaxspec.parallel.placement import place_of
-from jaxspec.parallel.weight_layout import default_place, put_weight, weight_place
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -175,7 +175,7 @@ def check_not_quantized(weights: Any) -> None:
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
     """Where the arrays of a tree of shapes go: a tree of shardings by their logical axes, on TPUs
-    with layouts (see weight_layout.weight_place). ``mesh`` None: the default device."""
+    with layouts (see memory_format.weight_place). ``mesh`` None: the default device."""
     if mesh is not None:
         shardings = named_shardings(mesh, shapes)
     else:

@@ -45,7 +45,7 @@ from jaxspec.engine.warm_up.measure_costs import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.placement import committed
 from jaxspec.scheduling.plan import Delivery, Plan
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 from jaxspec.scheduling.scheduler import Scheduler
 
 

@@ -20,7 +20,7 @@ from jaxspec.scheduling.plan import (
     SwapIn,
     SwapOut,
 )
-from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
+from jaxspec.scheduling.preemption_costs import HostMemory, PreemptionCosts
 from jaxspec.scheduling.rounds_per_call import CallRounds
 from jaxspec.scheduling.rows_and_pages import Placement, Shard
 from jaxspec.scheduling.sequence import Request, Sequence, State

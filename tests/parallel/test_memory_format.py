@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.linear import Linear
+from jaxspec.parallel.memory_format import product_layout, weight_place
 from jaxspec.parallel.placement import committed, in_place_of
-from jaxspec.parallel.weight_layout import product_layout, weight_place
 from tests.helpers.marks import slow
 from tests.helpers.random_models import (
     admit_prompts,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 
 
 def test_nothing_is_known_at_first_and_swapping_is_taken():

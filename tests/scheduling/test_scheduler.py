@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.scheduling.plan import Limits, QueueFull, RowResult
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 from jaxspec.scheduling.scheduler import fair_shares
 from tests.scheduling.fake_device import ENDLESS, Run
 

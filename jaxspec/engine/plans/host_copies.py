@@ -19,7 +19,7 @@ from jaxspec.engine.programs.arguments import empty_state
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Sizes
 from jaxspec.scheduling.plan import Snapshot, SwapIn, SwapOut
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 
 MEASURED = 3  # times that a part is moved to see what it costs; the fastest counts
 

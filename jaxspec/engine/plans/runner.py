@@ -20,7 +20,7 @@ from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 
 
 class Launched(NamedTuple):

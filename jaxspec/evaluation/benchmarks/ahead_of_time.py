@@ -59,7 +59,7 @@ from jaxspec.parallel import (
     mesh_layout,
     named_shardings,
 )
-from jaxspec.parallel.weight_layout import weight_place
+from jaxspec.parallel.memory_format import weight_place
 from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
@@ -235,7 +235,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    # Weights have a layout, too, see weight_layout.weight_place.
+    # Weights have a layout, too, see memory_format.weight_place.
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)

@@ -17,7 +17,7 @@ from jaxspec.cache import KVScales
 from jaxspec.models.mixers import Attention
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.parallel import named_shardings
-from jaxspec.parallel.weight_layout import put_weight
+from jaxspec.parallel.memory_format import put_weight
 
 FP8 = "fp8"
 
