@@ -31,10 +31,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench kernels": "time every kernel and its jnp reference",
         "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
-        "bench swap": "time replacing a target's weights in a running engine",
         "compare-runs": "set the figures of benchmarks side by side, of any devices",
         "profile-round": "show where the time of one round goes",
-        "plot-tree": "draw the draft tree of a round, and what was accepted of it",
         "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",
     }
 )

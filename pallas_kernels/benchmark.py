@@ -1,6 +1,7 @@
 """The interface of ``cases.py`` to benchmarks: calls with a known number of bytes and FLOPs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,31 @@ class Benchmark:
 def implementation_to_time() -> Implementation:
     """The kernel on a Hopper GPU, the reference elsewhere."""
     return "mosaic_gpu" if is_hopper(jax.devices()[0]) else "reference"
+
+
+def beside_reference(
+    case: Any,
+    make_arguments: Callable[[int], Arguments],
+    function: Callable[..., Any],
+    feed: Callable[[Arguments, Any], Arguments],
+    flops: int,
+    *,
+    rotates: bool = True,
+) -> Benchmark:
+    """A case of an operation, whose ``function`` takes an ``implementation``: its kernel, beside
+    its reference. ``case`` has a name and ``num_bytes``."""
+    implementation = implementation_to_time()
+    return Benchmark(
+        name=str(case),
+        make_arguments=make_arguments,
+        call=functools.partial(function, implementation=implementation),
+        reference=functools.partial(function, implementation="reference"),
+        feed=feed,
+        num_bytes=case.num_bytes,
+        flops=flops,
+        implementation=implementation,
+        rotates=rotates,
+    )
 
 
 def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:

@@ -1,5 +1,6 @@
 """Gradients of kernels, taken from their references."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,7 @@ def with_reference_gradient(
     included.
     """
 
-    def forward(*arguments: Any) -> tuple[Any, Any]:
-        return jax.vjp(reference, *arguments)
-
-    def backward(pullback: Any, cotangent: Any) -> Any:
-        return pullback(cotangent)
-
     function = jax.custom_vjp(kernel)
-    function.defvjp(forward, backward)
+    forward = functools.partial(jax.vjp, reference)
+    function.defvjp(forward, lambda pullback, cotangent: pullback(cotangent))
     return function

@@ -49,6 +49,19 @@ class QueryContext(NamedTuple):
             return self.context_lens + self.positions.shape[1]
         return self.context_lens + 32 * self.ancestors.shape[2]
 
+    def check(self, batch: int, num_tokens: int) -> None:
+        """Raises ValueError if these are not the slots of so many sequences and queries."""
+        table, lens, positions, ancestors, _ = self
+        if table.shape[0] != batch or not lens.shape == self.ends.shape == (batch,):
+            raise ValueError(
+                f"page table {table.shape}, context lengths {lens.shape} and kv_lens "
+                f"{self.ends.shape} do not fit a batch of {batch}"
+            )
+        if positions.shape != (batch, num_tokens):
+            raise ValueError(f"positions must be {(batch, num_tokens)}, got {positions.shape}")
+        if ancestors is not None and ancestors.shape[:2] != (batch, num_tokens):
+            raise ValueError(f"ancestors must start with {(batch, num_tokens)}: {ancestors.shape}")
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:

@@ -52,7 +52,8 @@ TPU_OPERATIONS = ("paged_attention",)
 TPU_KINDS = ("TPU v5 lite", "TPU v6 lite")  # v5e and v6e: what the kernels were compiled for
 
 Backend = Literal["mosaic_gpu", "mosaic_tpu"]
-# "auto" and "auto_tpu": the kernel of that backend where it can take the arguments.
+# How an operation runs. "auto" and "auto_tpu": by the kernel of that backend where it can take the
+# arguments, else by the reference. "mosaic_gpu" and "mosaic_tpu": ValueError where it cannot.
 Implementation = Literal["auto", "auto_tpu", "mosaic_gpu", "mosaic_tpu", "reference"]
 
 
@@ -154,6 +155,16 @@ def backend_of(device: Any) -> Backend | None:
 
 def _operations_of(backend: Backend) -> tuple[str, ...]:
     return TPU_OPERATIONS if backend == "mosaic_tpu" else OPERATIONS
+
+
+def fewest_rows(kernels: Kernels) -> int:
+    """The fewest rows that a target pass should have, padding included.
+
+    Split-K needs at least two rows (see products.split_k_product). Padding the row there would cost
+    an extra launch wherever a kernel produced that row; padding the draft tree by a node costs
+    nothing. Single-row drafting steps are left as they are.
+    """
+    return 2 if "add_rms_norm" in kernels or "rope_kv_write" in kernels else 1
 
 
 def wants_tpu(implementation: Implementation) -> bool:

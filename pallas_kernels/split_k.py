@@ -1,6 +1,6 @@
 """How many split-K partial sums a narrow product is computed in, measured on an H100."""
 
-from pallas_kernels.policy import MULTIPROCESSORS, largest_fitting
+from pallas_kernels.h100 import MULTIPROCESSORS, largest_fitting
 
 MAX_ROWS = 256  # most rows of a product that is split
 MIN_DEPTH = 128  # least depth (length of K) of one split

@@ -25,7 +25,6 @@ from tests.helpers.gpu_suite import (
     gpu_of_worker,
     ids_of,
     read_record,
-    seconds_by_file,
     selects_all,
     visible_gpus,
     write_record,
@@ -216,8 +215,6 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         passed = gpu_entry(config, counts) if exitstatus == pytest.ExitCode.OK else None
         write_record(path, after_part(read_record(path), gpu_facts(), part, passed))
         terminalreporter.write_line(f"wrote {path}")
-        for file, (number, seconds) in seconds_by_file(terminalreporter.stats).items():
-            terminalreporter.write_line(f"{file}: {number} tests, {seconds / number:.1f} s each")
 
 
 def gpu_facts() -> dict[str, str]:

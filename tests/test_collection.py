@@ -38,7 +38,10 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("paths", "missing"),
     [
-        (("tests/parallel/test_sharding.py", "tests/commands/test_plot_tree.py"), "matplotlib"),
+        (
+            ("tests/parallel/test_sharding.py", "tests/commands/test_bench_drafters.py"),
+            "matplotlib",
+        ),
         slow(("tests",), "openai"),
     ],
 )

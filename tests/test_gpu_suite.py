@@ -17,7 +17,6 @@ from tests.helpers.gpu_suite import (
     gpu_of_worker,
     ids_of,
     read_record,
-    seconds_by_file,
     selects_all,
     visible_gpus,
 )
@@ -115,19 +114,6 @@ def test_parts_are_for_the_gpu_mark():
         chosen_part(config)
     config.option.gpu_part = None
     assert chosen_part(config) is None
-
-
-def test_files_tell_how_long_their_tests_took():
-    def report(test: str, seconds: float) -> Any:
-        return argparse.Namespace(nodeid=f"tests/{test}", duration=seconds)
-
-    stats = {
-        "passed": [report("test_a.py::x", 1.0), report("test_b.py::x", 5.0)],
-        "failed": [report("test_a.py::y", 2.0)],
-        "skipped": [report("test_c.py::x", 1.0)],
-    }
-    found = seconds_by_file(stats)
-    assert list(found.items()) == [("test_b", (1, 5.0)), ("test_a", (2, 3.0))]
 
 
 def collected(*options: str) -> list[str]:

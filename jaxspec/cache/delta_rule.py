@@ -31,17 +31,12 @@ class DeltaInputs(Pytree):
 
     def where(self, valid: Array) -> "DeltaInputs":
         """The same, where tokens that are not ``valid`` [B, T] change nothing."""
-        return DeltaInputs(
-            **{name: select_tokens(valid, x, 0) for name, x in self.fields().items()}
-        )
+        return jax.tree.map(lambda x: select_tokens(valid, x, 0), self)
 
     @property
     def tokens(self) -> Tokens:
         """The same, as kernels take them."""
-        return Tokens(**self.fields())
-
-    def fields(self) -> dict[str, Array]:
-        return {"k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
+        return Tokens(self.k, self.v, self.g, self.beta)
 
 
 def select_tokens(valid: Array, x: Array, other: Array | float) -> Array:
@@ -64,7 +59,7 @@ def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
         s = s + written[..., None] * token_input.k[:, :, None, None, :]
         return s, _einsum("bgd,bgred->bgre", q, s)
 
-    first = (jnp.moveaxis(q, 1, 0), _tokens_first(inputs))
+    first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, inputs))
     s, out = lax.scan(step, s, first)
     return jnp.moveaxis(out, 0, 1), s
 
@@ -298,10 +293,6 @@ def _decays(log_decay: Array, seen: Array) -> Array:
 def _at(x: Array, node: Array) -> Array:
     """x [B, G, r, N] at node [B, N]."""
     return jnp.take_along_axis(x, node[:, None, None, :], axis=-1)
-
-
-def _tokens_first(inputs: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(**{name: jnp.moveaxis(x, 1, 0) for name, x in inputs.fields().items()})
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:

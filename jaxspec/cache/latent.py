@@ -2,22 +2,22 @@
 projections."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache.layer_state import CommittedPath, Geometry
+from jaxspec.cache.layer_state import CommittedPath, Geometry, PagedState, zeros_like_shapes
 from jaxspec.cache.paged import moved_slots
-from jaxspec.parallel import Layout, named_shardings
-from jaxspec.parallel.pytree import Pytree, array, pytree
+from jaxspec.parallel import Layout
+from jaxspec.parallel.pytree import array, pytree
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels
 
 
 @pytree
-class PagedLatent(Pytree):
+class PagedLatent(PagedState):
     """What one layer keeps: [P, 1, K, D], as pages of one KV head. All devices of a model have the
     same."""
 
@@ -29,15 +29,8 @@ class PagedLatent(Pytree):
         if layout.axes("slot"):
             raise ValueError("latent attention keeps whole sequences on a device: take sp 1")
         shape = (geometry.num_pages, 1, geometry.page_size, width)
-        sharding = None
-        if geometry.mesh is not None:
-            probe = cls(pages=jnp.zeros(()))
-            sharding = named_shardings(geometry.mesh, probe, layout).pages
-        return cls(pages=jnp.zeros(shape, dtype, device=sharding))
-
-    @property
-    def overwritable(self) -> bool:
-        return True
+        pages: Any = jax.ShapeDtypeStruct(shape, dtype)
+        return zeros_like_shapes(cls(pages=pages), geometry, layout)
 
     @classmethod
     @jax.named_scope("compact")
@@ -51,13 +44,3 @@ class PagedLatent(Pytree):
         slots = moved_slots(committed, pages[0].shape[2])
         moved = kv_compact(pages, *slots, kernels.over_pages("kv_compact", pages[0]))
         return [state.replace(pages=pages) for state, pages in zip(states, moved, strict=True)]
-
-    def reset(self, rows: Array) -> Self:
-        """Unchanged: a new sequence reads only slots that it has written."""
-        return self
-
-    def take(self, pages: Array, rows: Array) -> Self:
-        return self.replace(pages=self.pages[pages])
-
-    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
-        return self.replace(pages=self.pages.at[pages].set(saved.pages))

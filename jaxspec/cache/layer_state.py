@@ -7,13 +7,15 @@ a pytree in its own file.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxspec.parallel import Layout
+from jaxspec.parallel import Layout, named_shardings
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
@@ -90,6 +92,34 @@ class LayerState(Protocol):
         ...
 
 
+class PagedState(Pytree):
+    """A LayerState of which all arrays are pages [P, ...].
+
+    A new sequence reads only slots that it has written, so none are cleared.
+    """
+
+    @property
+    def overwritable(self) -> bool:
+        return True
+
+    def reset(self, rows: Array) -> Self:
+        return self
+
+    def take(self, pages: Array, rows: Array) -> Self:
+        return jax.tree.map(lambda x: x[pages], self)
+
+    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
+        return jax.tree.map(lambda x, copies: x.at[pages].set(copies), self, saved)
+
+
+def zeros_like_shapes[T](shapes: T, geometry: Geometry, layout: Layout) -> T:
+    """Zeros for a tree of ShapeDtypeStructs. With a mesh, they are made on its devices directly."""
+    if geometry.mesh is None:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    places = named_shardings(geometry.mesh, shapes, layout)
+    return jax.tree.map(lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, places)
+
+
 LayerStates = tuple[Any, ...]  # one LayerState per layer, or None if the layer keeps nothing
 
 
@@ -121,19 +151,24 @@ class ModelState(Pytree):
 
     def reset(self, rows: Array) -> Self:
         """The state with rows [B] cleared in every layer."""
-        layers = tuple(None if state is None else state.reset(rows) for state in self.layers)
-        return self.replace(layers=layers)
+        return self._each(lambda state: state.reset(rows))
 
     def take(self, pages: Array, rows: Array) -> Self:
         """A copy of what pages [n] and rows [B] hold in every layer."""
-        layers = tuple(None if state is None else state.take(pages, rows) for state in self.layers)
-        return self.replace(layers=layers)
+        return self._each(lambda state: state.take(pages, rows))
 
     def put(self, saved: Self, pages: Array, rows: Array) -> Self:
         """The state with the result of ``take`` in pages [n] and rows [B]."""
-        pairs = zip(self.layers, saved.layers, strict=True)
-        layers = tuple(
-            None if state is None else state.put(saved_state, pages, rows)
-            for state, saved_state in pairs
+        return self._each(lambda state, copies: state.put(copies, pages, rows), saved.layers)
+
+    def with_copies(self, source: Array, destination: Array) -> Self:
+        """The state with pages ``source`` [n] copied to pages ``destination`` [n]."""
+        none = jnp.zeros(0, jnp.int32)  # no rows
+        return self.put(self.take(source, none), destination, none)
+
+    def _each(self, change: Callable[..., Any], *others: LayerStates) -> Self:
+        """With the results for each layer that keeps something."""
+        layers = zip(self.layers, *others, strict=True)
+        return self.replace(
+            layers=tuple(None if state is None else change(state, *rest) for state, *rest in layers)
         )
-        return self.replace(layers=layers)

@@ -7,15 +7,15 @@ rows down.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache.layer_state import CommittedPath, Geometry
+from jaxspec.cache.layer_state import CommittedPath, Geometry, PagedState, zeros_like_shapes
 from jaxspec.cache.spread import move_rows
-from jaxspec.parallel import Axes, Layout, named_shardings
+from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.float8 import BYTES
 from pallas_kernels.kv_compact import kv_compact
@@ -35,7 +35,7 @@ class KVScales(Pytree):
 
 
 @pytree
-class PagedKV(Pytree):
+class PagedKV(PagedState):
     """Keys and values of one layer, [P, G, K, D] each: the page of a KV head is contiguous.
 
     In the model's dtype, or as bytes of 8-bit numbers that the layer's KVScales belong to.
@@ -58,20 +58,12 @@ class PagedKV(Pytree):
         layout: Layout,
         scales: KVScales | None = None,
     ) -> Self:
-        """Empty pages of ``dtype``, or of bytes if there are scales. With a mesh, they are created
-        on its devices directly."""
+        """Empty pages of ``dtype``, or of bytes if there are scales."""
         dtype = dtype if scales is None else BYTES
         shape = (geometry.num_pages, kv_heads, geometry.page_size, head_dim)
-        sharding = None
-        if geometry.mesh is not None:
-            probe = cls(k=jnp.zeros(()), v=jnp.zeros(()))
-            sharding = named_shardings(geometry.mesh, probe, layout).k
-        k, v = (jnp.zeros(shape, dtype, device=sharding) for _ in range(2))
-        return cls(k=k, v=v, spread=layout.axes("slot"))
-
-    @property
-    def overwritable(self) -> bool:
-        return True
+        pages: Any = jax.ShapeDtypeStruct(shape, dtype)
+        shapes = cls(k=pages, v=pages, spread=layout.axes("slot"))
+        return zeros_like_shapes(shapes, geometry, layout)
 
     @property
     def page_size(self) -> int:
@@ -87,16 +79,6 @@ class PagedKV(Pytree):
         if committed.is_chain:
             return states
         return move(states, *moved_slots(committed, states[0].page_size), kernels)
-
-    def reset(self, rows: Array) -> Self:
-        """Unchanged: a new sequence reads only slots that it has written."""
-        return self
-
-    def take(self, pages: Array, rows: Array) -> Self:
-        return self.replace(k=self.k[pages], v=self.v[pages])
-
-    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
-        return self.replace(k=self.k.at[pages].set(saved.k), v=self.v.at[pages].set(saved.v))
 
 
 def moved_slots(committed: CommittedPath, page_size: int) -> tuple[Array, Array]:

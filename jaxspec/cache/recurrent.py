@@ -32,8 +32,8 @@ from jaxspec.cache.delta_rule import (
     tree,
     tree_taps,
 )
-from jaxspec.cache.layer_state import CommittedPath, Geometry
-from jaxspec.parallel import Layout, named_shardings
+from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
+from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.delta_rule import RowStates, delta_commit, delta_read, delta_run, misfit
 from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
@@ -96,10 +96,7 @@ class DeltaState(Pytree):
             channels=struct((rows, taps - 1, groups, 2 * k_dim + values * v_dim), dtype),
             folded=folded,
         )
-        if geometry.mesh is None:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        places = named_shardings(geometry.mesh, shapes, layout)
-        return jax.tree.map(lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, places)
+        return zeros_like_shapes(shapes, geometry, layout)
 
     @property
     def overwritable(self) -> bool:
@@ -178,7 +175,7 @@ class DeltaState(Pytree):
             out, after = chunk(s, queries, inputs)
             return _rows((index + 1) * self.folded <= total, after, s), out
 
-        parts = (jnp.arange(num_chunks), self._split(queries), self._split_inputs(inputs))
+        parts = jnp.arange(num_chunks), *jax.tree.map(self._split, (queries, inputs))
         s, out = lax.scan(step, self.s[rows], parts)
         out = jnp.moveaxis(out, 0, 1).reshape(len(rows), -1, *out.shape[3:])
         out = _tokens(out, held[:, None] + jnp.arange(q.shape[1]))
@@ -327,9 +324,6 @@ class DeltaState(Pytree):
         """[B, m * C, ...] -> [m, B, C, ...]"""
         parts = x.reshape(x.shape[0], -1, self.folded, *x.shape[2:])
         return jnp.moveaxis(parts, 1, 0)
-
-    def _split_inputs(self, inputs: DeltaInputs) -> DeltaInputs:
-        return jax.tree.map(self._split, inputs)
 
 
 def _tokens(x: Array, index: Array) -> Array:

@@ -7,9 +7,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors, quantization_of, scan
-from jaxspec.checkpoints.copies import warn_of_changed_copies
 from jaxspec.checkpoints.safetensors_io import check_not_quantized, load_tree, placements, save_tree
-from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.block_head import block_config, says_block, to_hf_block

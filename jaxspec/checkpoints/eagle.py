@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors
-from jaxspec.checkpoints.copies import warn_of_changed_copies
 from jaxspec.checkpoints.safetensors_io import (
     check_not_quantized,
     load_tree,
@@ -18,7 +17,7 @@ from jaxspec.checkpoints.safetensors_io import (
     placements,
     save_tree,
 )
-from jaxspec.checkpoints.tied_head import EMBEDDINGS
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.from_config.model import read_json, to_hf_config
@@ -27,7 +26,7 @@ from jaxspec.models.json.values import naming, shown_name
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.parallel.weight_layout import put_weight
+from jaxspec.parallel.memory_format import put_weight
 
 MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
 

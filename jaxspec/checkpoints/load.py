@@ -71,7 +71,8 @@ def load_params(options: LoadOptions) -> EngineParams:
         most_drafting_rows = default_drafting_rows(platform)
     if options.stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
-    kernels = _choose_kernels(options.kernels, meshes[0])
+    device = None if meshes[0] is None else meshes[0].devices.flat[0]
+    kernels = Kernels.parse(options.kernels, device, devices_of_model(meshes[0]))
     dtype = resolve_dtype(options.dtype)
     directory = resolve_directory(options.model)
     config = load_model_config(directory)
@@ -117,11 +118,6 @@ def _load_target(
         layers = chosen_layers(config, dtype, meshes, read, drafter_has_devices=drafter_has_devices)
     check_layers(layers, config, len(meshes))
     return load_pipeline(directory, config, dtype, meshes, layers)
-
-
-def _choose_kernels(names: str, mesh: Mesh | None) -> Kernels:
-    device = None if mesh is None else mesh.devices.flat[0]
-    return Kernels.parse(names, device, devices_of_model(mesh))
 
 
 def _check_target(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import scan
-from jaxspec.checkpoints.copies import warn_of_changed_copies
 from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.safetensors_io import (
     check_not_quantized,
@@ -20,7 +19,7 @@ from jaxspec.checkpoints.safetensors_io import (
     placements,
     save_tree,
 )
-from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD
+from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import ALL_MTP_STATES, MtpConfig, MtpStates
 from jaxspec.models.from_config.model import load_model_config, with_mtp_layer

@@ -5,9 +5,10 @@ Each slice is cast and transposed as it is read. The host holds at most one arra
 """
 
 import functools
+import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,7 @@ from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.json.mtp_names import mtp_tensors
 from jaxspec.models.json.values import shown_name
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.models.quantized.float8 import E4M3, Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear, in_kernel_order
@@ -44,8 +46,8 @@ from jaxspec.models.tensors import (
     tensor_shapes,
 )
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
+from jaxspec.parallel.memory_format import default_place, put_weight, weight_place
 from jaxspec.parallel.placement import place_of
-from jaxspec.parallel.weight_layout import default_place, put_weight, weight_place
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -167,15 +169,13 @@ def save_decoder(
 
 def check_not_quantized(weights: Any) -> None:
     """Raise ValueError for weights that were rounded: files of these are written by quantizers."""
-    kinds = (GroupedLinear, Float8Linear, ScaledLinear)
-    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, kinds))
-    if any(isinstance(node, kinds) for node in nodes):
+    if nodes_of(weights, GroupedLinear, Float8Linear, ScaledLinear):
         raise ValueError("quantized weights are not saved: copy the checkpoint they were read from")
 
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
     """Where the arrays of a tree of shapes go: a tree of shardings by their logical axes, on TPUs
-    with layouts (see weight_layout.weight_place). ``mesh`` None: the default device."""
+    with layouts (see memory_format.weight_place). ``mesh`` None: the default device."""
     if mesh is not None:
         shardings = named_shardings(mesh, shapes)
     else:
@@ -195,17 +195,11 @@ def load_tree(
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
     check_tensors(stored, tensor_shapes(leaves), harmless)
     loaded = jax.tree.map(functools.partial(_load_array, stored), shapes, splits, shardings)
-    return jax.tree.map(_reordered, loaded, is_leaf=_is_grouped)
+    return map_nodes(loaded, _reordered, GroupedLinear)
 
 
-def _is_grouped(node: Any) -> bool:
-    return isinstance(node, GroupedLinear)
-
-
-def _reordered(node: Any) -> Any:
-    """A GroupedLinear in the order of kernels, where it was. Other nodes as they are."""
-    if not _is_grouped(node):
-        return node
+def _reordered(node: GroupedLinear) -> GroupedLinear:
+    """In the order of kernels, where it was."""
     made = in_kernel_order(node)
     if not node.values.committed:
         return made
@@ -315,25 +309,32 @@ def save_tree(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     leaves = list(zip(jax.tree.leaves(tree), jax.tree.leaves(splits), strict=True))
-    groups = _groups(leaves)
-    names = ["model.safetensors"]
-    if len(groups) > 1:
-        names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    weight_map: dict[str, str] = {}
-    for name, group in zip(names, groups, strict=True):
-        tensors = dict(extra or {}) if name == names[0] else {}
-        tensors |= _whole_tensors(group)
-        save_file(tensors, directory / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-    for stale in {path.name for path in directory.glob("model*.safetensors")} - set(names):
-        (directory / stale).unlink()
-    index = directory / "model.safetensors.index.json"
-    index.unlink(missing_ok=True)
-    if len(groups) > 1:
-        total = sum(leaf.nbytes for leaf, _ in leaves)
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        index.write_text(json.dumps(content, indent=2))
+    first, *others = _groups(leaves)
+    parts = itertools.chain([(extra or {}) | _whole_tensors(first)], map(_whole_tensors, others))
+    save_parts(directory, parts)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_parts(directory: Path, parts: Iterable[dict[str, np.ndarray]]) -> None:
+    """Write tensors in a file for each part, with an index if there are several, in place of those
+    that the directory has."""
+    written, total = list[list[str]](), 0
+    for tensors in parts:
+        save_file(tensors, directory / f"part-{len(written)}.safetensors", {"format": "pt"})
+        written.append([*tensors])
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index, count = directory / "model.safetensors.index.json", len(written)
+    for stale in (*directory.glob("model*.safetensors"), index):
+        stale.unlink(missing_ok=True)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(written):
+        several = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        name = "model.safetensors" if count == 1 else several
+        (directory / f"part-{i}.safetensors").rename(directory / name)
+        weight_map |= dict.fromkeys(names, name)
+    if count > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]]:

@@ -13,6 +13,7 @@ from jaxspec.models.tensors import CheckpointTensor
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUANTIZED_HEAD = "lm_head.values"  # see checkpoints.formats
 CHUNK_ELEMENTS = 4 << 20  # most elements of a tensor that are compared at a time
+COMPARED_DTYPES = {"F32", "F16", "BF16"}  # of copies in the checkpoints of draft heads
 
 
 def with_stored_head(
@@ -43,6 +44,46 @@ def _is_tied(stored: Mapping[str, CheckpointTensor]) -> bool:
         return True
     is_whole = head.shape[0] >= embeddings.shape[0]
     return is_whole and same_values(head, embeddings, padded=True)
+
+
+def warn_of_changed_copies(
+    copies: Mapping[str, CheckpointTensor],
+    stored: Mapping[str, CheckpointTensor],
+    *,
+    are_read: bool,
+    stacklevel: int,
+) -> None:
+    """Warn of a head's copies of its target's tables that have other values, as those of a head
+    for another model have.
+
+    Args:
+      copies: the head's, by the name that the target has for each.
+      stored: the target's tensors. What it does not have, or has quantized, is not compared.
+      are_read: the head reads its copies; otherwise it reads the target's tables. Tables that are
+        read may be padded with rows, or have another width, if the head has.
+      stacklevel: as of warnings.warn, from the caller on.
+
+    Raises ValueError for a copy of another shape in whose place the target's table is read.
+    """
+    for name, copy in copies.items():
+        is_tied = name == HEAD and HEAD not in stored and QUANTIZED_HEAD not in stored
+        target = stored.get(EMBEDDINGS if is_tied else name)
+        if target is None or not {copy.dtype, target.dtype} <= COMPARED_DTYPES:
+            continue
+        if are_read and copy.shape[1:] != target.shape[1:]:
+            continue
+        if not are_read and copy.shape != target.shape:
+            raise ValueError(
+                f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
+            )
+        if not same_values(copy, target, rounded=True, padded=True):  # a head may have fewer bits
+            instead = "" if are_read else ", which is read in its place"
+            warnings.warn(
+                f"{copy.file.parent}: {copy.name} differs from {target.name} of "
+                f"{target.file.parent}{instead}: few drafts may be accepted, as of a head for "
+                "another model",
+                stacklevel=stacklevel + 1,
+            )
 
 
 def same_values(

@@ -23,6 +23,7 @@ from rich.progress import track
 
 from jaxspec import BUILT_IN_HEAD, LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import save_eagle_head
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
@@ -48,13 +49,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, nargs="+", required=True, help="folders or files of the new domain")
     add_suffixes_option(parser)
     add("--mode", default="chain:5", help="chain:K or NODES:DEPTH:TOPK")
-    add("--batch", type=int, default=16, help="requests decoded together; rows of a training step")
-    add("--batches", type=int, default=40, help="batches served")
-    add("--steps-per-batch", type=int, default=4, help="training steps after each batch")
+    add("--batch", type=number, default=16, help="requests decoded together; rows of a training "
+        "step")  # fmt: skip
+    add("--batches", type=number, default=40, help="batches served")
+    add("--steps-per-batch", type=number, default=4, help="training steps after each batch")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--max-tokens", type=int, default=128, help="new tokens of each prompt")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    add("--held-out", type=int, default=32, help="prompts to measure before and after")
+    add("--held-out", type=number, default=32, help="prompts to measure before and after")
     add("--unroll", type=int, default=4, help="steps of the training-time test")
     add("--lr", type=float, default=5e-4, help="highest learning rate")
     add("--seed", type=int, default=0, help="seed of all random numbers")
@@ -66,8 +68,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], HeadAdapter]:
-    if min(args.batches, args.steps_per_batch, args.held_out) < 1:
-        raise ValueError("--batches, --steps-per-batch and --held-out must be at least 1")
     length = args.prompt_tokens + args.max_tokens
     llm = LLM(
         args.model,

@@ -1,7 +1,7 @@
 """Generate the same texts alone and in full batches in deterministic mode, and compare the tokens.
 
 Every request runs alone first, decoded plainly. Then all of them run together, in another order for
-each drafter and tree; where the table says "few", with so few pages that requests are swapped. The
+each drafter and tree, for some with so few pages that requests are swapped. The
 prompts are cut from the source files of Python's standard library, and half of them begin like
 others, so that the prefix cache has them. Every second request samples.
 
@@ -22,24 +22,25 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from jaxspec import LLM
 from jaxspec.checkpoints.built_in import BUILT_IN_HEAD
-from jaxspec.checkpoints.load import load
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     add_model_option,
-    collect_parts,
+    add_rows,
     command_parser,
+    left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
-from jaxspec.config.cache import CacheConfig, pages_for
-from jaxspec.config.checks import check_count
+from jaxspec.config.cache import pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine.engine import Engine
+from jaxspec.evaluation.benchmarks.timing import timed
 from jaxspec.evaluation.benchmarks.workloads import Lengths, drawn_lengths, source_prompts
 from jaxspec.evaluation.speedup import first_difference
 from jaxspec.llm.tokenizer import TextTokenizer
@@ -49,7 +50,15 @@ PREFIXES = 8  # that half of the prompts begin with
 SHOWN = 5  # differences of a run
 FEW = 0.5  # share of the pages that full rows need
 LAPS = 5  # of the price
-COUNTS = ("requests", "rows", "prompt_tokens", "new_tokens", "verify_width")
+# The table's columns, and what their cells show of a run.
+COLUMNS = {
+    "run": "{name}",
+    "pages": "{pages}",
+    "cached tokens": "{hits}",
+    "swaps": "{swaps}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "identical": "{identical}",
+}
 
 Request = tuple[list[int], SamplingParams]
 Texts = list[list[int]]
@@ -61,11 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--head", default=str(BUILT_IN_HEAD), help="draft head: a directory or hub id")
     add("--tree", default="16:5:4", help="the head's tree, beside its chain of 5")
-    add("--verify-width", type=int, default=16, help="nodes that every verification is padded to")
-    add("--requests", type=int, default=1000, help="number of requests")
-    add("--rows", type=int, default=16, help="requests that run together")
-    add("--prompt-tokens", type=int, default=96, help="tokens of a prompt, on average")
-    add("--new-tokens", type=int, default=64, help="tokens that a request generates, on average")
+    add("--verify-width", type=number, default=16, help="nodes that every verification is padded "
+        "to")  # fmt: skip
+    add("--requests", type=number, default=1000, help="number of requests")
+    add("--rows", type=number, default=16, help="requests that run together")
+    add("--prompt-tokens", type=number, default=96, help="tokens of a prompt, on average")
+    add("--new-tokens", type=number, default=64, help="tokens that a request generates, on average")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--seed", type=int, default=0, help="seed of lengths, prompts and order")
@@ -123,50 +133,32 @@ def longest(requests: Sequence[Request]) -> int:
     return max(len(prompt) + sampling.max_tokens for prompt, sampling in requests)
 
 
-def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Request]) -> Engine:
-    tree = SpeculationConfig.parse(setup.tree)
+def make_llm(
+    args: argparse.Namespace, setup: Setup, requests: Sequence[Request], tokenizer: TextTokenizer
+) -> LLM:
+    """An engine that has its programs."""
+    tree, length = SpeculationConfig.parse(setup.tree), longest(requests)
     if setup.deterministic:
         tree = dataclasses.replace(tree, verify_width=args.verify_width)
-    params = load(
-        args.model, setup.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
-    )
-    length = longest(requests)
-    each = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
+    each = pages_for(length + tree.scratch_slots, PAGE_SIZE)
     pages = max(each, int(FEW * args.rows * each)) if setup.few_pages else args.rows * each
-    return Engine(
-        params,
-        CacheConfig(page_size=PAGE_SIZE, max_length=length, num_pages=pages + 1),
-        EngineConfig(
-            max_rows=args.rows,
-            prefix_caching=not setup.alone,
-            deterministic=setup.deterministic,
-        ),
+    config = EngineConfig(
+        max_rows=args.rows, prefix_caching=not setup.alone, deterministic=setup.deterministic
     )
-
-
-def make_engines(
-    args: argparse.Namespace, requests: Sequence[Request]
-) -> tuple[dict[Setup, Engine], float]:
-    """Engines that have their programs, also those of ordinary mode, and the seconds it took.
-
-    They are compiled side by side.
-    """
-    checked = setups(args)
-    ordinary = [dataclasses.replace(setup, deterministic=False) for setup in priced(checked)]
-    started = time.perf_counter()
-
-    def make(setup: Setup) -> Engine:
-        engine = make_engine(args, setup, requests)
-        generate(engine, [full_batch(args, requests)])
-        return engine
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        engines = dict(zip([*checked, *ordinary], pool.map(make, checked + ordinary), strict=True))
-    return engines, time.perf_counter() - started
-
-
-def priced(checked: Sequence[Setup]) -> list[Setup]:
-    return [setup for setup in checked if not setup.few_pages and not setup.alone]
+    llm = LLM(
+        args.model,
+        setup.drafter,
+        speculation=tree,
+        dtype=args.dtype,
+        kernels=args.kernels,
+        page_size=PAGE_SIZE,
+        max_length=length,
+        num_pages=pages + 1,
+        engine=config,
+        tokenizer=tokenizer,
+    )
+    texts_of(llm, full_batch(args, requests))
+    return llm
 
 
 def full_batch(args: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
@@ -178,117 +170,107 @@ def full_batch(args: argparse.Namespace, requests: Sequence[Request]) -> list[Re
     ]
 
 
-def generate(engine: Engine, groups: Sequence[Sequence[Request]]) -> Texts:
-    """The texts of all requests; one group after the other runs."""
-    texts: Texts = []
-    for group in groups:
-        prompts, sampling = zip(*group, strict=True)
-        generations = engine.add_all(prompts, sampling)
-        engine.finish(generations)
-        texts += [generation.token_ids for generation in generations]
-    return texts
+def texts_of(llm: LLM, requests: Sequence[Request]) -> Texts:
+    """The tokens of requests that run together."""
+    prompts, sampling = zip(*requests, strict=True)
+    return [completion.token_ids for completion in llm.generate(prompts, sampling)]
 
 
-def run_setup(
-    setup: Setup, engine: Engine, requests: Sequence[Request], seed: int
-) -> tuple[dict[str, Any], Texts]:
-    """What was measured, and the texts."""
-    order = np.random.default_rng(seed).permutation(len(requests)).tolist()
-    shuffled = [requests[index] for index in order]
-    hits, swaps = engine.scheduler.cache_statistics()[1], engine.scheduler.preemptions["swap"]
-    started = time.perf_counter()
-    found = generate(engine, [[request] for request in shuffled] if setup.alone else [shuffled])
-    seconds = time.perf_counter() - started
-    texts = [text for _, text in sorted(zip(order, found, strict=True))]
-    result = {
-        **dataclasses.asdict(setup),
-        "name": setup.name,
-        "pages": engine.limits.num_pages,
-        "seconds": seconds,
-        "tokens_per_second": sum(map(len, texts)) / seconds,
-        "hits": engine.scheduler.cache_statistics()[1] - hits,
-        "swaps": engine.scheduler.preemptions["swap"] - swaps,
-    }
-    return result, texts
+def tokens_per_second(llm: LLM, requests: Sequence[Request]) -> float:
+    texts, seconds = timed(texts_of, llm, requests)
+    return sum(map(len, texts)) / seconds
 
 
 def price(
-    args: argparse.Namespace, engines: Mapping[Setup, Engine], requests: Sequence[Request]
+    args: argparse.Namespace, llms: Mapping[Setup, LLM], requests: Sequence[Request]
 ) -> dict[str, dict[str, float]]:
     """Tokens/s of a full batch in both modes, and the share that is left, by drafter and tree."""
     batch, result = full_batch(args, requests), {}
-    for setup in (setup for setup in engines if not setup.deterministic):
-        both = {name: engines[dataclasses.replace(setup, deterministic=name == "deterministic")]
-                for name in ("deterministic", "ordinary")}  # fmt: skip
-        speeds: dict[str, list[float]] = {name: [] for name in both}
-        for _ in range(LAPS):
-            for name, engine in both.items():
-                started = time.perf_counter()
-                texts = generate(engine, [batch])
-                seconds = time.perf_counter() - started
-                speeds[name].append(sum(map(len, texts)) / seconds)
-        medians = {name: statistics.median(rates) for name, rates in speeds.items()}
-        share = medians["deterministic"] / medians["ordinary"]
-        result[setup.name] = {**medians, "share": share}
+    for setup, ordinary in llms.items():
+        if setup.deterministic:
+            continue
+        both = llms[dataclasses.replace(setup, deterministic=True)], ordinary
+        laps = [[tokens_per_second(llm, batch) for llm in both] for _ in range(LAPS)]
+        own, other = map(statistics.median, zip(*laps, strict=True))
+        result[setup.name] = {"deterministic": own, "ordinary": other, "share": own / other}
     return result
+
+
+def run_setup(
+    setup: Setup, llm: LLM, requests: Sequence[Request], seed: int
+) -> tuple[dict[str, Any], Texts]:
+    """What was measured, and the texts."""
+    order = np.random.default_rng(seed).permutation(len(requests)).tolist()
+    shuffled, scheduler = [requests[index] for index in order], llm.engine.scheduler
+    hits, swaps = scheduler.cache_statistics()[1], scheduler.preemptions["swap"]
+    groups = [[request] for request in shuffled] if setup.alone else [shuffled]
+    laps = [timed(texts_of, llm, group) for group in groups]
+    seconds, found = sum(lap for _, lap in laps), [text for texts, _ in laps for text in texts]
+    result = {
+        **dataclasses.asdict(setup),
+        "name": setup.name,
+        "pages": llm.engine.limits.num_pages,
+        "seconds": seconds,
+        "tokens_per_second": sum(map(len, found)) / seconds,
+        "hits": scheduler.cache_statistics()[1] - hits,
+        "swaps": scheduler.preemptions["swap"] - swaps,
+    }
+    return result, [text for _, text in sorted(zip(order, found, strict=True))]
 
 
 def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> list[dict[str, Any]]:
     """Where texts differ first. Token 0 comes from reading the prompt, later ones from rounds."""
-    shown = []
-    for index, (tokens, other) in enumerate(zip(expected, found, strict=True)):
-        place = first_difference(tokens, other)
-        if place is not None:
-            prompt, sampling = requests[index]
-            shown.append(
-                {
-                    "request": index,
-                    "prompt_tokens": len(prompt),
-                    "temperature": sampling.temperature,
-                    "token": place,
-                    "expected": tokens[place : place + 4],
-                    "found": other[place : place + 4],
-                }
-            )
-    return shown
+    places = map(first_difference, expected, found)
+    return [
+        {
+            "request": index,
+            "prompt_tokens": len(requests[index][0]),
+            "temperature": requests[index][1].temperature,
+            "token": place,
+            "expected": expected[index][place : place + 4],
+            "found": found[index][place : place + 4],
+        }
+        for index, place in enumerate(places)
+        if place is not None
+    ]
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The price, then one run after the other."""
-    for name in COUNTS:
-        check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     progress, requests = progress_console(), make_requests(args)
-    engines, seconds = make_engines(args, requests)
-    progress.print(f"{len(engines)} engines are ready after {seconds:.0f} s")
-    cost = price(args, engines, requests)
-    for name, tree_price in cost.items():
-        progress.print(f"{name}: {price_line(tree_price)}")
+    checked, tokenizer = setups(args), TextTokenizer(args.model)
+    priced = [setup for setup in checked if not setup.few_pages and not setup.alone]
+    ordinary = [dataclasses.replace(setup, deterministic=False) for setup in priced]
+    started, chosen = time.perf_counter(), [*checked, *ordinary]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # they are compiled side by side
+        made = pool.map(lambda setup: make_llm(args, setup, requests, tokenizer), chosen)
+        llms = dict(zip(chosen, made, strict=True))
+    seconds = time.perf_counter() - started
+    progress.print(f"{len(llms)} engines are ready after {seconds:.0f} s")
+    cost = price(args, llms, requests)
     facts = {
         **run_facts(),
         "dtype": args.dtype,
         "verify_width": args.verify_width,
         "rows": args.rows,
-        "kernels": str(engines[setups(args)[0]].params.kernels),
+        "kernels": str(llms[checked[0]].params.kernels),
         "compile_seconds": seconds,
         "requests": len(requests),
+        "price": cost,
     }
-    yield facts | {"runs": [], "price": cost}
+    yield facts | {"runs": []}
     expected: Texts = []
-    for seed, setup in enumerate(setups(args), args.seed):
-        result, texts = run_setup(setup, engines[setup], requests, seed)
+    for seed, setup in enumerate(checked, args.seed):
+        result, texts = run_setup(setup, llms[setup], requests, seed)
         expected = expected or texts
         differing = differences(expected, texts, requests)
         result["identical"] = len(texts) - len(differing)
         result["differing_first_tokens"] = sum(difference["token"] == 0 for difference in differing)
         result["differences"] = differing[:SHOWN]
-        progress.print(
-            f"{setup.name}: {result['identical']} of {len(texts)} identical in "
-            f"{result['seconds']:.0f} s, {result['hits']} cached tokens, {result['swaps']} swaps"
-        )
+        progress.print(f"{setup.name}: {result['identical']} of {len(texts)} identical")
         for difference in result["differences"]:
             progress.print(f"  {difference}")
-        tokens = sum(map(len, expected))
-        yield facts | {"tokens": tokens, "runs": [result], "price": cost}
+        yield facts | {"tokens": sum(map(len, expected)), "runs": [result]}
 
 
 def price_line(price: Mapping[str, float]) -> str:
@@ -298,24 +280,18 @@ def price_line(price: Mapping[str, float]) -> str:
     )
 
 
-def make_table(results: dict[str, Any]) -> Table:
-    device = results["device"]
-    title = f"{results['requests']} requests, {results['rows']} rows, {results['dtype']}, {device}"
-    table = Table(title=title)
-    for heading in ("run", "pages", "cached tokens", "swaps", "tokens/s", "identical"):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
-    for row in results["runs"]:
-        pages = "few" if row["few_pages"] else "all"
-        counts = (row["hits"], row["swaps"], f"{row['tokens_per_second']:.0f}", row["identical"])
-        table.add_row(row["name"], pages, *map(str, counts))
+def make_tables(results: dict[str, Any]) -> list[Table]:
     lines = [f"{name}: {price_line(price)}" for name, price in results["price"].items()]
-    table.caption = "\n".join(["a full batch:", *lines])
-    return table
+    sizes = f"{results['requests']} requests, {results['rows']} rows"
+    title = f"{sizes}, {results['dtype']}, {results['device']}"
+    first, *others = COLUMNS
+    table = left_table(title, "\n".join(["a full batch:", *lines]), left=[first], right=others)
+    add_rows(table, COLUMNS.values(), results["runs"])
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args), "runs", as_json=args.json)
-    table_console(stderr=args.json).print(make_table(results))
+    results = show_parts(measure(args), "runs", make_tables, as_json=args.json)
     wrong = sum(results["requests"] - row["identical"] for row in results["runs"])
     if wrong:
         raise ValueError(f"{wrong} texts differ in deterministic mode")

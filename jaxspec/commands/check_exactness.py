@@ -8,15 +8,15 @@ prompts are the first tokens of modules of Python's standard library, so no data
 
 import argparse
 import dataclasses
-import json
 import platform
 import statistics
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-from rich.console import Console
+from rich.table import Table
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.shared.engine_config import engine_config, with_memory
@@ -27,12 +27,26 @@ from jaxspec.commands.shared.engine_options import (
 )
 from jaxspec.commands.shared.shell import (
     add_model_option,
+    add_rows,
     command_parser,
+    left_table,
     progress_console,
     run_command,
+    show_results,
 )
 from jaxspec.evaluation.acceptance import summarize
 from jaxspec.evaluation.speedup import first_difference, logit_gap
+
+# The table's columns, and what their cells show of a row.
+COLUMNS = {
+    "drafter": "{drafter}",
+    "tree": "{num_nodes}:{max_depth}:{top_k}",
+    "identical": "{identical} of {prompts}",
+    "acceptance length": "{acceptance_length:.2f}",
+    "recomputed + swapped": "{preempted}",
+    "logit gap, median": "{median:.4f}",
+    "largest": "{largest:.4f}",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add_mode_options(parser)
     add_memory_options(parser)
     return parser
@@ -85,7 +99,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, speculation: Speculati
     )
 
 
-def measure(arguments: argparse.Namespace) -> dict:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     progress = progress_console()
     trees = [
         dataclasses.replace(SpeculationConfig.parse(mode), verify_width=arguments.verify_width)
@@ -140,36 +154,25 @@ def measure(arguments: argparse.Namespace) -> dict:
     }
 
 
-def print_report(results: dict) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+def make_table(results: dict[str, Any]) -> Table:
     width = results["verify_width"] or "not fixed"
-    console.print(
-        f"{results['dtype']} on {results['device']}, {results['tokens']} tokens, "
-        f"verification width {width}, kernels: {results['kernels']}"
-    )
+    title = f"{results['dtype']} on {results['device']}, {results['tokens']} tokens"
+    caption = f"verification width: {width}; kernels: {results['kernels']}"
+    table = left_table(title, caption, left=["drafter"], right=list(COLUMNS)[1:])
     for row in results["rows"]:
-        line = (
-            f"{row['drafter']} {row['num_nodes']}:{row['max_depth']}:{row['top_k']}: "
-            f"{row['identical']} of {row['prompts']} identical, "
-            f"acceptance length {row['acceptance_length']:.2f}"
-        )
-        for kind, count in row["preemptions"].items():
-            line += f", {count} preempted by {kind}" if count else ""
-        if row["logit_gaps"]:
-            gaps = row["logit_gaps"]
-            line += (
-                f", logit gap at the first difference: median {statistics.median(gaps):.4f}, "
-                f"largest {max(gaps):.4f}"
-            )
-        console.print(line)
+        gaps = row["logit_gaps"]
+        shown = {
+            "preempted": list(row["preemptions"].values()),
+            "median": statistics.median(gaps) if gaps else None,
+            "largest": max(gaps, default=None),
+        }
+        add_rows(table, COLUMNS.values(), [row | shown])
+    return table
 
 
 def run(args: argparse.Namespace) -> None:
     results = measure(args)
-    if args.json:
-        print(json.dumps(results))
-    else:
-        print_report(results)
+    show_results(results, make_table(results), as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

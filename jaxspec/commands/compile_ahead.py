@@ -37,6 +37,7 @@ from jaxspec.commands.shared.compiling_process import (
     run_compiling,
     run_or_compile,
 )
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import command_parser, left_table, show_results
 from jaxspec.evaluation.benchmarks import tpu_ahead
@@ -71,13 +72,13 @@ def make_parser() -> argparse.ArgumentParser:
     add_shape_options(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
-    add("--batch", type=int, default=1, help="number of sequences")
+    add("--batch", type=number, default=1, help="number of sequences")
     add("--sampling", choices=("greedy", "general"), default="greedy", help="the program for "
         "greedy rows only, or the one for any sampling")  # fmt: skip
     add_compiler_options(parser)
     add("--tpu", metavar="TOPOLOGY", help="compile for TPUs of this topology, such as v5e:2x2")
     add("--program", choices=PROGRAMS, default="decode", help="rounds, or the reading of prompts")
-    add("--chunk", type=int, help="prompt tokens of a sequence in a call of prefill, at most "
+    add("--chunk", type=number, help="prompt tokens of a sequence in a call of prefill, at most "
         f"(default: {LARGEST_CHUNK} for each device of --sp)")  # fmt: skip
     add("--libtpu", type=Path, default=Path(".cache/libtpu"), help="folder of the TPUs' compiler")
     add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
@@ -89,11 +90,8 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     config, mode = model_shape(args.shape, args.layers), parse_mode(args.mode)
     check_head_options(make_parser(), args, [mode])
-    chunk = 1 if args.chunk is None else args.chunk
-    sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp, chunk)
-    if min(sizes) < 1:
-        names = "--batch, --context, --page-size, --tp, --sp and --chunk"
-        raise ValueError(f"{names} must be at least 1")
+    if min(*grid_of(args.tp), args.sp) < 1:
+        raise ValueError("--tp and --sp must be at least 1")
     workload_of(args).check_fits(mode, config)
     check_divides("--page-size", args.page_size, args.sp)
     if args.chunk is not None and args.program != "prefill":
@@ -186,9 +184,9 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{results['mode']}, {results['layers']} layers, jax {results['jax']}, "
         f"compiled for {results['target']} in {results['seconds']:.0f} s",
         results["command"],
+        left=["of one round or call, on one device"],
+        right=[""],
     )
-    table.add_column("of one round or call, on one device")
-    table.add_column("", justify="right")
     if "program" in results:
         add_tpu_rows(table, results["program"])
     else:

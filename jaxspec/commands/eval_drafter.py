@@ -9,7 +9,6 @@ of held-out rows of --data.
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,12 +26,10 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
-from jaxspec.commands.shared.training_options import add_suffixes_option
+from jaxspec.commands.shared.training_options import add_data_options, read_prompts
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.acceptance import measure_acceptance
 from jaxspec.evaluation.number_format import with_interval
-from jaxspec.llm.tokenizer import load_tokenizer
-from jaxspec.training.heads.data import held_out_prompts
 
 RULES = ("coupled", "top_k", "rejection")
 
@@ -43,9 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--drafter", default="auto", help="as in generate, but not none (default: the built-in "
         "head for the built-in model, ngram for others)")  # fmt: skip
-    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
-        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
-    add_suffixes_option(parser)
+    add_data_options(parser)
     add("--modes", default="chain:5,tree:60:8:8", help="modes, separated by commas")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="sampling temperatures")
     add("--rules", nargs="+", choices=RULES, default=list(RULES), help="rules, see above")
@@ -70,15 +65,7 @@ def speculation_of(mode: str, rule: str) -> SpeculationConfig:
 
 
 def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    prompts, report = held_out_prompts(
-        args.data,
-        load_tokenizer(args.model),
-        args.prompts,
-        prompt_tokens=args.prompt_tokens,
-        max_tokens=args.max_tokens,
-        suffixes=tuple(args.suffixes),
-    )
-    progress.print(str(report))
+    prompts = read_prompts(args, args.prompts, args.prompt_tokens, args.max_tokens, progress)
     drafter = str(choose_drafter(args.model, args.drafter))
     if args.drafter == "auto":  # of the default mixture the head is measured alone
         drafter = drafter.removeprefix(MIXED)

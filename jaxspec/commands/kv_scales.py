@@ -25,14 +25,12 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
-from jaxspec.commands.shared.training_options import add_suffixes_option
+from jaxspec.commands.shared.training_options import add_data_options, read_prompts
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation.number_format import span
 from jaxspec.evaluation.perplexity import difference, summarize
-from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.models.quantized.kv_cache import FP8
 from jaxspec.quantize.kv_calibration import MARGIN, NEW_TOKENS, measured_scales, scores
-from jaxspec.training.heads.data import held_out_prompts
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,8 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_model_option(parser)
     add("--drafter", default="auto", help="as in generate; it gets scales, too")
-    add("--data", type=Path, nargs="+", required=True, help="as in eval")
-    add_suffixes_option(parser)
+    add_data_options(parser)
     add("--rows", type=int, default=64, help="held-out rows; every second one is scored")
     add("--tokens", type=int, default=512, help="tokens of a row")
     add("--margin", type=float, default=MARGIN, help="margin above the largest entry that is seen")
@@ -54,15 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     check(args)
-    rows, report = held_out_prompts(
-        args.data,
-        load_tokenizer(args.model),
-        args.rows,
-        prompt_tokens=args.tokens,
-        max_tokens=1,
-        suffixes=tuple(args.suffixes),
-    )
-    progress.print(str(report))
+    rows = read_prompts(args, args.rows, args.tokens, 1, progress)
     read, scored = rows[::2], rows[1::2]
     if not scored:
         raise ValueError("there is one held-out row only: give more --data")

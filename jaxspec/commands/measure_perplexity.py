@@ -17,13 +17,14 @@ from rich.table import Table
 
 from jaxspec.checkpoints.built_in import BUILT_IN_MODEL
 from jaxspec.checkpoints.hub import resolve_directory
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.shell import (
     command_parser,
     progress_console,
     run_command,
     show_results,
 )
-from jaxspec.commands.shared.training_options import add_suffixes_option
+from jaxspec.commands.shared.training_options import add_data_options
 from jaxspec.evaluation.number_format import with_interval
 from jaxspec.evaluation.perplexity import Scores, difference, summarize
 from jaxspec.llm.tokenizer import load_tokenizer
@@ -38,21 +39,16 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", nargs="+", default=[str(BUILT_IN_MODEL)], help="model directories or hub ids "
         "with one vocabulary (default: the built-in model)")  # fmt: skip
-    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
-        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
-    add_suffixes_option(parser)
-    add("--held-out", type=int, default=128, help="rows of held-out text")
-    add("--length", type=int, default=512, help="tokens of a row")
-    add("--batch", type=int, default=8, help="rows computed at a time")
+    add_data_options(parser)
+    add("--held-out", type=number, default=128, help="rows of held-out text")
+    add("--length", type=number, default=512, help="tokens of a row")
+    add("--batch", type=number, default=8, help="rows computed at a time")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
 
 
 def held_out_rows(args: argparse.Namespace, models: Sequence[Path], console: Console) -> Examples:
-    """Raises ValueError for bad values, before anything long begins."""
-    for name in ("held_out", "length", "batch"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    """Raises ValueError for models of several vocabularies, before anything long begins."""
     sizes = [load_model_config(model).vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ValueError(f"the models have vocabularies of {', '.join(map(str, sizes))} tokens")

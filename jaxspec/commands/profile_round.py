@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoints.load import with_kv_dtype
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.run_facts import config_facts, run_facts
 from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
@@ -44,7 +45,7 @@ from jaxspec.evaluation.benchmarks.profile import (
     record,
     summarize,
 )
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
 from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import timed
@@ -65,8 +66,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_shape_options(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
-    add("--batch", type=int, default=1, help="number of sequences")
-    add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
+    add("--batch", type=number, default=1, help="number of sequences")
+    add("--rounds", type=number, default=8, help="rounds in one call; all but the last are "
+        "profiled")  # fmt: skip
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -75,15 +77,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     check_head_options(make_parser(), args, [parse_mode(args.mode)])
-    if min(args.batch, args.context, args.page_size) < 1 or args.rounds < 2:
-        raise ValueError("--batch, --context and --page-size must be at least 1, --rounds 2")
+    if args.rounds < 2:
+        raise ValueError("--rounds must be at least 2")
     check_divides("--page-size", args.page_size, max(args.sp, 1))
     if args.plot and not args.plot.parent.is_dir():
         raise ValueError(f"no directory {args.plot.parent}")
 
 
-def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
-    """The profile, and other facts about the run."""
+def make_bench(args: argparse.Namespace, progress: Console) -> Bench:
+    """The compiled programs, with random weights."""
     [mesh] = replica_meshes(1, args.tp, args.sp)
     mode = parse_mode(args.mode)
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
@@ -101,31 +103,20 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if mode.speculation:
         scheme = args.drafter_quantization
-        head = random_head_of_kind(
-            args.draft_head, config, dtype, mesh, seed=1, quantization=scheme
-        )
+        head = random_head(config, dtype, mesh, 1, kind=args.draft_head, quantization=scheme)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
-    bench = Bench(mode, params, workload)
-    progress.print("warming up")
-    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
-    unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
-    progress.print("profiling")
+    return Bench(mode, params, workload)
+
+
+def profiled(bench: Bench, rounds: int) -> Profile:
     states = [bench.fill(bench.new_state())]
 
     def calls() -> None:
         for _ in range(NUM_CALLS):
-            states.append(jax.block_until_ready(bench.decode(states.pop(), args.rounds)))
+            states.append(jax.block_until_ready(bench.decode(states.pop(), rounds)))
 
-    events = record(calls)
-    profile = profile_rounds(events, Program(bench.program_text()), args.rounds, NUM_CALLS)
-    passes = params.speculation.max_depth * (len(head.layers) if head else 0)
-    return profile, {
-        "mode": mode.name,
-        "own_kernels": str(kernels),
-        "layer_runs": {"draft": passes, "verify": config.num_layers},
-        "unprofiled_round_us": unprofiled_us,
-    }
+    return profile_rounds(record(calls), Program(bench.program_text()), rounds, NUM_CALLS)
 
 
 def unprofiled_round_us(bench: Bench, rounds: int) -> float:
@@ -139,24 +130,34 @@ def unprofiled_round_us(bench: Bench, rounds: int) -> float:
 def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
     """The profile, and results for the table and JSON."""
     check(args)
-    profile, run = run_profiled(args, progress)
-    rounds, config = profile.rounds, model_shape(args.shape, args.layers)
+    bench = make_bench(args, progress)
+    progress.print("warming up")
+    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
+    unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
+    progress.print("profiling")
+    profile, params = profiled(bench, args.rounds), bench.params
+    head, config = getattr(params.drafter, "head", None), params.target.config
+    layer_runs = {
+        "draft": params.speculation.max_depth * (len(head.layers) if head else 0),
+        "verify": config.num_layers,
+    }
+    rounds = profile.rounds
     round_us = statistics.mean(round_.length_us for round_ in rounds)
     costs = summarize(rounds, lambda span: span.scope)
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
     return profile, {
         **run_facts(),
-        "own_kernels": run["own_kernels"],
+        "own_kernels": str(params.kernels),
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": config_facts(config),
-        "mode": run["mode"],
+        "mode": bench.mode.name,
         "profiled_rounds": len(rounds),
         "round_us": round_us,
-        "unprofiled_round_us": run["unprofiled_round_us"],
+        "unprofiled_round_us": unprofiled_us,
         "gaps_us": statistics.mean(round_.gaps_us for round_ in rounds),
         "longest_gap_us": statistics.mean(round_.longest_gap_us for round_ in rounds),
         "host_gap_us": profile.host_gap_us,
-        "scopes": [as_row(s, costs[s], round_us, run["layer_runs"]) for s in in_order(costs)],
+        "scopes": [as_row(s, costs[s], round_us, layer_runs) for s in in_order(costs)],
         "kernels": [
             {"kernel": name} | dataclasses.asdict(scope) | dataclasses.asdict(cost)
             for (name, scope), cost in kernels.items()
@@ -184,7 +185,7 @@ def as_row(scope: Scope, cost: Cost, round_us: float, layer_runs: dict[str, int]
 
 def make_table(results: dict[str, Any]) -> Table:
     args, round_us = results["arguments"], results["round_us"]
-    layers = f"{args['layers']} layers, " if args.get("layers") else ""
+    layers = f"{args['layers']} layers, " if args["layers"] else ""
     title = (
         f"{args['shape']}, {layers}{args['dtype']}, {results['mode']}, batch {args['batch']}, "
         f"context {args['context']}, {device_line(results)}"
@@ -194,11 +195,8 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{results['host_gap_us']:,.0f} us between the calls\n"
         f"kernels: {results['own_kernels']}\n{results['command']}"
     )
-    table = left_table(title, caption)
-    table.add_column("phase")
-    table.add_column("part")
-    for name in ("us/round", "%", "launches/round", "launches/layer"):
-        table.add_column(name, justify="right")
+    figures = ("us/round", "%", "launches/round", "launches/layer")
+    table = left_table(title, caption, left=("phase", "part"), right=figures)
 
     def add(phase: str, part: str, us: float, launches: float | None, per_layer: float | None):
         counts = or_blank(launches, ".0f"), or_blank(per_layer)

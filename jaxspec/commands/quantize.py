@@ -20,6 +20,7 @@ from rich.console import Console
 
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.commands.shared.engine_options import add_program_options, check_program_options
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.shared.shell import (
     add_model_option,
@@ -29,7 +30,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     typed_command,
 )
-from jaxspec.commands.shared.training_options import add_suffixes_option
+from jaxspec.commands.shared.training_options import DATA_HELP, add_suffixes_option
 from jaxspec.evaluation.perplexity import difference, summarize
 from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.parallel.bytes import megabytes
@@ -78,12 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_suffixes_option(parser)
     add_program_options(parser)
     text = parser.add_argument_group("text")
-    text.add_argument("--data", type=Path, nargs="+", help="folders, text or .jsonl files, named "
-        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
-    text.add_argument("--samples", type=int, default=128, help="rows of text to calibrate with")
-    text.add_argument("--length", type=int, default=512, help="tokens of a row")
-    text.add_argument("--held-out", type=int, default=128, help="rows to measure perplexity on")
-    text.add_argument("--batch", type=int, default=8, help="rows computed at a time")
+    text.add_argument("--data", type=Path, nargs="+", help=DATA_HELP)
+    text.add_argument("--samples", type=number, default=128, help="rows of text to calibrate with")
+    text.add_argument("--length", type=number, default=512, help="tokens of a row")
+    text.add_argument("--held-out", type=number, default=128, help="rows to measure perplexity on")
+    text.add_argument("--batch", type=number, default=8, help="rows computed at a time")
     return parser
 
 
@@ -117,9 +117,6 @@ def read_text(
     args: argparse.Namespace, directory: Path, console: Console
 ) -> tuple[Examples, Examples] | None:
     """Rows to calibrate with, and held-out rows; None without --data."""
-    for name in ("samples", "length", "held_out", "batch"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     if args.data is None:
         return None
     tokenizer = load_tokenizer(directory)

@@ -14,6 +14,7 @@ from jaxspec.commands.shared.training_options import (
     add_length_options,
     add_optimizer_options,
     add_suffixes_option,
+    progress_parts,
     schedule_of,
 )
 from jaxspec.config.model import ModelConfig, dense_model
@@ -22,7 +23,7 @@ from jaxspec.models.json.values import read_json
 from jaxspec.parallel.bytes import megabytes
 from jaxspec.training import data
 from jaxspec.training.lm.model import TrainConfig, num_parameters
-from jaxspec.training.lm.report import Card, export
+from jaxspec.training.lm.report import LMCard, export
 from jaxspec.training.lm.run import LMRecord, Pretraining, sample
 from jaxspec.training.precision import resolve_precision
 from jaxspec.training.progress import follow
@@ -136,11 +137,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 def describe(record: LMRecord) -> str:
     """One line: step, losses, speed."""
-    parts = [f"step {record.step}/{record.total_steps or '?'}"]
-    if record.loss is not None:
-        parts += [f"loss {record.loss:.4f}", f"|g| {record.grad_norm:.2f}"]
-    if record.tokens_per_second:
-        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    parts = progress_parts(record, record.loss)
     if record.held_out_loss is not None:
         parts.append(f"held out {record.held_out_loss:.4f} = {record.bits_per_byte:.4f} bits/byte")
     return "  ".join(parts)
@@ -162,9 +159,13 @@ def save_model(
     """Export with a sample of greedy text; returns the sample."""
     written = sample(run.params, prompt, args.sample_tokens, 0.0, args.seed)
     text = run.corpus.tokenizer.decode(written)
-    device = jax.devices()[0].device_kind
-    command = typed_command()
-    card = Card(args.out.name, device, command, args.license_note, text)
+    card = LMCard(
+        name=args.out.name,
+        device=jax.devices()[0].device_kind,
+        command=typed_command(),
+        license_note=args.license_note,
+        sample=text,
+    )
     export(run, card, args.out, hf_config)
     return text
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
-from jaxspec.config.mixers import AttentionConfig, MixerConfig
+from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig, MixerConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling

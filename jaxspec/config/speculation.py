@@ -214,12 +214,12 @@ class SpeculationConfig(TreeShape):
         if shape.num_nodes > self.num_nodes or shape.max_depth > self.max_depth:
             raise ValueError(
                 f"a tree of {shape.num_nodes} nodes and depth {shape.max_depth} is larger than the "
-                f"engine has room for: {self.num_nodes} nodes, depth {self.max_depth}"
+                f"engine's largest, which has {self.num_nodes} nodes and depth {self.max_depth}"
             )
         if shape.scratch_slots > self.scratch_slots:
             raise ValueError(
                 f"drafting a tree of top_k {shape.top_k} and depth {shape.max_depth} needs "
-                f"{shape.scratch_slots} slots, the engine has room for {self.scratch_slots}"
+                f"{shape.scratch_slots} slots, the engine has {self.scratch_slots}"
             )
         proposal = None if shape.is_plain else self.proposal
         return dataclasses.replace(

@@ -26,7 +26,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.pipeline_stage import Passage
 from jaxspec.parallel import collectives
-from pallas_kernels.policy import fewest_rows
+from pallas_kernels.selection import fewest_rows
 
 
 class RoundOutput(NamedTuple):
@@ -75,7 +75,7 @@ def verify_tree(
     """The second half of a round: score a tree of draft_tree, accept a path and commit it.
 
     ``masks`` uint32 [R, N, W] (see token_masks) say which tokens may be sampled after each node.
-    ``before``: see decoder.run.
+    ``before``: its passage of a pipeline.
     """
     scores = verify(target, state, tree, options, drafter.capture, before)
     logits = scores.logits if masks is None else restrict(scores.logits, masks, target.layout)
@@ -128,7 +128,7 @@ def draft_tree(
         if size > shape.num_nodes or depth > shape.max_depth:
             raise ValueError(
                 f"{type(drafter).__name__} proposed a tree of {size} nodes and depth {depth}, but "
-                f"the call has room for {shape.num_nodes} nodes and depth {shape.max_depth}"
+                f"the call takes at most {shape.num_nodes} nodes and depth {shape.max_depth}"
             )
         state = with_draft(state, draft)
     batch, size = tree.tokens.shape
@@ -145,18 +145,17 @@ def verify(
     capture: tuple[int, ...] = (),
     before: Passage | None = None,
 ) -> Scores:
-    """Score every node in one target pass. ``before``: see decoder.run."""
+    """Score every node in one target pass. ``before``: its passage of a pipeline."""
     attend = tree_attend(state, tree, options)
     hidden, layers, captured = decoder.run(
         target,
-        tree.tokens,
+        tree.tokens if before is None else before,
         attend.positions,
         state.pool.target.layers,
         attend,
         (*capture, *options.hidden),
         options.kernels,
         isolate_blocks=options.isolate_blocks,
-        before=before,
     )
     features, asked = split_captured(captured, len(capture), len(options.hidden))
     logits = decoder.logits(target, hidden, options.kernels, isolate_blocks=options.isolate_blocks)

@@ -45,16 +45,7 @@ class Ending(enum.IntEnum):
     UNREAD = 10  # error: it was to decode before its prompt was read: see prefill_all
 
 
-ERRORS = (
-    Ending.NOT_FINITE,
-    Ending.TOO_LONG,
-    Ending.NOT_GREEDY,
-    Ending.MISPLACED,
-    Ending.UNCONTROLLED,
-    Ending.BAD_TOKEN,
-    Ending.BUSY,
-    Ending.UNREAD,
-)
+ERRORS = tuple(ending for ending in Ending if ending > Ending.LENGTH)
 
 
 @pytree
@@ -121,9 +112,7 @@ class Rows(Pytree):
     context_lens: Array = array("batch")  # int32 [R], tokens whose KV is in the pool
     cached_lens: Array = array("batch")  # int32 [R], first tokens whose KV other rows may share
     max_lens: Array = array("batch")  # int32 [R], most tokens, prompt included
-    context_capacity: Array = array(
-        "batch"
-    )  # int32 [R], longest context that the row's pages have room for
+    context_capacity: Array = array("batch")  # int32 [R], longest context that the pages hold
     stop_tokens: Array = array("batch", "stops")  # int32 [R, E], padded with -1
     page_table: Array = array("batch", "table")  # int32 [R, M]
     sampling: Sampling

@@ -9,8 +9,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.decoding.state import Emitted
-from jaxspec.engine.emitted import RowOutput, row_outputs
+from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.plans.runner import Launched
 from jaxspec.engine.plans.sequences import generation_of
 from jaxspec.engine.programs.programs import Programs
@@ -46,9 +45,8 @@ def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
 class AdaptiveTrees:
     """The trees of an engine's calls: a fixed one, or what a policy chooses.
 
-    The policy looks at calls of the past only, and of a drafter's confidence at no depth past the
-    token that a round ended with: never at a draw that decides what is to come. So it is lossless
-    under every acceptance rule.
+    The policy looks at calls of the past only, never at a draw that decides what is to come. So it
+    is lossless under every acceptance rule.
 
     Attributes:
       choices: the shapes to choose from; None: the engine does not adapt.
@@ -152,22 +150,15 @@ class AdaptiveTrees:
             if self.policy is not None and shape in self.policy.shapes:
                 outputs = row_outputs([call], plan.sequences)
                 outputs = [each for each in outputs if each.sequence.request_id in running]
-                _learn(self.policy, shape, call.emitted, outputs)
+                arrays = call.emitted.accepted, call.emitted.counts
+                columns = [output.column for output in outputs]
+                self.policy.estimate.observe(
+                    [output.sequence.request_id for output in outputs],
+                    shape,
+                    *(np.asarray(array)[:, columns] for array in arrays),
+                )
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         if self.policy is not None:
-            self.policy.forget(request_id)
-
-
-def _learn(
-    policy: TreePolicy, shape: TreeShape, emitted: Emitted, outputs: Sequence[RowOutput]
-) -> None:
-    columns = [output.column for output in outputs]
-    keys = [output.sequence.request_id for output in outputs]
-    accepted = np.asarray(emitted.accepted)[:, columns]
-    committed = np.asarray(emitted.counts)[:, columns]
-    confidence = emitted.confidence
-    if confidence is not None:
-        confidence = np.asarray(confidence)[:, columns]
-    policy.observe(keys, shape, accepted, committed, confidence)
+            self.policy.estimate.forget(request_id)

@@ -45,7 +45,7 @@ from jaxspec.engine.warm_up.measure_costs import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.placement import committed
 from jaxspec.scheduling.plan import Delivery, Plan
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 from jaxspec.scheduling.scheduler import Scheduler
 
 
@@ -213,7 +213,7 @@ class Engine:
     def cancel(self, generation: Generation, reason: FinishReason = "cancelled") -> None:
         """End a request with what it has; does nothing if it has ended."""
         if not generation.done:
-            self.scheduler.cancel(generation.request_id, reason)
+            self.scheduler.cancel(generation.request_id)
             self._end(generation, reason)
 
     def step(self, most_rounds: int | None = None) -> None:
@@ -229,9 +229,8 @@ class Engine:
             first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
             most = self.shapes.most_rounds(most_rounds)
             plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
-            for ended in plan.ended:
-                if ended.request_id in self._running:  # what was cancelled has ended already
-                    self._end(self._running[ended.request_id].generation, "timeout")
+            for request_id in plan.timed_out:
+                self._end(self._running[request_id].generation, "timeout")
             shape = self.shapes.choose(plan, self.shape)
             if first:
                 compile_first(self.programs, plan, self._load)
@@ -240,11 +239,11 @@ class Engine:
                 self.on_launch(calls)
             self._read()
             if plan.runs_model:  # masks of structured requests need what was just read
-                calls = [*calls, *self._runner.verify()]
+                calls = [*calls, *self._runner.structured.verify()]
                 self._in_flight = Launched(plan, calls, shape)
             if first and plan.reads:
                 self._read()
-            for generation in self._runner.take_failed():
+            for generation in self._runner.structured.take_failed():
                 self.cancel(generation, "error")
         except BaseException as error:
             self._fail(error)

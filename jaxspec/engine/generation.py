@@ -31,38 +31,13 @@ class ErrorKind(enum.StrEnum):
     INTERRUPTED = "interrupted"  # the engine has failed, and not the request or the model
 
 
-_ERRORS = {
+_ERRORS = {  # by the ending of a row; any other is a mistake of the engine
     Ending.NOT_FINITE: (
         ErrorKind.NOT_FINITE,
         "the model's logits were not finite numbers, or no token was allowed: its weights are "
         "broken, its dtype is too narrow for them, or the request allows too little",
     ),
     Ending.TOO_LONG: (ErrorKind.TOO_LONG, "the prompt and its limit do not fit the cache"),
-    Ending.NOT_GREEDY: (
-        ErrorKind.WRONG_PROGRAM,
-        "a sampled request ran in a program for greedy ones",
-    ),
-    Ending.MISPLACED: (
-        ErrorKind.WRONG_PROGRAM,
-        "a request ran on a device that does not hold its row",
-    ),
-    Ending.UNCONTROLLED: (
-        ErrorKind.WRONG_PROGRAM,
-        "a request with bias or penalties ran in a program without them",
-    ),
-    # An engine knows its tokens and rows, and its programs do not look for these.
-    Ending.BAD_TOKEN: (
-        ErrorKind.WRONG_PROGRAM,
-        "a prompt with a token id outside the vocabulary was given to a row",
-    ),
-    Ending.BUSY: (
-        ErrorKind.WRONG_PROGRAM,
-        "a prompt was given to a row that was reading or decoding",
-    ),
-    Ending.UNREAD: (
-        ErrorKind.WRONG_PROGRAM,
-        "a request was to decode before its prompt was read",
-    ),
 }
 
 
@@ -233,7 +208,8 @@ class Generation:
         reason = _REASONS.get(Ending[ending])
         if reason is not None:
             return reason
-        kind, message = _ERRORS[Ending[ending]]
+        wrong = f"a request ran in a program that does not serve it: {ending}"
+        kind, message = _ERRORS.get(Ending[ending], (ErrorKind.WRONG_PROGRAM, wrong))
         if kind is ErrorKind.NOT_FINITE and self.sampling.restricts_tokens:
             kind = ErrorKind.NO_TOKEN
         self.fail(kind, message)

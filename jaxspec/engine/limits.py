@@ -17,7 +17,7 @@ from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_verify_width
 from jaxspec.decoding.drafters.checks import check_drafter
-from jaxspec.decoding.drafters.whole_chains import with_whole_chains
+from jaxspec.decoding.drafters.mixed import with_whole_chains
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
@@ -70,7 +70,6 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
         fixed=config.deterministic,
         trees=config.trees,
-        confidence=config.adaptive and params.drafter.tells_confidence,
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +48,27 @@ def num_pages(params: EngineParams, cache: CacheConfig, num_rows: int) -> int:
     return wanted
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """The cache of a stage: a pool of so many pages by ``make``, and where it lies."""
-
-    make: Callable[[int], Any]
-    layout: Layout
-    mesh: Mesh | None
-    device: Any  # one of those that it lies on
-
-    def bytes(self, pages: int) -> int:
-        """On each device; on a CPU, whose devices share its memory, on all of them."""
-        together = self.device.platform == "cpu"
-        return _bytes(lambda: self.make(pages), self.layout, self.mesh, together=together)
-
-
 def _device_memories(params: EngineParams, page_size: int, num_rows: int) -> list["_DeviceMemory"]:
-    """One for each stage, as no two share a device; on a CPU one for all."""
+    """One for each stage, as no two share a device; on a CPU, whose devices share its memory, one
+    for all."""
     stages: list[tuple[Any, Callable[..., Any]]] = [(stage, init_stage) for stage in params.stages]
-    parts = []
+    shards, found = params.data_parallel, []
     for stage, init in [*stages, (params.last_stage, init_pool)]:
         devices = jax.tree.leaves(stage)[0].sharding.addressable_devices
-        make = functools.partial(init, stage, page_size=page_size, num_rows=num_rows)
         device = min(devices, key=lambda device: device.id)
-        parts.append(_Part(make, stage.layout, stage.mesh, device))
-    groups = [parts] if parts[0].device.platform == "cpu" else [[part] for part in parts]
-    return [_DeviceMemory.of(group, params.data_parallel, page_size) for group in groups]
+        on_cpu = device.platform == "cpu"
+        make = functools.partial(init, stage, page_size=page_size, num_rows=num_rows)
+        null, more = (
+            _bytes(functools.partial(make, pages), stage.layout, stage.mesh, together=on_cpu)
+            for pages in (shards, 2 * shards)
+        )
+        free = free_bytes(device)
+        usable = None if free is None else int(USABLE * free)
+        found.append(_DeviceMemory(shards, page_size, device, usable, null, max(1, more - null)))
+    if found[0].device.platform == "cpu":
+        null, page = (sum(getattr(each, name) for each in found) for name in ("null", "page"))
+        return [dataclasses.replace(found[0], null=null, page=page)]
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +87,6 @@ class _DeviceMemory:
     free: int | None
     null: int
     page: int
-
-    @classmethod
-    def of(cls, parts: Sequence[_Part], shards: int, page_size: int) -> "_DeviceMemory":
-        """The memory for the caches of these stages, on one device together."""
-        device = parts[0].device
-        free = free_bytes(device)
-        null, page = (sum(part.bytes(pages) for part in parts) for pages in (shards, 2 * shards))
-        usable = None if free is None else int(USABLE * free)
-        return cls(shards, page_size, device, usable, null, max(1, page - null))
 
     def needed(self, pages: int) -> int:
         """Bytes of a pool of ``pages``, null pages included."""

@@ -5,9 +5,9 @@ import dataclasses
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -84,30 +84,16 @@ class LoadResult:
     compiled: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Counts:
-    """What an engine has counted, in all or since an earlier time."""
-
-    compiled: int
-    looked: int  # up in the prefix cache, in tokens
-    hits: int
-    preemptions: Mapping[str, int]
-    rounds: Counter[TreeShape]
-
-    @classmethod
-    def of(cls, engine: Engine) -> Self:
+def _counted(engines: Iterable[Engine]) -> Counter[str | TreeShape]:
+    """What engines have counted since they began: compiled programs, tokens that were looked up in
+    the prefix cache, those that were found, preemptions by their kind, and rounds by their tree."""
+    counts: Counter[str | TreeShape] = Counter()
+    for engine in engines:
         looked, hits = engine.scheduler.cache_statistics()
-        preemptions, rounds = dict(engine.scheduler.preemptions), engine.shapes.rounds.copy()
-        return cls(engine.programs.compiled, looked, hits, preemptions, rounds)
-
-    def since(self, before: Self) -> Self:
-        return type(self)(
-            self.compiled - before.compiled,
-            self.looked - before.looked,
-            self.hits - before.hits,
-            {how: count - before.preemptions[how] for how, count in self.preemptions.items()},
-            self.rounds - before.rounds,
-        )
+        counts.update({"compiled": engine.programs.compiled, "looked": looked, "hits": hits})
+        counts.update(engine.scheduler.preemptions)
+        counts.update(engine.shapes.rounds)
+    return counts
 
 
 class LoadTest:
@@ -160,7 +146,7 @@ class LoadTest:
 
     def run(self) -> LoadResult:
         """Run the workload, and measure. Raises RuntimeError if no request got a token."""
-        before = [_Counts.of(engine) for engine in self.engines]
+        before = _counted(self.engines)
         with contextlib.ExitStack() as watching:
             watches = [watching.enter_context(DeviceWatch()) for _ in self.engines]
             watching.enter_context(frequent_switches())
@@ -176,10 +162,7 @@ class LoadTest:
             raise RuntimeError(f"no request got a token: {errors}")
         finished = max(ends)
         seconds = finished - started
-        counts = [
-            _Counts.of(engine).since(old) for engine, old in zip(self.engines, before, strict=True)
-        ]
-        looked, hits = sum(count.looked for count in counts), sum(count.hits for count in counts)
+        counts = _counted(self.engines) - before
         wastes = [waste for load in self._loads for waste in load.usage.wastes]
         idle = [watch.idle(started, finished) for watch in watches]
         return LoadResult(
@@ -193,14 +176,13 @@ class LoadTest:
             / seconds,
             kv_waste=float(np.mean(wastes)) if wastes else 0.0,
             kv_used=max(load.usage.used for load in self._loads),
-            prompt_hits=hits / looked if looked else 0.0,
-            prompt_hit_tokens=hits,
-            preemptions={
-                how: sum(count.preemptions[how] for count in counts)
-                for how in counts[0].preemptions
-            },
-            rounds_by_shape=rounds_by_name(sum((count.rounds for count in counts), Counter())),
-            compiled=sum(count.compiled for count in counts),
+            prompt_hits=counts["hits"] / max(1, counts["looked"]),
+            prompt_hit_tokens=counts["hits"],
+            preemptions={how: counts[how] for how in self.engines[0].scheduler.preemptions},
+            rounds_by_shape=rounds_by_name(
+                {shape: count for shape, count in counts.items() if isinstance(shape, TreeShape)}
+            ),
+            compiled=counts["compiled"],
         )
 
     def _queue(self, engines: Sequence[Engine]) -> Arrivals:

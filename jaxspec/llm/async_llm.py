@@ -30,30 +30,14 @@ GRAMMAR_THREADS = 2
 GRAMMAR_SECONDS = 0.9  # until a grammar is compiled; its CPU time has a limit of its own
 
 
-class AsyncLLM:
-    """Generates text for many requests at once.
+class AsyncTexts:
+    """What AsyncLLM and ReplicatedLLM have in common. A context manager, which closes them.
 
-    >>> async with AsyncLLM(LLM()) as llm:
-    ...     [completion] = await llm.generate(["def f("], SamplingParams())
-    ...     async for event in llm.stream(["def f("], SamplingParams()):
-    ...         print(event.text)
-
-    The LLM's engine belongs to a thread of this object from now on (see AsyncEngine). Close it, or
-    the engine's memory stays in use.
-
-    Args:
-      most_rounds, on_chunk: see AsyncEngine.
+    Attributes:
+      llm: for what is the same in all replicas: the tokenizer, the model's config, limits.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        most_rounds: int | None = None,
-        on_chunk: Callable[[Chunk], None] | None = None,
-    ):
-        self.llm = llm
-        self.engine = AsyncEngine(llm.engine, most_rounds, on_chunk)
-        self._compilers = ThreadPoolExecutor(GRAMMAR_THREADS, "jaxspec grammar")
+    llm: LLM
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,25 +45,19 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @property
-    def replicas(self) -> "tuple[AsyncLLM, ...]":
-        """Those that generate: this one alone; see ReplicatedLLM."""
-        return (self,)
-
     async def close(self) -> None:
         """Cancel what is under way, and end the threads. May be called more than once."""
-        self._compilers.shutdown(wait=False)
-        await self.engine.close()
+        raise NotImplementedError
 
-    async def run[T](self, function: Callable[[Engine], T]) -> T:
-        """See AsyncEngine.run."""
-        return await self.engine.run(function)
-
-    async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The token ids of each prompt, see LLM.tokenize."""
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > LONG_TEXT:
-            return await asyncio.to_thread(self.llm.tokenize, prompts)
-        return self.llm.tokenize(prompts)
+    def events(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        timeout: float | None,
+        options: TextOptions,
+    ) -> AsyncGenerator[TextChunk | Completion, None]:
+        """What ``stream`` gives; of every sample, where best_of will leave some out."""
+        raise NotImplementedError
 
     async def generate(
         self,
@@ -96,7 +74,7 @@ class AsyncLLM:
         was generated if this is cancelled.
         """
         completions: list[Completion] = []
-        events = self._events(prompts, sampling, timeout, options)
+        events = self.events(prompts, sampling, timeout, options)
         async with contextlib.aclosing(events):
             async for event in events:
                 if isinstance(event, Completion):
@@ -126,12 +104,57 @@ class AsyncLLM:
         QueueFull if too many wait; RuntimeError if it is closed.
         """
         check_streams(for_each(sampling, len(prompts)))
-        events = self._events(prompts, sampling, timeout, options)
+        events = self.events(prompts, sampling, timeout, options)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event
 
-    async def _events(
+
+class AsyncLLM(AsyncTexts):
+    """Generates text for many requests at once.
+
+    >>> async with AsyncLLM(LLM()) as llm:
+    ...     [completion] = await llm.generate(["def f("], SamplingParams())
+    ...     async for event in llm.stream(["def f("], SamplingParams()):
+    ...         print(event.text)
+
+    The LLM's engine belongs to a thread of this object from now on (see AsyncEngine). Close it, or
+    the engine's memory stays in use.
+
+    Args:
+      most_rounds, on_chunk: see AsyncEngine.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        most_rounds: int | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ):
+        self.llm = llm
+        self.engine = AsyncEngine(llm.engine, most_rounds, on_chunk)
+        self._compilers = ThreadPoolExecutor(GRAMMAR_THREADS, "jaxspec grammar")
+
+    @property
+    def replicas(self) -> "tuple[AsyncLLM, ...]":
+        """Those that generate: this one alone; see ReplicatedLLM."""
+        return (self,)
+
+    async def close(self) -> None:
+        self._compilers.shutdown(wait=False)
+        await self.engine.close()
+
+    async def run[T](self, function: Callable[[Engine], T]) -> T:
+        """See AsyncEngine.run."""
+        return await self.engine.run(function)
+
+    async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of each prompt, see LLM.tokenize."""
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > LONG_TEXT:
+            return await asyncio.to_thread(self.llm.tokenize, prompts)
+        return self.llm.tokenize(prompts)
+
+    async def events(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams],

@@ -39,14 +39,12 @@ def request_bar(
 
 
 @contextmanager
-def progress_bar(
-    generations: Sequence[Generation], console: Console | None = None
-) -> Iterator[Callable[[], None]]:
+def progress_bar(generations: Sequence[Generation]) -> Iterator[Callable[[], None]]:
     """A bar of the requests that have ended, with tokens/s and acceptance, on stderr.
 
     The function that it gives brings it up to date.
     """
-    with request_bar(len(generations), console) as show:
+    with request_bar(len(generations)) as show:
 
         def update() -> None:
             ended = sum(generation.done for generation in generations)

@@ -13,9 +13,9 @@ from jax import Array, lax
 
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import Heads, LatentHeads
-from jaxspec.parallel import Axes
+from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.latent_attention import latent_attention
@@ -51,6 +51,7 @@ class PagedAttend(Pytree):
         padding.
       ancestors: [B, T, words] tree mask past the context, or None for consecutive tokens.
       first_slot, order_invariant: see paged_attention.
+      split_tokens: devices that share sequences split the tokens (see Layout.split_tokens).
     """
 
     rows: Array = array("batch")
@@ -62,6 +63,7 @@ class PagedAttend(Pytree):
     ancestors: Array | None = array("batch", "nodes", "words", default=None)
     first_slot: int = static(default=0)
     order_invariant: bool = static(default=False)
+    split_tokens: bool = static(default=False)
 
     @property
     def context(self) -> QueryContext:
@@ -156,6 +158,12 @@ class PagedAttend(Pytree):
         )
         count = heads.partials.shape[2] if heads.tokens else None
         return _merged(part, axes, count, heads.sinks).astype(queries.dtype)
+
+
+def layout_of_pass(layout: Layout, attend: Any) -> Layout:
+    """A model's layout in a pass whose tokens attend so."""
+    splits = isinstance(attend, PagedAttend) and attend.split_tokens
+    return layout.split_tokens if splits else layout
 
 
 def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, PagedKV]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import KVScales
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.parallel import Axes
 from jaxspec.parallel.collectives import all_tokens
 from pallas_kernels.products import einsum_f32, sum_partials

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.attention import PagedAttend
+from jaxspec.models.attention import PagedAttend, layout_of_pass
 from jaxspec.models.forward_pass import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
@@ -167,7 +167,7 @@ def enter(decoder: Decoder, tokens: Array, attend: PagedAttend) -> Passage:
 
 def run(
     decoder: Decoder,
-    tokens: Array,
+    tokens: Array | Passage,
     positions: Array,
     states: LayerStates,
     attend: Attend,
@@ -175,10 +175,11 @@ def run(
     kernels: Kernels = NO_KERNELS,
     *,
     isolate_blocks: bool = False,
-    many: bool = False,
-    before: Passage | None = None,
 ) -> tuple[Array, LayerStates, Array | None]:
     """Run all layers over tokens [B, T] at rotary positions [B, T].
+
+    The tokens may come as a Passage from the stages of a pipeline, which have run the layers that
+    the decoder does not have.
 
     ``capture`` lists hidden states to return, concatenated: ``i`` is the residual stream after
     ``i`` layers, FINAL_NORM the output itself.
@@ -186,29 +187,27 @@ def run(
     ``isolate_blocks``: XLA compiles each block by itself (see ForwardPass), so that programs which
     capture other states, or do other things with the results, round alike.
 
-    ``many``: devices that share sequences split these tokens (see Layout.split_tokens). All of them
-    return all tokens.
-
-    ``before``: the tokens as they come from the stages of a pipeline, which have run the layers
-    that the decoder does not have.
+    If a PagedAttend says that devices which share sequences split the tokens, all of them return
+    all tokens.
 
     Returns (hidden after the final norm [B, T, H], states, captured [B, T, C] or None).
     """
     config = decoder.config
-    eps, layout = config.rms_norm_eps, decoder.layout.split_tokens if many else decoder.layout
+    eps, layout = config.rms_norm_eps, layout_of_pass(decoder.layout, attend)
     options: dict[str, Any] = {"isolate_blocks": isolate_blocks, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
-    x = _embed_split(decoder, tokens, layout) if before is None else before.x
+    x = tokens.x if isinstance(tokens, Passage) else _embed_split(decoder, tokens, layout)
     norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
     first = step.norm(x, norms[0])
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
-    residuals: dict[int, Any] = {} if before is None else before.residuals
+    residuals: dict[int, Any] = tokens.residuals if isinstance(tokens, Passage) else {}
     numbered = enumerate([x, *after], config.num_layers - len(decoder.layers))
     residuals |= dict(numbered) | {FINAL_NORM: normed}
     captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
-    whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, tokens.shape[1])
+    num_tokens = positions.shape[1]
+    whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, num_tokens)
     if captured is not None:
-        captured = all_tokens(captured, layout.tokens, tokens.shape[1])
+        captured = all_tokens(captured, layout.tokens, num_tokens)
     return whole, states, captured
 
 

@@ -29,6 +29,7 @@ from jaxspec.models.linear import (
     Product,
     ReadsRounded,
     RoundedRows,
+    takes_none,
 )
 from jaxspec.models.norms import norm_all_heads, rms_norm
 from jaxspec.models.rope import rope_angles
@@ -136,7 +137,7 @@ class ForwardPass:
         without a norm and with a scale of 1."""
         if norm is None and scale == 1:
             return addend
-        partials = addend.partial_sums(self.layout, self.kernels, _takes_none)
+        partials = addend.partial_sums(self.layout, self.kernels, takes_none)
         if self.isolate_blocks:
             partials = lax.optimization_barrier(partials)
         value = self.norm(sum_partials(partials, len(x), x.dtype), norm)
@@ -184,7 +185,7 @@ class ForwardPass:
         angles = self.ropes[config.rope]
         whole = 2 * angles.shape[-1] == config.head_dim  # else the kernel does not take the heads
         whole = whole and qk_norm is None
-        taking = self._taking("rope_kv_write", heads_take_partials if whole else _takes_none)
+        taking = self._taking("rope_kv_write", heads_take_partials if whole else takes_none)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         if qk_norm is not None:
             axes = self.layout.axes("kv_heads")
@@ -235,11 +236,7 @@ class ForwardPass:
     ) -> Callable[[jnp.dtype, int], bool]:
         """``fits`` if the operation runs as a kernel, else a function that always says no: the jnp
         reference takes no partial sums."""
-        return fits if operation in self.kernels else _takes_none
-
-
-def _takes_none(dtype: jnp.dtype, width: int) -> bool:
-    return False
+        return fits if operation in self.kernels else takes_none
 
 
 def make_pass(

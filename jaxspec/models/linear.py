@@ -227,7 +227,7 @@ class Product:
             x = all_tokens(self.x, _among(layout.tokens, *outputs))
             whole = dataclasses.replace(self, x=all_gather(x, ways.gathered))
         is_split = bool(ways.summed or ways.scattered)
-        partials = whole.local_sums(kernels, _never if is_split else takes_partials)
+        partials = whole.local_sums(kernels, takes_none if is_split else takes_partials)
         with jax.named_scope(self.scope):
             first = partials.ndim - len(self.linear.out_shape)  # dimension of the output
             partials = reduce_scatter(partials, ways.scattered, first + ways.dimension)
@@ -240,7 +240,7 @@ class Product:
         """The product itself [..., *out], bias included, in x's dtype."""
         if layout.product(self.linear.axes) == UNSPLIT and not layout.tokens:
             return self.linear(self.x, kernels)
-        return self.partial_sums(layout, kernels, _never)[0]
+        return self.partial_sums(layout, kernels, takes_none)[0]
 
     def local_sums(
         self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
@@ -263,7 +263,8 @@ def _among(tokens: Axes, *splits: Axes) -> Axes:
     return tuple(axis for axes in splits for axis in axes if axis in tokens)
 
 
-def _never(dtype: jnp.dtype, width: int) -> bool:
+def takes_none(dtype: jnp.dtype, width: int) -> bool:
+    """Of consumers that add up no partial sums; see Product.partial_sums."""
     return False
 
 

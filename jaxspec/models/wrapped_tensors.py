@@ -58,14 +58,18 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Depthwise:
-    """The tensors of another source, stored as those of a depthwise convolution: [out, 1, in]."""
+class Wrapped:
+    """The tensors of another source, in another layout."""
 
     source: Source
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.source.names
+
+
+class Depthwise(Wrapped):
+    """Stored as those of a depthwise convolution: [out, 1, in]."""
 
     def split(self, kind: str) -> Split:
         inner = self.source.split(kind)
@@ -119,15 +123,8 @@ class Fused:
         return {f"{name}.{kind}": slice(end - size, end) for name, size, end in sized}
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputsFirst:
-    """The tensors of another source, for arrays that hold the input last: [*out, in]."""
-
-    source: Source
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.source.names
+class OutputsFirst(Wrapped):
+    """For arrays that hold the input last: [*out, in]."""
 
     def split(self, kind: str) -> Split:
         inner = self.source.split(kind)

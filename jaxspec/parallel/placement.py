@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config.checks import first_of
+from jaxspec.parallel.memory_format import weight_place
 from jaxspec.parallel.pytree import array_text, is_static
-from jaxspec.parallel.weight_layout import weight_place
 
 MOST_SHOWN = 4  # differences that an error lists
 
@@ -33,7 +33,7 @@ def in_place_of(current: Any, new: Any) -> Any:
 
 
 def place_of(leaf: jax.Array) -> Any:
-    """Where a weight lies: see weight_layout.weight_place."""
+    """Where a weight lies: see memory_format.weight_place."""
     return weight_place(leaf.shape, leaf.sharding)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.cache import KVScales, PagedKV
@@ -11,6 +10,7 @@ from jaxspec.checkpoints.kv_scale_file import KVScaleFile
 from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
 from jaxspec.evaluation.perplexity import Scores
 from jaxspec.llm.llm import LLM
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.quantized.kv_cache import has_float8_cache
 from pallas_kernels.float8 import LARGEST
 
@@ -38,14 +38,10 @@ def measured_scales(
     llm.generate(list(prompts), with_distinct_seeds(sampling, len(prompts)))
     pool = llm.engine.programs.state.pool
     target, drafter = (
-        tuple(_scales(kv, margin) for kv in _caches(part)) for part in (pool.target, pool.draft)
+        tuple(_scales(kv, margin) for kv in nodes_of(part, PagedKV))
+        for part in (pool.target, pool.draft)
     )
     return KVScaleFile(target, drafter)
-
-
-def _caches(part: Any) -> list[PagedKV]:
-    nodes = jax.tree.leaves(part, is_leaf=lambda node: isinstance(node, PagedKV))
-    return [node for node in nodes if isinstance(node, PagedKV)]
 
 
 def _scales(kv: PagedKV, margin: float) -> KVScales:

@@ -129,15 +129,13 @@ def joined(parts: Sequence[Part], changed: dict[str, Array]) -> QuantizedLayer:
 
     Raises ValueError for errors that are not finite.
     """
-    found = QuantizedLayer({}, changed, {})
-    errors = jax.device_get([part.errors for part in parts])
-    for part, part_errors in zip(parts, errors, strict=True):
-        found.projections.update(part.projections)
-        found.errors.update({name: float(error) for name, error in part_errors.items()})
-    for name, error in found.errors.items():
+    projections = {name: made for part in parts for name, made in part.projections.items()}
+    errors = {name: error for part in parts for name, error in part.errors.items()}
+    floats = {name: float(error) for name, error in jax.device_get(errors).items()}
+    for name, error in floats.items():
         if not np.isfinite(error):
             raise ValueError(f"{name}: calibration gave inputs that are not finite")
-    return found
+    return QuantizedLayer(projections, changed, floats)
 
 
 @functools.partial(program, static_argnames=("grid", "clipped"))

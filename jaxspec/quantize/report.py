@@ -99,13 +99,8 @@ def perplexity_lines(report: Report) -> list[str]:
         "",
         f"On the same {report.after.sequences} sequences ({report.after.tokens:,} tokens) the "
         f"quantized model is worse by {with_interval(worse, interval, '.4f')} nats a token"
-        f"{_rounding_in(report)}.",
+        f"{', with its activations rounded, too' if report.plan['activations'] else ''}.",
     ]
-
-
-def _rounding_in(report: Report) -> str:
-    """What is said of the difference if readers round activations."""
-    return "" if report.plan["activations"] is None else ", with its activations rounded, too"
 
 
 def card(report: Report, name: str) -> str:

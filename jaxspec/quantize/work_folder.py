@@ -54,7 +54,10 @@ class WorkFolder:
         for name, rounded in projections.items():
             for field, array in rounded._asdict().items():
                 if array is not None:
-                    tensors[f"{field}.{name}"] = _readable(np.ascontiguousarray(array))
+                    # Safetensors writes 8-bit floats of NumPy, but reads none: bytes are kept.
+                    array = np.ascontiguousarray(array)
+                    as_bytes = array.dtype == E4M3
+                    tensors[f"{field}.{name}"] = array.view(np.uint8) if as_bytes else array
         metadata = {"errors": json.dumps(unit.errors)}
         _write(self._path(index), lambda path: save_file(tensors, path, metadata=metadata))
 
@@ -84,11 +87,6 @@ class WorkFolder:
 
     def _path(self, index: int) -> Path:
         return self._directory / f"unit-{index:05}.safetensors"
-
-
-def _readable(array: np.ndarray) -> np.ndarray:
-    """Safetensors writes 8-bit floats of NumPy, but reads none: they are kept as bytes."""
-    return array.view(np.uint8) if array.dtype == E4M3 else array
 
 
 def _write(path: Path, write: Any) -> None:

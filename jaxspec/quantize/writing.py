@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxspec._version import __version__
 from jaxspec.checkpoints.formats.awq import ORDER
 from jaxspec.checkpoints.formats.packing import pack, per_word
+from jaxspec.checkpoints.safetensors_io import save_parts
 from jaxspec.quantize.gptq import GptqConfig
 from jaxspec.quantize.methods import Method
 from jaxspec.quantize.rounding import Grid, Rounded
@@ -256,13 +256,7 @@ def write_checkpoint(
     for path in sorted(source.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
             shutil.copyfile(path, out / path.name)
-    sizes: dict[str, int] = {}
-    parts: list[list[str]] = []
-    for part in _filled(tensors):
-        save_file(part, out / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
-        parts.append(list(part))
-        sizes |= {name: tensor.nbytes for name, tensor in part.items()}
-    _name_parts(out, parts, sum(sizes.values()))
+    save_parts(out, _filled(tensors))
     config = dict(raw)
     if (quantization := quantization_config(plan)) is not None:
         config["quantization_config"] = quantization
@@ -280,20 +274,6 @@ def _filled(tensors: Iterable[Named]) -> Iterator[Named]:
         part |= tensors_of_unit
     if part:
         yield part
-
-
-def _name_parts(out: Path, parts: list[list[str]], total: int) -> None:
-    """Give the files of weights their final names, and write their index if there are several."""
-    if len(parts) == 1:
-        (out / "part-0.safetensors").rename(out / "model.safetensors")
-        return
-    where: dict[str, str] = {}
-    for index, names in enumerate(parts):
-        final = f"model-{index + 1:05}-of-{len(parts):05}.safetensors"
-        (out / f"part-{index}.safetensors").rename(out / final)
-        where |= dict.fromkeys(names, final)
-    content = {"metadata": {"total_size": total}, "weight_map": where}
-    (out / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _wide(values: Any) -> np.ndarray:

@@ -7,11 +7,6 @@ such rounds are not counted there, so the estimates are unbiased (Kaplan and Mei
 A drafter that proposes fewer tokens than it might counts as not accepted: that is what a call of
 this shape yields.
 
-A drafter may say itself how likely it held each token of its chains (a confidence head). That is
-known of the first round on and differs less from round to round than what was accepted. So it is
-where the estimates begin, of all rows and of each one; what is accepted then decides. It counts at
-the depths that a round reached, since it is said on condition that the tokens before are accepted.
-
 Chains are one family: a short one drafts the first tokens of a longer one. Every other tree is a
 family of its own, since wider trees survive longer.
 """
@@ -37,17 +32,11 @@ class Rounds(NamedTuple):
 
     tries: np.ndarray  # float64 [B, D], rounds that could accept
     hits: np.ndarray  # float64 [B, D], those that did
-    asked: np.ndarray  # float64 [B, D], rounds of ``tries`` whose drafter said how likely it was
-    told: np.ndarray  # float64 [B, D], sum of what it said
     kept: np.ndarray  # float64 [B], weight that is left to earlier rounds
 
 
 def count_rounds(
-    accepted: np.ndarray,
-    committed: np.ndarray,
-    depth: int,
-    forget: float = 0.0,
-    confidence: np.ndarray | None = None,
+    accepted: np.ndarray, committed: np.ndarray, depth: int, forget: float = 0.0
 ) -> Rounds:
     """Count the rounds of a call, the later ones with more weight.
 
@@ -56,7 +45,6 @@ def count_rounds(
       committed: int [C, B], tokens committed; 0 where a row did not run.
       depth: of the trees.
       forget: share of its weight that a round loses with each later one of its row.
-      confidence: float [C, B, depth], what the drafter thought of each token; None: nothing.
     """
     accepted, committed = np.asarray(accepted), np.asarray(committed)
     ran = committed > 0
@@ -66,17 +54,9 @@ def count_rounds(
     # A text that ended kept fewer tokens than were accepted: what follows them means nothing.
     seen = depths <= np.where(committed <= accepted, committed, depth)[..., None]
     reached = seen & (accepted[..., None] >= depths - 1)
-    tries = (weight * reached).sum(axis=0)
-    asked = told = np.zeros_like(tries)
-    if confidence is not None:
-        said = reached & np.isfinite(confidence)
-        asked = (weight * said).sum(axis=0)
-        told = (weight * np.where(said, confidence, 0)).sum(axis=0)
     return Rounds(
-        tries=tries,
+        tries=(weight * reached).sum(axis=0),
         hits=(weight * (reached & (accepted[..., None] >= depths))).sum(axis=0),
-        asked=asked,
-        told=told,
         kept=(1 - forget) ** ran.sum(axis=0),
     )
 
@@ -86,33 +66,25 @@ class AcceptanceEstimate:
 
     Rounds are forgotten exponentially. A new row is expected to be like those before it. What it
     shows moves all its hazards together (one offset in log-odds), and each by itself as rounds
-    accumulate. If its drafter is surer of it than of others, so is its first estimate, by as much.
-    Hazards at depths that no row has reached are those of the depth before; a tree that was never
-    tried is derived from the chain (TREE_POWER).
+    accumulate. Hazards at depths that no row has reached are those of the depth before; a tree that
+    was never tried is derived from the chain (TREE_POWER).
 
     Args:
       shapes: of the calls; plain ones tell nothing and are ignored.
       memory: rounds of a row that are remembered.
       shared_memory: rounds of all rows together.
-
-    Raises ValueError for a memory of less than one round.
     """
 
     def __init__(
         self, shapes: Iterable[TreeShape], *, memory: float = 64, shared_memory: float = 1024
     ):
-        if memory < 1 or shared_memory < 1:
-            raise ValueError(
-                f"memory and shared_memory must be at least 1 round, got {memory} and "
-                f"{shared_memory}"
-            )
         shapes = [shape for shape in shapes if not shape.is_plain]
         # Chains first, also if there are none: the others are derived from them.
         self.families = tuple(dict.fromkeys([None, *map(family_of, shapes)]))
         self.max_depth = max((shape.max_depth for shape in shapes), default=0)
         self._forget, self._forget_shared = 1 / memory, 1 / shared_memory
-        # Tries, hits, asked and told; see Rounds.
-        self._shared = np.zeros((4, len(self.families), self.max_depth))
+        # Tries and hits; see Rounds.
+        self._shared = np.zeros((2, len(self.families), self.max_depth))
         self._counts = np.zeros((1, *self._shared.shape))  # by slot; slot 0 stays empty
         self._slots: dict[Hashable, int] = {}  # of rows that have shown something
         self._free: list[int] = []
@@ -132,34 +104,23 @@ class AcceptanceEstimate:
         shape: TreeShape,
         accepted: np.ndarray,
         committed: np.ndarray,
-        confidence: np.ndarray | None = None,
     ) -> None:
-        """Add the rounds of a call of this shape: int [C, B] each, and of a chain what the drafter
-        thought of it, float [C, B, D]; see count_rounds.
+        """Add the rounds of a call of this shape: int [C, B] each, see count_rounds.
 
-        No row may be listed twice. Raises ValueError if there is not one column for each row, or
-        a confidence without all depths.
+        No row may be listed twice.
         """
-        if np.shape(accepted) != np.shape(committed) or np.shape(accepted)[1:] != (len(rows),):
-            raise ValueError(
-                f"accepted and committed must be [rounds, {len(rows)}], got "
-                f"{np.shape(accepted)} and {np.shape(committed)}"
-            )
         if shape.is_plain:
             return
         family, depth = self.families.index(family_of(shape)), shape.max_depth
-        size = (*np.shape(accepted), depth)
-        if confidence is not None and np.shape(confidence) != size:
-            raise ValueError(f"confidence must be {list(size)}, got {np.shape(confidence)}")
-        new = count_rounds(accepted, committed, depth, self._forget, confidence)
+        new = count_rounds(accepted, committed, depth, self._forget)
         slots = [self._slot(row) for row in rows]
         # Forget of other families too, and of deeper levels: a row's text has changed since.
         self._counts[slots] *= new.kept[:, None, None, None]
-        self._counts[slots, :, family, :depth] += np.stack(new[:4], axis=1)
-        every = count_rounds(accepted, committed, depth, confidence=confidence)
+        self._counts[slots, :, family, :depth] += np.stack([new.tries, new.hits], axis=1)
+        every = count_rounds(accepted, committed, depth)
         shared = self._shared[:, family]
         shared *= (1 - self._forget_shared) ** np.count_nonzero(committed)
-        shared[:, :depth] += np.stack(every[:4]).sum(axis=1)
+        shared[:, :depth] += np.stack([every.tries, every.hits]).sum(axis=1)
 
     def forget(self, row: Hashable) -> None:
         """The row has ended. What it told about others stays."""
@@ -179,21 +140,10 @@ class AcceptanceEstimate:
     def hazards(self, rows: Sequence[Hashable]) -> np.ndarray:
         """Probability to accept one more token: float64 [B, families, depths]."""
         counts = self._counts[[self._slots.get(row, 0) for row in rows]]
-        tries, hits, asked, told = np.moveaxis(counts, 1, 0)
-        first = _log_odds(self._shared_hazards()) + self._lead(asked, told)
+        tries, hits = np.moveaxis(counts, 1, 0)
+        first = _log_odds(self._shared_hazards())
         expected = _probability(first + _offsets(tries, hits, first))
         return (hits + ROW_WEIGHT * expected) / (tries + ROW_WEIGHT)
-
-    def _lead(self, asked: np.ndarray, told: np.ndarray) -> np.ndarray | float:
-        """How much surer the drafter is of each row than of all: log-odds [B, 1, 1].
-
-        It does not matter whether it is too sure of all of them.
-        """
-        if not asked.any():
-            return 0.0
-        every_asked, every_told = self._shared[2:]
-        common = _log_odds(every_told / np.maximum(every_asked, 1e-9))
-        return _offsets(asked, told, common)
 
     def survival(self, hazards: np.ndarray, shape: TreeShape) -> np.ndarray:
         """Probability to accept at least d = 1, 2, ... max_depth tokens: float64 [B, max_depth].
@@ -207,11 +157,10 @@ class AcceptanceEstimate:
 
     def _shared_hazards(self) -> np.ndarray:
         """Hazards of a row that nothing is known of: float64 [families, depths]."""
-        tries, hits, asked, told = self._shared
+        tries, hits = self._shared
         hazards = np.empty_like(tries)
         before = FIRST_HAZARD
         for depth in range(self.max_depth):
-            before = (told[0, depth] + before) / (asked[0, depth] + 1)
             before = (hits[0, depth] + FIRST_WEIGHT * before) / (tries[0, depth] + FIRST_WEIGHT)
             hazards[0, depth] = before
         of_trees = 1 - (1 - hazards[0]) ** TREE_POWER

@@ -1,17 +1,11 @@
 """What the scheduler and the engine say to each other."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxspec.config.cache import pages_for
-from jaxspec.config.checks import check_count, is_integer
 from jaxspec.config.engine import Preemption
 from jaxspec.scheduling.sequence import Sequence
-
-_COUNTS = ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round")
-_COUNTS += ("prefix_tokens_read_again", "shards", "max_rounds", "masked_rounds")
-_COUNTS += ("waiting_rounds", "part_pages")
 
 
 class QueueFull(Exception):
@@ -21,6 +15,8 @@ class QueueFull(Exception):
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What an engine can hold, and how it schedules.
+
+    Raises ValueError for snapshots and a drafter that reads several cached tokens again.
 
     Attributes:
       num_rows: rows of all shards together, the same number in each.
@@ -32,8 +28,6 @@ class Limits:
       largest_read: most prompt tokens of a row that a plan reads; None: any number.
       max_rounds: most rounds of a call.
       runs_all_rounds: a call runs all its rounds, even if every row ends before.
-      masked_rounds: most rounds of a call beside masked rows, which run one.
-      waiting_rounds: most rounds of a call while a request waits for a row or for pages.
       unseen_rounds: most rounds of a call most of whose rows have shown no round yet; None: any.
         What such rows accept is not known, so an adaptive engine may choose the wrong tree.
       max_queue: most requests that may wait; None: any number.
@@ -65,8 +59,6 @@ class Limits:
     largest_read: int | None = None
     max_rounds: int = 16
     runs_all_rounds: bool = False
-    masked_rounds: int = 8
-    waiting_rounds: int = 1
     unseen_rounds: int | None = None
     max_queue: int | None = None
     watermark: float = 0.01
@@ -81,70 +73,26 @@ class Limits:
     swaps_only: bool = False
 
     def __post_init__(self):
-        """Raise ValueError for values that no scheduler can work with."""
-        for name in _COUNTS:
-            check_count(name, getattr(self, name))
-        for name in ("scratch_slots", "host_parts", "snapshots"):
-            value = getattr(self, name)
-            is_none = value is None and name != "scratch_slots"
-            if not (is_none or (is_integer(value) and value >= 0)):
-                raise ValueError(f"{name} must be an integer, at least 0, got {value!r}")
-        if self.num_rows % self.shards:
-            raise ValueError(f"num_rows={self.num_rows} must be a multiple of shards={self.shards}")
-        if self.prefill_budget < self.num_rows:
-            raise ValueError(
-                f"prefill_budget must be at least num_rows={self.num_rows}, so that every reading "
-                f"row gets a token, got {self.prefill_budget}"
-            )
-        for name in ("max_queue", "largest_read", "unseen_rounds"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be a share in [0, 1), got {self.watermark}")
-        if self.preemption not in ("auto", "recompute", "swap"):
-            raise ValueError(
-                f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
-            )
-        if self.snapshots is not None and (self.shards > 1 or self.share_pages):
-            raise ValueError("snapshots need one shard, and share_pages=False")
         if self.snapshots is not None and self.prefix_tokens_read_again > 1:
             raise ValueError(
                 f"a drafter that reads the last {self.prefix_tokens_read_again} tokens of a cached "
                 "prefix again has no snapshots for it: use another one, or set prefix_caching=False"
             )
-        if self.swaps_only and (self.preemption != "swap" or self.shards > 1):
-            raise ValueError('swaps_only needs preemption="swap", and one shard')
 
     def most_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
         """Most tokens that a request can have, its prompt included."""
         return min(prompt_tokens + max_tokens, self.max_length)
 
     def check(self, request_id: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ValueError if a request of so many tokens can never run."""
-        name = f"request {request_id!r}"
-        if not prompt_tokens:
-            raise ValueError(f"{name}: the prompt is empty: give at least one token")
-        check_count("max_tokens", max_tokens)
-        if prompt_tokens >= self.max_length:
-            raise ValueError(
-                f"{name}: the prompt has {prompt_tokens} tokens; with those generated at most "
-                f"{self.max_length} fit: shorten it, or raise max_length"
-            )
+        """Raise ValueError if there can never be pages for a request of so many tokens."""
         most = self.most_tokens(prompt_tokens, max_tokens)
         needed = pages_for(most + self.scratch_slots, self.page_size)
         if needed > self.num_pages:
             raise ValueError(
-                f"{name}: {most} tokens and a tree of {self.scratch_slots} slots need {needed} "
-                f"pages of {self.page_size}, there are {self.num_pages}: shorten the prompt or "
-                "max_tokens, shrink the tree, or raise num_pages"
+                f"request {request_id!r}: {most} tokens and a tree of {self.scratch_slots} slots "
+                f"need {needed} pages of {self.page_size}, there are {self.num_pages}: shorten the "
+                "prompt or max_tokens, shrink the tree, or raise num_pages"
             )
-
-
-class Ended(NamedTuple):
-    """A request that the scheduler ended: "cancelled", "timeout", or as ``cancel`` was told."""
-
-    request_id: str
-    reason: str
 
 
 class SwapOut(NamedTuple):
@@ -159,12 +107,10 @@ class SwapOut(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """Put a swapped row back, and its first pages into the first ``restored`` of its table."""
+    """Put a swapped sequence back, its first pages into the first ``restored`` that it holds."""
 
-    row: int
     sequence: Sequence
     restored: int
-    table: tuple[int, ...]
 
 
 class PageCopy(NamedTuple):
@@ -176,25 +122,16 @@ class PageCopy(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Give a row to a sequence, which reads ``sequence.tokens`` as its prompt.
+    """Give its row to a sequence, which reads ``sequence.tokens`` as its prompt.
 
-    The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them (see
+    Its pages hold the KV of the first ``cached`` tokens. Reading starts at the last of them (see
     ``Limits.prefix_tokens_read_again``), whose KV is not written again. ``snapshot``: slot of what
     the row keeps outside of pages, before that token; None: nothing yet.
     """
 
-    row: int
     sequence: Sequence
     cached: int
-    table: tuple[int, ...]
     snapshot: int | None = None
-
-
-class Table(NamedTuple):
-    """A row's new page table."""
-
-    row: int
-    table: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,40 +149,69 @@ class Snapshot(NamedTuple):
     slot: int
 
 
-@dataclasses.dataclass(frozen=True)
+class Flight(NamedTuple):
+    """What a plan's calls do to a sequence.
+
+    Attributes:
+      read: prompt tokens that are read afterwards.
+      least, most: tokens that are added, unless it ends.
+    """
+
+    sequence: Sequence
+    read: int
+    least: int
+    most: int
+
+
+@dataclasses.dataclass
 class Plan:
     """What the device does next, in the order of the fields from ``swap_out`` on.
 
     Sequences go on changing: use what a plan says of them before the next call to the scheduler.
 
     Attributes:
-      ended: requests that the scheduler ended since the last plan.
+      timed_out: request ids whose deadline has passed since the last plan.
       dropped: request ids whose swapped copy is no longer needed.
       catch_up: rows that are done, whose drafter reads its pending tokens, since their pages become
         known to the prefix cache.
       release: rows that become empty.
+      tables: sequences whose rows have new pages.
       decode_rows: rows that decode, those included that finish reading in this plan.
       rounds: rounds of the decode call.
       masked_rows: further rows that decode: one round, whose tokens the host restricts.
-      sequences: the sequence of each row that reads or decodes.
+      sequences: the sequence of each row that reads or decodes; ``flights``: what happens to it.
     """
 
     index: int
-    ended: tuple[Ended, ...] = ()
-    dropped: tuple[str, ...] = ()
-    swap_out: tuple[SwapOut, ...] = ()
-    catch_up: tuple[int, ...] = ()
-    release: tuple[int, ...] = ()
-    swap_in: tuple[SwapIn, ...] = ()
-    copies: tuple[PageCopy, ...] = ()
-    admissions: tuple[Admission, ...] = ()
-    tables: tuple[Table, ...] = ()
-    reads: tuple[Read, ...] = ()
-    snapshots: tuple[Snapshot, ...] = ()
-    decode_rows: tuple[int, ...] = ()
+    timed_out: list[str] = dataclasses.field(default_factory=list)
+    dropped: list[str] = dataclasses.field(default_factory=list)
+    swap_out: list[SwapOut] = dataclasses.field(default_factory=list)
+    catch_up: list[int] = dataclasses.field(default_factory=list)
+    release: list[int] = dataclasses.field(default_factory=list)
+    swap_in: list[SwapIn] = dataclasses.field(default_factory=list)
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    admissions: list[Admission] = dataclasses.field(default_factory=list)
+    tables: list[Sequence] = dataclasses.field(default_factory=list)
+    reads: list[Read] = dataclasses.field(default_factory=list)
+    snapshots: list[Snapshot] = dataclasses.field(default_factory=list)
+    decode_rows: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
-    masked_rows: tuple[int, ...] = ()
-    sequences: Mapping[int, Sequence] = dataclasses.field(default_factory=dict)
+    masked_rows: list[int] = dataclasses.field(default_factory=list)
+    sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
+    flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
+
+    def add_flight(self, sequence: Sequence, least: int, most: int) -> None:
+        """Note that a call of this plan adds so many tokens to a sequence."""
+        earlier = self.flights.get(sequence.row)
+        if earlier is None:
+            sequence.flights += 1
+            earlier = Flight(sequence, sequence.read, 0, 0)
+            self.sequences[sequence.row] = sequence
+        self.flights[sequence.row] = earlier._replace(
+            least=earlier.least + least, most=earlier.most + most
+        )
+        sequence.least += least
+        sequence.most += most
 
     @property
     def runs_model(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.sequence import Sequence
 
+MASKED_ROUNDS = 8  # of a call beside masked rows, which run one
 REMEMBERED = 0.98  # share of earlier tokens and rounds in a mean, after each further row
 
 
@@ -35,7 +36,7 @@ class CallRounds:
             rate = self._tokens / self._rounds
             rounds = max(1, min(rounds, max(row.expected_rounds(rate) for row in rows)))
         if any(row.request.masked for row in rows):
-            rounds = min(rounds, limits.masked_rounds)
+            rounds = min(rounds, MASKED_ROUNDS)
         if limits.unseen_rounds and 2 * sum(row.is_unseen for row in rows) > len(rows):
             rounds = min(rounds, limits.unseen_rounds)
         return rounds
@@ -44,7 +45,7 @@ class CallRounds:
         limits = self.limits
         if reads or waits:
             self._next = limits.max_rounds if limits.runs_all_rounds else 1
-            return 1 if reads else min(limits.waiting_rounds, limits.max_rounds)
+            return 1
         rounds = self._next
         self._next = min(2 * rounds, limits.max_rounds)
         return rounds

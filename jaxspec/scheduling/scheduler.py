@@ -8,21 +8,22 @@ from collections.abc import Iterable, Mapping
 from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.pages import PageUsage, page_usage
 from jaxspec.scheduling.plan import (
+    Admission,
     Delivery,
-    Ended,
+    Flight,
     Limits,
     Plan,
     QueueFull,
     Read,
     RowResult,
     Snapshot,
+    SwapIn,
     SwapOut,
 )
-from jaxspec.scheduling.plan_builder import Flight, PlanBuilder
-from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
+from jaxspec.scheduling.preemption_costs import HostMemory, PreemptionCosts
 from jaxspec.scheduling.rounds_per_call import CallRounds
+from jaxspec.scheduling.rows_and_pages import Placement, Shard
 from jaxspec.scheduling.sequence import Request, Sequence, State
-from jaxspec.scheduling.shard import Placement, Shard
 
 
 class Scheduler:
@@ -49,9 +50,8 @@ class Scheduler:
         self._deferred: list[Sequence] = []  # passed over by the last plan, see num_deferred
         self._leaving: list[Sequence] = []  # ended, but their rows are not yet released
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
-        self._ended: list[Ended] = []  # to be told by the next plan
         self._dropped: list[str] = []  # to be told by the next plan
-        self._in_flight: deque[tuple[int, dict[int, Flight]]] = deque()
+        self._in_flight: deque[Plan] = deque()
         self._num_added = 0
         self._num_planned = 0
         self._rounds = CallRounds(limits)
@@ -73,9 +73,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, no call is in flight, and no row is still to be released."""
-        return not (
-            self._sequences or self._leaving or self._in_flight or self._ended or self._dropped
-        )
+        return not (self._sequences or self._leaving or self._in_flight or self._dropped)
 
     def usage(self) -> PageUsage:
         """What the pages are used for. The whole prompt of a reading row counts as its tokens."""
@@ -110,12 +108,11 @@ class Scheduler:
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
 
-    def cancel(self, request_id: str, reason: str = "cancelled") -> None:
+    def cancel(self, request_id: str) -> None:
         """End a request, whatever it is doing. Does nothing if it has ended."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence)
-            self._ended.append(Ended(request_id, reason))
 
     def plan(self, now: float, most_rounds: int | None = None, *, reads_only: bool = False) -> Plan:
         """What the device does next. Without any step if it can only wait.
@@ -124,19 +121,20 @@ class Scheduler:
           most_rounds: of the plan's call, if fewer than the limits allow.
           reads_only: no row decodes in a plan that reads prompts.
         """
+        plan = Plan(self._num_planned)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
             if sequence.state is not State.ENDED:
-                self.cancel(sequence.request_id, "timeout")
-        builder = PlanBuilder()
+                self._end(sequence)
+                plan.timed_out.append(sequence.request_id)
         self._deferred = []
-        self._release_ended(builder)
-        if self._keep_decoding(builder):  # nobody comes in while others must go
-            self._admit(builder)
-        self._read(builder)
-        if not (reads_only and builder.reads):
-            self._decode(builder, most_rounds or self.limits.max_rounds)
-        return self._launch(builder)
+        self._release_ended(plan)
+        if self._keep_decoding(plan):  # nobody comes in while others must go
+            self._admit(plan)
+        self._read(plan)
+        if not (reads_only and plan.reads):
+            self._decode(plan, most_rounds or self.limits.max_rounds)
+        return self._launch(plan)
 
     def update(self, plan: Plan, results: Iterable[RowResult]) -> list[Delivery]:
         """Take in what a plan's calls emitted; rows that are not named emitted nothing.
@@ -183,18 +181,18 @@ class Scheduler:
 
     # The steps of a plan.
 
-    def _release_ended(self, builder: PlanBuilder) -> None:
+    def _release_ended(self, plan: Plan) -> None:
         for sequence in self._leaving:
             shard = self._shard_of(sequence.row)
             if sequence.needs_drafter_catch_up:
-                builder.catch_up.append(sequence.row)
+                plan.catch_up.append(sequence.row)
                 sequence.num_complete_tokens = len(sequence.tokens) - 1
                 shard.register(sequence)
-            builder.release.append(sequence.row)
+            plan.release.append(sequence.row)
             shard.leave(sequence)
         self._leaving.clear()
 
-    def _keep_decoding(self, builder: PlanBuilder) -> bool:
+    def _keep_decoding(self, plan: Plan) -> bool:
         """Give every decoding row the pages of one round; the worst rows go where they lack.
 
         Returns whether nobody had to go.
@@ -205,19 +203,19 @@ class Scheduler:
                 if sequence.state is not State.DECODING or sequence.is_surely_done:
                     continue
                 while sequence.has_row and not shard.grow(sequence, 1):
-                    self._preempt(max(shard.running, key=lambda other: other.rank), shard, builder)
+                    self._preempt(max(shard.running, key=lambda other: other.rank), shard, plan)
         return sum(self.preemptions.values()) == before
 
-    def _preempt(self, sequence: Sequence, shard: Shard, builder: PlanBuilder) -> None:
+    def _preempt(self, sequence: Sequence, shard: Shard, plan: Plan) -> None:
         """Take a sequence's row and pages, to go on later."""
         context = sequence.most_context
         num_pages = pages_for(context, self.limits.page_size)
         is_swapped = sequence.state is State.DECODING and self._swap_is_better(context, num_pages)
         if is_swapped:
             pages = tuple(sequence.pages[:num_pages])
-            builder.swap_out.append(SwapOut(sequence.row, sequence, pages))
+            plan.swap_out.append(SwapOut(sequence.row, sequence, pages))
             self.host.take(sequence, num_pages)
-        builder.release.append(sequence.row)
+        plan.release.append(sequence.row)
         shard.leave(sequence)
         self.preemptions["swap" if is_swapped else "recompute"] += 1
         sequence.preemptions += 1
@@ -231,7 +229,7 @@ class Scheduler:
             return True
         return self.costs.swap_is_cheaper(num_tokens, self.host.parts_for(num_pages))
 
-    def _admit(self, builder: PlanBuilder) -> None:
+    def _admit(self, plan: Plan) -> None:
         """Give free rows to those who wait, in order.
 
         One that lacks pages blocks those behind it. One that waits for calls in flight, or for KV
@@ -250,7 +248,7 @@ class Scheduler:
             if not fitting or not self._can_swap_all(sequence):
                 return
             best = max(fitting, key=lambda p: (p.cached, p.shard.pages.available))
-            self._place(best, sequence, builder)
+            self._place(best, sequence, plan)
 
     def _can_swap_all(self, new: Sequence) -> bool:
         """Whether nobody has to be recomputed if this one runs too, where that is forbidden."""
@@ -259,17 +257,17 @@ class Scheduler:
         swapped = [sequence for sequence in self._waiting if sequence.swapped]
         return self.host.never_lacks([*self.shards[0].running, *swapped, new])
 
-    def _place(self, placement: Placement, sequence: Sequence, builder: PlanBuilder) -> None:
+    def _place(self, placement: Placement, sequence: Sequence, plan: Plan) -> None:
         copy = placement.shard.place(placement, sequence)
         self._waiting.remove(sequence)
         if sequence.swapped:
             sequence.state = State.DECODING
             self.host.give_back(sequence)
             context = len(sequence.tokens) - 1
-            builder.restored.append((sequence, pages_for(context, self.limits.page_size)))
+            plan.swap_in.append(SwapIn(sequence, pages_for(context, self.limits.page_size)))
             return
         if copy is not None:
-            builder.copies.append(copy)
+            plan.copies.append(copy)
         if placement.source is None and sequence.preemptions == 0:
             placement.shard.cache.count(len(sequence.tokens), placement.cached)
         sequence.state = State.READING
@@ -278,9 +276,9 @@ class Scheduler:
         sequence.read = max(0, placement.cached - self.limits.prefix_tokens_read_again)
         sequence.branch = placement.known if placement.known > placement.cached else 0
         snapshot = placement.shard.snapshot_for(placement)
-        builder.admitted.append((sequence, placement.cached, snapshot))
+        plan.admissions.append(Admission(sequence, placement.cached, snapshot))
 
-    def _read(self, builder: PlanBuilder) -> None:
+    def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
         readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
         most = self.limits.largest_read or self.limits.prefill_budget
@@ -289,17 +287,17 @@ class Scheduler:
         for sequence, most in zip(readers, counts, strict=True):
             shard = self._shard_of(sequence.row)
             count = shard.read_end(sequence, most) - sequence.read
-            builder.reads.append(Read(sequence.row, count))
+            plan.reads.append(Read(sequence.row, count))
             sequence.read += count
             slot = shard.snapshot(sequence)
             if slot is not None:
-                builder.snapshots.append(Snapshot(sequence.row, slot))
+                plan.snapshots.append(Snapshot(sequence.row, slot))
             is_read = sequence.read == sequence.goal
             if is_read:
                 sequence.state = State.DECODING
-            builder.add_flight(sequence, int(is_read), int(is_read))
+            plan.add_flight(sequence, int(is_read), int(is_read))
 
-    def _decode(self, builder: PlanBuilder, most_rounds: int) -> None:
+    def _decode(self, plan: Plan, most_rounds: int) -> None:
         """Let all rows decode for as many rounds as the load and the pages allow.
 
         Where all of them end their prompts in this plan, they decode in the next one, which is
@@ -311,7 +309,7 @@ class Scheduler:
         ]
         if not any(groups):
             return
-        reading = {read.row for read in builder.reads}
+        reading = {read.row for read in plan.reads}
         running = [sequence for group in groups for sequence in group]
         waits = bool(self._waiting)
         rounds = self._rounds.choose(running, most_rounds, reads=bool(reading), waits=waits)
@@ -322,42 +320,44 @@ class Scheduler:
             for shard, group in zip(self.shards, groups, strict=True)
         ):
             rounds //= 2
-        builder.rounds = rounds
+        plan.rounds = rounds
         for shard, group in zip(self.shards, groups, strict=True):
             for sequence in group:
-                rounds = 1 if sequence.request.masked else builder.rounds
+                rounds = 1 if sequence.request.masked else plan.rounds
                 has_grown = shard.grow(sequence, rounds)
                 assert has_grown, "pages for one round were reserved, those for more were counted"
-                rows = builder.masked_rows if sequence.request.masked else builder.decode_rows
+                rows = plan.masked_rows if sequence.request.masked else plan.decode_rows
                 rows.append(sequence.row)
-                builder.add_flight(sequence, rounds, rounds * self.limits.tokens_per_round)
+                plan.add_flight(sequence, rounds, rounds * self.limits.tokens_per_round)
 
-    def _launch(self, builder: PlanBuilder) -> Plan:
+    def _launch(self, plan: Plan) -> Plan:
         """The finished plan. Its calls are in flight from now on."""
+        for step in (*plan.swap_in, *plan.admissions):  # they tell the device of the pages
+            step.sequence.table_changed = False
         running = [sequence for shard in self.shards for sequence in shard.running]
-        plan = builder.finish(self._num_planned, running, self._ended, self._dropped)
+        plan.tables = [sequence for sequence in running if sequence.table_changed]
+        for sequence in plan.tables:
+            sequence.table_changed = False
+        plan.dropped, self._dropped = self._dropped, []
         self._num_planned += 1
-        self._ended.clear()
-        self._dropped.clear()
         if plan.runs_model:
-            self._in_flight.append((plan.index, builder.flights))
+            self._in_flight.append(plan)
         return plan
 
     # What came out of it.
 
     def _take_flights(self, plan: Plan, results: Mapping[int, RowResult]) -> dict[int, Flight]:
         """The flights of the earliest plan whose results are not known yet."""
-        index, flights = self._in_flight[0] if self._in_flight else (None, {})
+        index = self._in_flight[0].index if self._in_flight else None
         if index != plan.index:
             raise ValueError(f"plan {plan.index} is updated, but the next one is {index}")
         for row, result in results.items():
-            most = flights[row].most if row in flights else 0
+            most = plan.flights[row].most if row in plan.flights else 0
             if len(result.tokens) > most:
                 raise ValueError(
                     f"row {row} emitted {len(result.tokens)} tokens, planned were at most {most}"
                 )
-        self._in_flight.popleft()
-        return flights
+        return self._in_flight.popleft().flights
 
     def _advance(self, flight: Flight, result: RowResult) -> None:
         """Add a row's new tokens, and make the pages known that they complete."""

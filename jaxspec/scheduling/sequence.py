@@ -155,8 +155,3 @@ class Sequence:
     def slots(self, rounds: int, tokens_per_round: int, scratch_slots: int) -> int:
         """Slots that it may write in a call of so many rounds, those before included."""
         return min(self.most_context + rounds * tokens_per_round, self.limit) + scratch_slots
-
-    def take_table(self) -> tuple[int, ...]:
-        """Its page table, which the device is told now."""
-        self.table_changed = False
-        return tuple(self.pages)

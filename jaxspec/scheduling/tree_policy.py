@@ -27,24 +27,13 @@ class RoundCosts:
     Args:
       measured: seconds by (rows, shape); rows are those of the compiled program.
       call: seconds that a call takes besides its rounds.
-
-    Raises ValueError for values that are not positive, and if plain decoding was not measured.
     """
 
     def __init__(self, measured: Mapping[tuple[int, TreeShape], float], call: float = 0.0):
-        if not 0 <= call < float("inf"):
-            raise ValueError(f"a call must take a finite time that is not negative, got {call} s")
         self.call = call
         points: dict[TreeShape, list[tuple[int, float]]] = {}
         for (rows, shape), seconds in measured.items():
-            if rows < 1 or not 0 < seconds < float("inf"):
-                raise ValueError(
-                    f"a round must take a positive time and have at least 1 row, got {seconds} s "
-                    f"and {rows} rows"
-                )
             points.setdefault(shape, []).append((rows, seconds))
-        if not any(shape.is_plain for shape in points):
-            raise ValueError("measure plain decoding too: it is what drafting is compared with")
         self._curves = {shape: _rising(sorted(curve)) for shape, curve in points.items()}
 
     @property
@@ -80,8 +69,8 @@ class TreePolicy:
 
     >>> plan = scheduler.plan(now, policy.most_rounds)
     >>> shape = policy.choose(request_ids, costs, rounds=plan.rounds)
-    >>> policy.observe(request_ids, shape, accepted, committed)  # later, also after more choices
-    >>> policy.forget(request_id)  # it has ended
+    >>> policy.estimate.observe(request_ids, shape, accepted, committed)  # also after more choices
+    >>> policy.estimate.forget(request_id)  # it has ended
 
     It stays with a shape unless another is better by more than ``hysteresis``. Where nothing, or
     only short chains, are drafted, the estimates of what else could be grow old. So now and then a
@@ -97,8 +86,8 @@ class TreePolicy:
       exploration: share of the time that trying may cost.
       short_call: rounds of a call that tries a shape.
 
-    Raises ValueError without plain decoding, for negative shares or an exploration above 0.5, and
-    for a short call without a round.
+    Attributes:
+      estimate: what it has learnt.
     """
 
     def __init__(
@@ -108,19 +97,9 @@ class TreePolicy:
         hysteresis: float = 0.01,
         exploration: float = 0.01,
         short_call: int = SHORT_CALL,
-        estimate: AcceptanceEstimate | None = None,
     ):
-        if not any(shape.is_plain for shape in shapes):
-            raise ValueError("shapes must include plain decoding")
-        if hysteresis < 0 or not 0 <= exploration <= 0.5:
-            raise ValueError(
-                "hysteresis must not be negative and exploration must be a share of at most 0.5, "
-                f"got {hysteresis} and {exploration}"
-            )
-        if short_call < 1:
-            raise ValueError(f"short_call must be at least 1 round, got {short_call}")
         self.shapes = tuple(shapes)
-        self.estimate = AcceptanceEstimate(shapes) if estimate is None else estimate
+        self.estimate = AcceptanceEstimate(shapes)
         self.hysteresis, self.exploration = hysteresis, exploration
         self.short_call = short_call
         self.shape: TreeShape | None = None  # of the last call that did not explore
@@ -144,11 +123,7 @@ class TreePolicy:
           rows: keys of the rows that decode.
           rounds: of the call.
           size: rows of the program that will run; None: the number of rows.
-
-        Raises ValueError without rows.
         """
-        if not rows:
-            raise ValueError("choose needs at least one row")
         hazards = self.estimate.hazards(rows)
         outlook = _Outlook(self.shapes, hazards, self.estimate, costs, size)
         self.shape = best = outlook.pick(self.shape, self.hysteresis)
@@ -214,22 +189,6 @@ class TreePolicy:
         not try something."""
         extra = outlook.call_seconds if rounds <= self.short_call else 0.0
         return rounds * outlook.loss(shape) + extra
-
-    def observe(
-        self,
-        rows: Sequence[Hashable],
-        shape: TreeShape,
-        accepted: np.ndarray,
-        committed: np.ndarray,
-        confidence: np.ndarray | None = None,
-    ) -> None:
-        """Learn from the rounds of a call: int [C, B] each, and float [C, B, D], what the drafter
-        thought, if it told. See AcceptanceEstimate.observe."""
-        self.estimate.observe(rows, shape, accepted, committed, confidence)
-
-    def forget(self, row: Hashable) -> None:
-        """The row has ended."""
-        self.estimate.forget(row)
 
 
 class _Outlook:

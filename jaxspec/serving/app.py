@@ -1,6 +1,6 @@
 """The application: which path does what."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,17 @@ from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec._version import __version__
-from jaxspec.serving import chat, completions, models, prepared, tokens
+from jaxspec.serving import chat, completions, prepared
 from jaxspec.serving.draining import Draining
-from jaxspec.serving.errors import ApiError, add_handlers
+from jaxspec.serving.errors import add_handlers
 from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse
-from jaxspec.serving.protocol.errors import ErrorResponse
-from jaxspec.serving.protocol.models import ModelCard, ModelList
+from jaxspec.serving.protocol.models import ModelCard, ModelList, StopToken
 from jaxspec.serving.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -28,6 +27,7 @@ from jaxspec.serving.protocol.tokens import (
     TokenizeResponse,
 )
 from jaxspec.serving.rates import Rates
+from jaxspec.serving.sampling import check_length
 from jaxspec.serving.security import (
     MOST_BYTES,
     MOST_SECONDS,
@@ -38,7 +38,7 @@ from jaxspec.serving.security import (
     client_of,
 )
 from jaxspec.serving.service import Service
-from jaxspec.serving.streaming import EVENTS, ClientGone, EventStream, first, until_gone
+from jaxspec.serving.streaming import EVENTS, ClientGone, EventStream, until_gone
 
 FOLDER = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody sees it but the log
@@ -108,7 +108,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        service.check_ready()  # or the state, and 503
+        service.check()  # or the state, and 503
         return JSONResponse({"status": service.state})
 
     @app.get("/version")
@@ -125,81 +125,80 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 
 def _add_models(app: APIRouter, service: Service) -> None:
+    def card(name: str) -> ModelCard:
+        """With the model's stop tokens, and the token that ends a turn of chats."""
+        llm, turn_end = service.llm.llm, service.turn_end()
+        stops = [
+            StopToken(id=token, text=llm.detokenize([token]), chats_only=token in turn_end)
+            for token in (*llm.params.target.config.stop_token_ids, *turn_end)
+        ]
+        length = service.max_length
+        return ModelCard(id=name, created=service.created, max_model_len=length, stop_tokens=stops)
+
     @app.get("/v1/models")
     async def list_models() -> ModelList:
-        return models.model_list(service)
+        return ModelList(data=[card(name) for name in service.names])
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> ModelCard:
-        service.check_model(name)
-        return next(card for card in models.model_list(service).data if card.id == name)
+        service.check(name)
+        return card(name)
 
 
 def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
+    async def respond(
+        request: Request, prepare: prepared.Preparing[Any], *, streams: bool | None
+    ) -> Response:
+        """What goes wrong before the first chunk of a stream has a status of its own."""
+        spend = partial(rates.spend, client_of(request.scope))
+        try:
+            if streams:
+                chunks = prepared.stream(prepare, spend)
+                return EventStream(await until_gone(request.receive, anext(chunks)), chunks)
+            answer = await until_gone(request.receive, prepared.answer(prepare, spend))
+            return Response(answer.model_dump_json(), media_type="application/json")
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+
     @app.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        spend = partial(rates.spend, client_of(request.scope))
         prepare = partial(completions.prepare, service, body)
-        return await _respond(request, prepare, spend, streams=bool(body.stream))
+        return await respond(request, prepare, streams=body.stream)
 
     @app.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
     async def answer(body: ChatRequest, request: Request) -> Response:
-        spend = partial(rates.spend, client_of(request.scope))
-        prepare = partial(chat.prepare, service, body)
-        return await _respond(request, prepare, spend, streams=bool(body.stream))
+        return await respond(request, partial(chat.prepare, service, body), streams=body.stream)
 
 
 def _add_tokens(app: APIRouter, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        return await tokens.tokenize(service, body)
+        service.check(body.model)
+        length = service.max_length
+        if (body.prompt is None) == (body.messages is None):
+            raise FieldError("prompt", "give prompt or messages")
+        if body.prompt is not None:
+            check_length("prompt", body.prompt, length)
+            [ids] = await service.llm.tokenize([body.prompt])
+        else:
+            begins = body.add_generation_prompt
+            fields = {"messages": body.messages, "add_generation_prompt": begins}
+            ids = await chat.prompt_ids(service, ChatRequest.model_validate(fields))
+        texts = [service.texts.of(token) for token in ids] if body.return_token_strs else None
+        return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=length, token_strs=texts)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        return await tokens.detokenize(service, body)
+        service.check(body.model)
+        check_length("tokens", body.tokens, service.max_length)
+        most = service.llm.llm.params.target.config.vocab_size
+        if any(token >= most for token in body.tokens):
+            raise FieldError("tokens", f"tokens has one outside 0..{most - 1}")
+        return DetokenizeResponse(prompt=service.llm.llm.detokenize(body.tokens))
 
 
 def _add_page(app: FastAPI) -> None:
     """Static files; they ask nobody but this server."""
     for path in PAGE:
-        name = path.removeprefix("/") or "index.html"
-        app.get(path, include_in_schema=False)(_shows(FOLDER / name))
-
-
-def _shows(file: Path) -> Callable[[], Coroutine[Any, Any, Response]]:
-    async def show() -> Response:
-        return FileResponse(file)
-
-    return show
-
-
-async def _respond(
-    request: Request,
-    prepare: prepared.Preparing[Any],
-    spend: Callable[[int], None],
-    *,
-    streams: bool,
-) -> Response:
-    """The answer to a request, in chunks if it streams."""
-    if streams:
-        return await _streamed(request, prepared.stream(prepare, spend))
-    return await _answered(request, prepared.answer(prepare, spend))
-
-
-async def _answered(request: Request, work: Coroutine[Any, Any, BaseModel]) -> Response:
-    try:
-        answer = await until_gone(request.receive, work)
-    except ClientGone:
-        return Response(status_code=CLIENT_GONE)
-    return Response(answer.model_dump_json(), media_type="application/json")
-
-
-async def _streamed(request: Request, chunks: AsyncGenerator[BaseModel, None]) -> Response:
-    """What goes wrong before the first chunk has a status of its own."""
-    try:
-        beginning = await until_gone(request.receive, first(chunks))
-    except ClientGone:
-        return Response(status_code=CLIENT_GONE)
-    except StopAsyncIteration:
-        raise ApiError(500, "nothing was generated", kind="server_error") from None
-    return EventStream(beginning, chunks)
+        file = FOLDER / (path.removeprefix("/") or "index.html")
+        app.add_route(path, lambda _, file=file: FileResponse(file), include_in_schema=False)

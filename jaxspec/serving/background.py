@@ -49,9 +49,8 @@ async def warm_in_background(llm: AsyncLLM, goes_on: Callable[[], bool] = lambda
     Returns whether all are compiled. Raises RuntimeError if the AsyncLLM is closed, or a program
     cannot be compiled.
     """
-    programs = [partial(_compile, key=key) for key in await llm.run(missing_programs)]
-    for compile_next in [*programs, _compile_small]:
-        while goes_on() and not await llm.run(compile_next):
+    for key in [*await llm.run(missing_programs), None]:
+        while goes_on() and not await llm.run(partial(_compile, key=key)):
             await asyncio.sleep(PAUSE)
         if not goes_on():
             return False
@@ -97,25 +96,17 @@ def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]
     return coverage(engine.programs, engine.limits, trees, (sampling,), tokens, few)
 
 
-def _is_idle(engine: Engine) -> bool:
-    return engine.is_idle and engine.scheduler.is_idle
-
-
-def _compile(engine: Engine, key: Key) -> bool:
-    """Compile a program by running it on nothing; False: the engine is busy."""
-    if not _is_idle(engine):
+def _compile(engine: Engine, key: Key | None) -> bool:
+    """Compile a program by running it on nothing, or (None) those that move rows and pages; False:
+    the engine is busy."""
+    if not (engine.is_idle and engine.scheduler.is_idle):
         return False
-    if isinstance(key, ReadKey):
+    if key is None:
+        compile_small(engine.programs, _cover(engine, FULL, engine.limits.max_length, [1]))
+    elif isinstance(key, ReadKey):
         engine.programs.prepare_reading(key)
     elif key.masked:
         prepare_masked(engine.programs, key)
     else:
         engine.programs.prepare_rounds(key)
-    return True
-
-
-def _compile_small(engine: Engine) -> bool:
-    if not _is_idle(engine):
-        return False
-    compile_small(engine.programs, _cover(engine, FULL, engine.limits.max_length, [1]))
     return True

@@ -76,7 +76,7 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
         if completion.logprobs is not None and self.request.logprobs:
             entries = self.text_logprobs(completion.logprobs, completion.token_ids)
             choice.logprobs = chat_logprobs(texts, entries)
-        results.add_asked(choice, self.request, completion, self.service.llm.llm, texts)
+        self.add_asked(choice, completion)
         return choice
 
     def writer(self, index: int) -> "ChatWriter":
@@ -125,8 +125,7 @@ class ChatWriter(ChoiceWriter[ChatChoice]):
 
 async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     """The request as the engine takes it. Raises ApiError for one that cannot be served."""
-    service.check_ready()
-    service.check_model(request.model)
+    service.check(request.model)
     _check_together(request)
     tools = offered_tools(request)
     structured = structured_output(request)

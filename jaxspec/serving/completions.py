@@ -40,15 +40,14 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
         return CompletionResponse(id=self.id, created=self.created, model=name, choices=choices)
 
     def choice(self, index: int, completion: Completion) -> CompletionChoice:
-        texts, request = self.service.texts, self.request
         choice = CompletionChoice(
             index=index,
             text=self.echoed(index) + completion.text,
             finish_reason=results.finish_reason(completion),
         )
-        if request.logprobs is not None:
+        if self.request.logprobs is not None:
             choice.logprobs = self._all_logprobs(index, completion)
-        results.add_asked(choice, request, completion, self.service.llm.llm, texts)
+        self.add_asked(choice, completion)
         return choice
 
     def writer(self, index: int) -> "CompletionWriter":
@@ -120,8 +119,7 @@ class CompletionWriter(ChoiceWriter[CompletionChoice]):
 
 async def prepare(service: Service, request: CompletionRequest) -> PreparedCompletion:
     """The request as the engine takes it. Raises ApiError for one that cannot be served."""
-    service.check_ready()
-    service.check_model(request.model)
+    service.check(request.model)
     _check_together(request)
     tokens = await service.llm.tokenize(_prompts(request, service.max_length))
     if request.truncate_prompt_tokens is not None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxspec.serving.errors import CutShort, NotReady
 from jaxspec.serving.security import is_open, take_rest
 from jaxspec.serving.service import Service
-from jaxspec.serving.streaming import EVENTS, last_events
+from jaxspec.serving.streaming import EVENTS, last_events, until
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +48,11 @@ class Draining:
 
     async def _until_cut(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer(send)
-        work = asyncio.ensure_future(self._app(scope, receive, answer.send))
-        cut = asyncio.create_task(self._service.cut.wait())
-        try:
-            await asyncio.wait({work, cut}, return_when=asyncio.FIRST_COMPLETED)
+        app = self._app(scope, receive, answer.send)
+        async with until(app, self._service.cut.wait()) as work:
             if work.done() or not answer.can_be_cut:
                 await work
                 return
-        finally:
-            for task in (work, cut):
-                task.cancel()
-            await asyncio.gather(work, cut, return_exceptions=True)
         if not answer.can_be_cut:  # its last part went out while it was cancelled
             return
         with contextlib.suppress(TimeoutError):  # a client that does not read

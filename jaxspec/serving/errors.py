@@ -12,8 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jaxspec.scheduling.plan import QueueFull
-from jaxspec.serving.protocol.base import FieldError
-from jaxspec.serving.protocol.errors import ErrorDetails, ErrorResponse
+from jaxspec.serving.protocol.base import ErrorDetails, ErrorResponse, FieldError
 
 logger = logging.getLogger(__name__)
 

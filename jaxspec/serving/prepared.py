@@ -12,25 +12,20 @@ from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk, TextOptions
 from jaxspec.llm.tree_text import RoundTexts
 from jaxspec.serving import results
-from jaxspec.serving.protocol.chat import ChatChoice, ChatRequest, ChatResponse
-from jaxspec.serving.protocol.completions import (
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
+from jaxspec.serving.protocol.sampling import (
+    Choice,
+    GeneratedResponse,
+    SamplingFields,
+    Speculation,
 )
-from jaxspec.serving.protocol.sampling import Speculation
 from jaxspec.serving.service import Service
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedRequest[
-    Request: (ChatRequest, CompletionRequest),
-    Choice: (ChatChoice, CompletionChoice),
-    Response: (ChatResponse, CompletionResponse),
-](abc.ABC):
+class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.ABC):
     """A request, ready for the engine: token ids and sampling of each prompt."""
 
-    request: Request
+    request: R
     service: Service
     prompts: list[list[int]]
     sampling: list[SamplingParams]
@@ -47,54 +42,72 @@ class PreparedRequest[
         """The prompt of a choice."""
         return self.prompts[index // self.samples]
 
+    def rounds_of(self, index: int) -> RoundTexts:
+        """The trees of a choice's rounds as JSON."""
+        return RoundTexts(self.service.llm.llm.detokenize, self.prompt_of(index))
+
     def text_logprobs(
         self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
     ) -> Sequence[TokenLogprob]:
-        return results.without_stop(self.service.llm.llm, self.sampling[0], entries, token_ids)
+        """The entries of the text: a stop token that ends it is no part of it."""
+        stops = self.service.llm.llm.engine.stop_ids(self.sampling[0])
+        return entries[:-1] if token_ids and token_ids[-1] in stops else entries
+
+    def add_asked(self, choice: C, completion: Completion) -> None:
+        """Add to a whole choice what the request asks for beside the text."""
+        request = self.request
+        if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
+            choice.prompt_logprobs = self.service.texts.prompt_logprobs(completion.prompt_logprobs)
+        if request.return_token_ids:
+            choice.token_ids = completion.token_ids
+            choice.prompt_token_ids = completion.prompt_token_ids
+        if request.return_speculation:
+            choice.speculation = results.speculation(completion)
+            if completion.trees is not None:
+                choice.speculation.trees = self.rounds_of(choice.index).add(completion.trees)
 
     @abc.abstractmethod
-    def response(self, choices: list[Choice], *, chunk: bool = False) -> Response:
+    def response(self, choices: list[C], *, chunk: bool = False) -> A:
         """The answer, or a chunk of it, with these choices."""
 
     @abc.abstractmethod
-    def choice(self, index: int, completion: Completion) -> Choice:
+    def choice(self, index: int, completion: Completion) -> C:
         """A whole choice."""
 
     @abc.abstractmethod
-    def writer(self, index: int) -> "ChoiceWriter[Choice]":
+    def writer(self, index: int) -> "ChoiceWriter[C]":
         """The writer of a choice in chunks."""
 
 
-class ChoiceWriter[Choice: (ChatChoice, CompletionChoice)](abc.ABC):
+class ChoiceWriter[C: Choice](abc.ABC):
     """Writes the chunks of one choice of a stream."""
 
-    def __init__(self, prepared: PreparedRequest[Any, Choice, Any], index: int):
+    def __init__(self, prepared: PreparedRequest[Any, C, Any], index: int):
         self.prepared, self.index = prepared, index
 
     @functools.cached_property
     def _rounds(self) -> RoundTexts:
-        prompt = self.prepared.prompt_of(self.index)
-        return RoundTexts(self.prepared.service.llm.llm.detokenize, prompt)
+        return self.prepared.rounds_of(self.index)
 
     @abc.abstractmethod
-    def chunks(self, event: TextChunk) -> list[Choice]:
+    def chunks(self, event: TextChunk) -> list[C]:
         """What is new, as chunks of the choice."""
 
     @abc.abstractmethod
-    def ending(self, reason: str) -> Choice:
+    def ending(self, reason: str) -> C:
         """The last chunk, which says why the text ended: ``stop`` or ``length``."""
 
     @abc.abstractmethod
     def logprobs(self, entries: Sequence[TokenLogprob]) -> Any:
         """Log-probabilities of new tokens, in the shape of the choice."""
 
-    def last(self, completion: Completion) -> Choice:
+    def last(self, completion: Completion) -> C:
         choice = self.ending(results.finish_reason(completion))
         if self.prepared.request.return_speculation:
             choice.speculation = results.speculation(completion)
         return choice
 
-    def add_tokens(self, choice: Choice, event: TextChunk) -> None:
+    def add_tokens(self, choice: C, event: TextChunk) -> None:
         """Add to a chunk what the request asks for beside the text."""
         if event.logprobs is not None:
             entries = self.prepared.text_logprobs(event.logprobs, event.token_ids)
@@ -106,14 +119,10 @@ class ChoiceWriter[Choice: (ChatChoice, CompletionChoice)](abc.ABC):
 
 
 # Checks and encodes a request when it is called.
-type Preparing[Response: (ChatResponse, CompletionResponse)] = Callable[
-    [], Awaitable[PreparedRequest[Any, Any, Response]]
-]
+type Preparing[A: GeneratedResponse] = Callable[[], Awaitable[PreparedRequest[Any, Any, A]]]
 
 
-async def answer[Response: (ChatResponse, CompletionResponse)](
-    prepare: Preparing[Response], spend: Callable[[int], None]
-) -> Response:
+async def answer[A: GeneratedResponse](prepare: Preparing[A], spend: Callable[[int], None]) -> A:
     """The whole answer. ``spend`` is told of the tokens, as they come.
 
     Raises ApiError, and what AsyncLLM.generate raises.
@@ -134,9 +143,9 @@ async def answer[Response: (ChatResponse, CompletionResponse)](
     return response
 
 
-async def stream[Response: (ChatResponse, CompletionResponse)](
-    prepare: Preparing[Response], spend: Callable[[int], None]
-) -> AsyncGenerator[Response, None]:
+async def stream[A: GeneratedResponse](
+    prepare: Preparing[A], spend: Callable[[int], None]
+) -> AsyncGenerator[A, None]:
     """The answer in chunks, those of several choices as they come."""
     prepared = await prepare()
     service, options = prepared.service, prepared.request.stream_options

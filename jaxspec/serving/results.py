@@ -6,20 +6,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import ErrorKind, TokenLogprob
 from jaxspec.llm.completion import Completion, generated_tokens
 from jaxspec.llm.llm import LLM
 from jaxspec.llm.tokenizer.detokenizer import REPLACEMENT, Detokenizer
-from jaxspec.llm.tree_text import RoundTexts
 from jaxspec.serving.errors import ApiError, CutShort
-from jaxspec.serving.protocol.chat import ChatChoice
-from jaxspec.serving.protocol.completions import CompletionChoice, CompletionLogprobs
+from jaxspec.serving.protocol.completions import CompletionLogprobs
 from jaxspec.serving.protocol.sampling import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
-    SamplingFields,
     Speculation,
     Usage,
 )
@@ -73,39 +69,6 @@ def speculation(completion: Completion) -> Speculation:
         acceptance_length=completion.acceptance_length,
         acceptance_by_depth=completion.acceptance_by_depth,
     )
-
-
-def speculation_with_trees(llm: LLM, completion: Completion) -> Speculation:
-    """The trees only if they were asked for, and the engine emits them."""
-    found = speculation(completion)
-    if completion.trees is not None:
-        found.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
-    return found
-
-
-def add_asked(
-    choice: ChatChoice | CompletionChoice,
-    request: SamplingFields,
-    completion: Completion,
-    llm: LLM,
-    texts: "TokenTexts",
-) -> None:
-    """What a whole choice has beside its text, where the request asks for it."""
-    if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
-        choice.prompt_logprobs = texts.prompt_logprobs(completion.prompt_logprobs)
-    if request.return_token_ids:
-        choice.token_ids = completion.token_ids
-        choice.prompt_token_ids = completion.prompt_token_ids
-    if request.return_speculation:
-        choice.speculation = speculation_with_trees(llm, completion)
-
-
-def without_stop(
-    llm: LLM, sampling: SamplingParams, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
-) -> Sequence[TokenLogprob]:
-    """The entries of the text: a stop token that ends it is no part of it."""
-    ended = token_ids and token_ids[-1] in llm.engine.stop_ids(sampling)
-    return entries[:-1] if ended else entries
 
 
 def finish_reason(completion: Completion) -> str:

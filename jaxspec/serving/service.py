@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 from typing import Literal
 
 from jaxspec.llm.async_llm import AsyncLLM
@@ -37,11 +38,10 @@ class Service:
     cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     created: int = dataclasses.field(default_factory=now)
     _llm: AsyncLLM | ReplicatedLLM | None = None
-    _texts: TokenTexts | None = None
 
     def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
         """From now on requests are served."""
-        self._llm, self._texts = llm, TokenTexts(llm.llm)
+        self._llm = llm
         self.state = "ready" if self.state == "loading" else self.state
 
     @property
@@ -60,12 +60,10 @@ class Service:
             raise NotReady(self.state)
         return self._llm
 
-    @property
+    @functools.cached_property
     def texts(self) -> TokenTexts:
         """Raises NotReady."""
-        if self._texts is None:
-            raise NotReady(self.state)
-        return self._texts
+        return TokenTexts(self.llm.llm)
 
     @property
     def shows_trees(self) -> bool:
@@ -80,17 +78,14 @@ class Service:
         """The token that ends a turn of chats, beside the model's stop tokens."""
         return self.llm.llm.turn_end(self.chat_template)
 
-    def check_ready(self) -> None:
-        """Raise NotReady if no request may begin."""
+    def check(self, model: str | None = None) -> None:
+        """Raise NotReady if no request may begin, and ApiError for a model that is not served."""
         if self.state != "ready":
             raise NotReady(self.state)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served here."""
-        if name is not None and name not in self.names:
+        if model is not None and model not in self.names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist: this server has {self.name!r}",
+                f"the model {model!r} does not exist: this server has {self.name!r}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,31 +19,34 @@ class ClientGone(Exception):
     """The client has closed the connection: nobody reads an answer."""
 
 
-async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+@contextlib.asynccontextmanager
+async def until[T](work: Awaitable[T], event: Awaitable[Any]) -> AsyncIterator[asyncio.Future[T]]:
+    """The task that does ``work``, once it is done or ``event`` has happened; it is cancelled at
+    the end of the ``with`` block."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+        yield task
+    finally:
+        for started in (task, other):
+            started.cancel()
+        await asyncio.gather(task, other, return_exceptions=True)
+
+
+async def until_gone[T](receive: Receive, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled when the client goes away.
 
     ``receive`` must be that of a request whose body has been read. Raises ClientGone.
     """
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    async with until(work, _disconnected(receive)) as task:
         if task.done():
             return task.result()
-        raise ClientGone
-    finally:
-        for started in (task, gone):
-            started.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    raise ClientGone
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def first[T](items: AsyncGenerator[T, None]) -> T:
-    """The first of what a generator gives."""
-    return await anext(items)
 
 
 class EventStream(StreamingResponse):
@@ -70,10 +73,9 @@ class EventStream(StreamingResponse):
             yield DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending: Awaitable[None] = self.stream_response(send)
         try:
             with contextlib.suppress(ClientGone, OSError):
-                await until_gone(receive, _awaited(sending))
+                await until_gone(receive, self.stream_response(send))
         finally:
             await self._rest.aclose()
 
@@ -81,10 +83,6 @@ class EventStream(StreamingResponse):
 def last_events(error: ApiError) -> bytes:
     """What ends a stream that cannot go on."""
     return _event(error.text()) + DONE
-
-
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
 
 
 def _event(text: str) -> bytes:

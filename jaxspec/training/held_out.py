@@ -45,3 +45,11 @@ class HeldOut[T]:
                 break
         self._batches, self._measured = self._batches[: len(results)], True
         return results
+
+
+def batches_of(rows: int, size: int) -> tuple[int, int]:
+    """(number, size) of the batches that so many rows are enough for; the size is halved until
+    there is one."""
+    while size > rows:
+        size = -(-size // 2)
+    return rows // size, size

@@ -35,10 +35,12 @@ def init_decoder(config: ModelConfig, seed: int) -> Decoder:
         if isinstance(node, ExpertLinear):
             fan_in = node.weight.shape[1]
             return jax.tree_util.tree_map_with_path(
-                lambda inner, shape: _initial((*path, *inner), shape, fan_in, config, generator),
+                lambda inner, shape: _initial(
+                    (*path, *inner), shape, fan_in, config.num_layers, generator
+                ),
                 node,
             )
-        return _initial(path, node, node.shape[0], config, generator)
+        return _initial(path, node, node.shape[0], config.num_layers, generator)
 
     shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
     return jax.tree_util.tree_map_with_path(
@@ -52,13 +54,9 @@ def init_layers[T](shapes: T, num_layers: int, seed: int) -> T:
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        name = weight_name(path)
-        if name not in MATRICES:
-            return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
-        scale = shape.shape[name == "before"] ** -0.5  # rows of that table are read one by one
-        if name in RESIDUAL_OUTPUTS:
-            scale *= (2 * num_layers) ** -0.5
-        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
+        axis = weight_name(path) == "before"  # rows of that table are read one by one
+        fan_in = shape.shape[axis] if len(shape.shape) > axis else 1
+        return _initial(path, shape, fan_in, num_layers, generator)
 
     return jax.tree_util.tree_map_with_path(init, shapes)
 
@@ -76,7 +74,7 @@ def _initial(
     path: tuple[Any, ...],
     shape: jax.ShapeDtypeStruct,
     fan_in: int,
-    config: ModelConfig,
+    num_layers: int,
     generator: np.random.Generator,
 ) -> Array:
     name, size = weight_name(path), shape.shape
@@ -91,5 +89,5 @@ def _initial(
         return jnp.asarray(np.full(size, "norm" in name, np.float32))
     scale = EMBEDDING_SCALE if name == "embed" else fan_in**-0.5
     if name in RESIDUAL_OUTPUTS:
-        scale *= (2 * config.num_layers) ** -0.5
+        scale *= (2 * num_layers) ** -0.5
     return jnp.asarray(scale * generator.standard_normal(size, np.float32))

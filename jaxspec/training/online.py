@@ -13,6 +13,7 @@ from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.training.heads import step as draft_step
+from jaxspec.training.heads.data import Answer, answers_as_rows
 from jaxspec.training.heads.loss import DraftBatch, check_unrolled
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
@@ -51,7 +52,7 @@ class HeadAdapter:
         self.llm, self._config, self._length = llm, config, length
         self._drafter = drafter
         self.state = draft_step.init_state(_to_train(drafter.head), config)
-        self._rows: collections.deque[tuple[list[int], int]] = collections.deque(maxlen=memory)
+        self._rows: collections.deque[Answer] = collections.deque(maxlen=memory)
         self._random = np.random.default_rng(config.seed)
 
     def learn(self, completions: Sequence[Completion], steps: int) -> dict[str, float]:
@@ -61,10 +62,10 @@ class HeadAdapter:
         """
         for completion in completions:
             prompt, ids = completion.prompt_token_ids, completion.token_ids
-            self._rows.append(((prompt + ids)[: self._length], len(prompt)))
+            self._rows.append((len(prompt), (prompt + ids)[: self._length]))
         if steps < 1 or not self._rows:
             raise ValueError("learning takes at least one step and one completion")
-        batches = self._batches(steps)
+        batches = [self._batch() for _ in range(steps)]
         self.state, metrics = draft_step.train_steps(
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
@@ -75,18 +76,11 @@ class HeadAdapter:
         )
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
 
-    def _batches(self, steps: int) -> list[DraftBatch]:
-        return [self._batch() for _ in range(steps)]
-
     def _batch(self) -> DraftBatch:
         """Random rows [B, length]; generated tokens are learned, prompts are not."""
-        shape = self._config.batch_size, self._length
-        tokens, learned = np.zeros(shape, np.int32), np.zeros(shape, bool)
-        for index, row in enumerate(self._random.integers(len(self._rows), size=shape[0])):
-            ids, prompt = self._rows[row]
-            tokens[index, : len(ids)] = ids
-            learned[index, prompt : len(ids)] = True
-        return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(learned))
+        chosen = self._random.integers(len(self._rows), size=self._config.batch_size)
+        rows = answers_as_rows([self._rows[row] for row in chosen], self._length)
+        return DraftBatch(tokens=jnp.asarray(rows.tokens), learned=jnp.asarray(rows.learned))
 
 
 def _to_train(head: DraftHead) -> DraftHead:

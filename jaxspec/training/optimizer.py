@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 from jaxspec.models.shapes import weight_name
+from jaxspec.training.precision import Attention, ComputeDtype
 
 MATRICES = frozenset(
     {"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc", "qkvz", "ba", "router", "shared_gate"}
@@ -18,9 +19,15 @@ MATRICES = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Settings of AdamW. The learning rate rises linearly, stays, and falls linearly to zero.
+    """Settings of AdamW, and what its gradients are computed from. The learning rate rises
+    linearly, stays, and falls linearly to zero.
 
-    ``decay_fraction``: the share of all steps, at the end, over which the learning rate falls.
+    Attributes:
+      decay_fraction: the share of all steps, at the end, over which the learning rate falls.
+      seed: of the initial weights and the order of the data.
+      attention: ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs; of a head's training, for
+        the target's forward pass.
+      compute_dtype: dtype of the activations and of the weights that compute them.
     """
 
     learning_rate: float = 3e-3
@@ -28,6 +35,9 @@ class OptimizerConfig:
     decay_fraction: float = 0.5
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    seed: int = 0
+    attention: Attention = "xla"
+    compute_dtype: ComputeDtype = "bfloat16"
 
     def __post_init__(self):
         if self.warmup_steps < 1:

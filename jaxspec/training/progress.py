@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jaxspec.training.heads.run import DraftRecord
-from jaxspec.training.lm.run import LMRecord
+from jaxspec.training.run import Record
 
 QUIET_SECONDS = 10  # most time between two lines where the output is not a terminal
 
@@ -34,7 +33,7 @@ def counting(progress: Progress, what: str) -> Callable[[int, int], None]:
     return show
 
 
-def follow[R: (LMRecord, DraftRecord)](
+def follow[R: Record](
     run: Callable[[Callable[[str], None]], Iterable[R]],
     describe: Callable[[R], str],
     console: Console,

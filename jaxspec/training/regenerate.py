@@ -10,7 +10,7 @@ import numpy as np
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.llm.llm import LLM
 from jaxspec.training import fingerprint
-from jaxspec.training.heads.data import Examples
+from jaxspec.training.heads.data import Answer, Examples, answers_as_rows
 
 
 def regenerate(
@@ -44,7 +44,7 @@ def regenerate(
     if read_only:
         if not rows:
             raise ValueError(f"no answers in {path}: name the --work of an earlier --regenerate")
-        return _examples(rows, length)
+        return answers_as_rows(rows, length)
     seconds = 0.0  # of the batch before
     while len(rows) < len(examples):
         started = time.monotonic()
@@ -57,13 +57,13 @@ def regenerate(
         rows += answers
         report(len(rows), len(examples))
         seconds = time.monotonic() - started
-    return _examples(rows, length)
+    return answers_as_rows(rows, length)
 
 
 def _answers(
     llm: LLM, examples: Examples, batch: range, temperatures: tuple[float, ...]
-) -> list[list]:
-    """[prompt length, token ids of prompt and answer] for each of some rows."""
+) -> list[Answer]:
+    """(prompt length, token ids of prompt and answer) for each of some rows."""
     prompts = [examples.prompt(row) for row in batch]
     sampling = [
         SamplingParams(
@@ -75,7 +75,7 @@ def _answers(
         for row, prompt in zip(batch, prompts, strict=True)
     ]
     completions = llm.generate(prompts, sampling)
-    return [[len(c.prompt_token_ids), c.prompt_token_ids + c.token_ids] for c in completions]
+    return [(len(c.prompt_token_ids), c.prompt_token_ids + c.token_ids) for c in completions]
 
 
 def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) -> dict[str, object]:
@@ -87,7 +87,7 @@ def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) ->
     return json.loads(json.dumps(content))
 
 
-def _restore(path: Path, described: dict[str, object], *, read_only: bool) -> list[list]:
+def _restore(path: Path, described: dict[str, object], *, read_only: bool) -> list[Answer]:
     """The answers of an interrupted call; an incomplete last line is dropped."""
     if read_only and not path.exists():
         return []
@@ -108,16 +108,7 @@ def _restore(path: Path, described: dict[str, object], *, read_only: bool) -> li
         raise ValueError(f"{path} holds the answers of another model or to other rows: {remedy}")
     if complete != text and not read_only:
         path.write_text(complete)
-    return [json.loads(line) for line in lines]
-
-
-def _examples(rows: list[list], length: int) -> Examples:
-    tokens = np.zeros((len(rows), length), np.int32)
-    learned = np.zeros((len(rows), length), bool)
-    for index, (prompt, ids) in enumerate(rows):
-        tokens[index, : len(ids)] = ids
-        learned[index, prompt : len(ids)] = True
-    return Examples(tokens, learned, np.array([prompt for prompt, _ in rows], np.int32))
+    return [(prompt, ids) for prompt, ids in map(json.loads, lines)]
 
 
 def concatenate(first: Examples, second: Examples) -> Examples:

@@ -4,23 +4,44 @@ import abc
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from jaxspec.training.compiling import Program, compile_together
+from jax.stages import Lowered
+
+from jaxspec.engine import memory
 from jaxspec.training.run_folder import RunFolder
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What every line of a training log begins with. Seconds count from the start."""
+    """What every line of a training log has. Seconds count from the start.
+
+    ``saved``: a checkpoint of this step was written. The others are None if nothing was trained
+    since the last record.
+    """
 
     step: int
     total_steps: int | None  # None: not known yet
     tokens: int
     seconds: float
+    saved: bool = False
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    held_out_loss: Any = None
+
+
+class Program(NamedTuple):
+    """``name`` and ``advice`` are for the error of a program that does not fit: what it is, and
+    what would make it smaller."""
+
+    name: str
+    lowered: Lowered
+    advice: str
 
 
 class TrainingRun[R: Record](abc.ABC):
@@ -78,7 +99,7 @@ class TrainingRun[R: Record](abc.ABC):
         started, pace = time.monotonic(), Pace(self.schedule, self.decay_fraction)
         before = self.records[-1].seconds if self.records else 0.0
         note("compiling")  # before the first call, so that its time does not include compilation
-        compile_together(self.programs())
+        _compile(self.programs())
         if not self.records:
             note("evaluating")
             saving = time.monotonic()
@@ -125,3 +146,16 @@ class TrainingRun[R: Record](abc.ABC):
         self.records.append(record)
         self._folder.log(dataclasses.asdict(record))
         return record
+
+
+def _compile(programs: Sequence[Program]) -> None:
+    """Compile programs side by side, so that calls of their functions find them in jax's cache. XLA
+    compiles without Python's lock.
+
+    Raises ValueError, with its advice, for the first that needs more memory than the device has
+    free.
+    """
+    with ThreadPoolExecutor(len(programs)) as pool:
+        compiled = pool.map(lambda program: program.lowered.compile(), programs)
+        for program, executable in zip(programs, compiled, strict=True):
+            memory.check_program(executable, program.name, program.advice)

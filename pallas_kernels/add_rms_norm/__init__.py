@@ -32,16 +32,13 @@ def add_rms_norm(
         products.py). Their sum is rounded to x's dtype before it is added. Rows past x's are
         padding.
       weight: [H], multiplies the norm.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, H a
-        multiple of 256 up to 16384), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, H a multiple
+        of 256 up to 16384.
       beside: [1, R, H], rows that follow the normed ones as they are. With them the kernel has no
         gradient.
 
     Returns the sum and the normed sum, both [B, ..., H]; with ``beside`` the second is
     [1, B * ... + R, H]. The norm is computed in float32.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     reference = functools.partial(add_rms_norm_reference, eps=eps)
     mosaic = kernel_module("add_rms_norm", implementation, misfit(x, partials, weight))
@@ -64,8 +61,6 @@ def add_rms_norm_rounded(
 
     Returns the sum [B, ..., H], e4m3 [B, ..., H], and float32 scales [1, P] of the rows, padded as
     those of round_tokens.
-
-    Raises ValueError as add_rms_norm does.
     """
     rows = x.size // x.shape[-1]
     mosaic = kernel_module("add_rms_norm", implementation, misfit(x, partials, weight))

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.float8 import FLOAT8
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.products import total_f32
-from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
+from pallas_kernels.round_tokens.reference import rounded_by, scale_of
 
 THREADS = 128  # of a warpgroup
 

@@ -35,13 +35,10 @@ def delta_read(
       nodes: [B, N, ...]; a parent comes before its children.
       ancestors: bool [B, N, N], whether node j is node i or one of its ancestors.
       depth: int32 [B, N], of a root 0.
-      implementation: "auto" takes the Hopper kernel where it fits (see ``misfit``), else the
-        reference, which keeps a state per node.
+      implementation: see selection.Implementation; ``misfit`` says what the Hopper kernel takes.
+        The reference keeps a state per node.
 
     Returns float32 [B, N, G, r, Dv].
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(states.s, states.window.k.shape[1], q.shape[1], 1)
     mosaic = kernel_module("delta_rule", implementation, problem)
@@ -63,15 +60,11 @@ def delta_run(
       counts: int32 [B], tokens that are there; the others are padding.
       q: float32 [B, T, G, Dk], queries.
       tokens: [B, T, ...].
-      implementation: "auto" takes the Hopper kernel where it fits (see ``misfit``), else the
-        reference.
+      implementation: see selection.Implementation; ``misfit`` says what the Hopper kernel takes.
 
     Returns float32 [B, T, G, r, Dv], zeros for padding, and s, written in place where the caller
     donates it: after the last token that makes held + tokens a multiple of C, if one does. The
     window stays as it is.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(states.s, states.window.k.shape[1], 1, 1)
     mosaic = kernel_module("delta_rule", implementation, problem)
@@ -99,9 +92,6 @@ def delta_commit(
       counts: int32 [B], how many of them; of 0 the row does not change.
 
     Returns s, window and channels, written in place where the caller donates them.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(states.s, states.window.k.shape[1], nodes.k.shape[1], path.shape[1])
     mosaic = kernel_module("delta_rule", implementation, problem)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
-from pallas_kernels.delta_rule import calls
+from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
+from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
 from pallas_kernels.delta_rule.tokens import RowStates, Tokens
+from pallas_kernels.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Case:
         return self.token_bytes + 4 * self.groups * (self.k_dim + self.values * self.v_dim)
 
     @property
-    def read_bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of delta_read: states, half of each window, and nodes."""
         row = self.state_bytes + self.capacity * self.token_bytes // 2
         return self.batch * (row + self.nodes * self.node_bytes)
@@ -62,13 +63,6 @@ class Case:
         channels = 2 * (2 * (self.taps - 1) + accepted) * self.groups * self.wide
         row = accepted * folding // self.capacity + 2 * accepted * self.token_bytes + channels
         return self.batch * row
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of snapshot_round: a state read, one of each node written, the accepted one moved.
-        That of a tree of one node is written once."""
-        states = self.nodes + 3 if self.nodes > 1 else 2
-        return self.batch * (states * self.state_bytes + self.nodes * self.node_bytes)
 
     @property
     def run_bytes(self) -> int:
@@ -92,40 +86,16 @@ TEST_CASES = (
 def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     """Positional arguments of delta_read and of delta_commit."""
     rng = np.random.default_rng(seed)
-    rows, nodes = case.batch + 2, case.nodes
-
-    def tokens(batch: int, size: int) -> Tokens:
-        heads = (batch, size, case.groups, case.values)
-        return Tokens(
-            k=unit(batch, size),
-            v=normal(*heads, case.v_dim),
-            g=jnp.asarray(-rng.exponential(0.3, heads), jnp.float32),
-            beta=jnp.asarray(rng.random(heads), jnp.float32),
-        )
-
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    def unit(batch: int, size: int) -> Array:
-        x = normal(batch, size, case.groups, case.k_dim)
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-    s = normal(rows, case.groups, case.values, case.v_dim, case.k_dim)
-    window, drafted = tokens(rows, case.capacity), tokens(case.batch, nodes)
+    rows = case.batch + 2
+    s, channels = _states(case, seed, rows)
+    _, *window = _noisy_tokens(case, seed, 20, rows, case.capacity)
+    q, *drafted = _noisy_tokens(case, seed, 10, case.batch, case.nodes)
     places = jnp.asarray(rng.permutation(rows)[: case.batch], jnp.int32)
     held = jnp.asarray(rng.integers(0, case.capacity, case.batch), jnp.int32)
+    states = RowStates(s, Tokens(*window), places, held)
     ancestors, depth, path, counts = _trees(rng, case)
-    channels, new = (
-        normal(rows, case.taps - 1, case.groups, case.wide),
-        normal(case.batch, nodes, case.groups, case.wide),
-    )
-    channels, new = channels.astype(jnp.bfloat16), new.astype(jnp.bfloat16)
-    q = unit(case.batch, nodes)
-    states = RowStates(s, window, places, held)
-    return (
-        (states, q, drafted, ancestors, depth),
-        (states, channels, drafted, new, path, counts),
-    )
+    nodes, new = Tokens(*drafted), _new_channels(case, seed)
+    return (states, q, nodes, ancestors, depth), (states, channels, nodes, new, path, counts)
 
 
 def make_run_arguments(case: Case, seed: int = 0) -> tuple:
@@ -197,30 +167,30 @@ BENCHMARK_RUNS = tuple(
 )
 STEP_SECONDS = 2e-5  # of a loop in XLA, at least
 TOKEN_SECONDS = 1e-6  # of a prompt in the kernel, at least
+KEPT = 8  # arguments that a round hands to the next: states, windows, channels, rows, lengths
+SMALL = 1e-12  # share of an output that the next queries get
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    """Trees that are read, rounds (a tree read and its path committed), rounds that keep a state
-    per node, and prompts."""
-    rounds = (read_benchmark, round_benchmark, snapshot_benchmark)
+    """Trees that are read, rounds (a tree read and its path committed), and prompts."""
     return [
-        *(make(size) for make in rounds for size in BENCHMARK_ROUNDS),
+        *(make(size) for make in (read_benchmark, round_benchmark) for size in BENCHMARK_ROUNDS),
         *(run_benchmark(size) for size in BENCHMARK_RUNS),
     ]
 
 
 def read_benchmark(size: Round) -> Benchmark:
     """delta_read; the reference goes through the nodes one by one."""
-    implementation = implementation_to_time()
-    return Benchmark(
-        name=f"read {size}",
-        make_arguments=functools.partial(round_arguments, size),
-        call=functools.partial(calls.read, implementation=implementation),
-        reference=functools.partial(calls.read, implementation="reference"),
-        feed=calls.feed,
-        num_bytes=size.case.read_bytes,
+    benchmark = beside_reference(
+        size.case,
+        functools.partial(round_arguments, size),
+        _read,
+        _feed,
         flops=size.case.read_flops,
-        implementation=implementation,
+    )
+    return dataclasses.replace(
+        benchmark,
+        name=f"read {size}",
         reference_seconds=size.case.nodes * STEP_SECONDS,
     )
 
@@ -231,42 +201,26 @@ def round_benchmark(size: Round) -> Benchmark:
     return dataclasses.replace(
         read,
         name=f"round {size}",
-        call=functools.partial(calls.whole_round, implementation=read.implementation),
-        reference=functools.partial(calls.whole_round, implementation="reference"),
-        num_bytes=size.case.read_bytes + size.case.commit_bytes(size.accepted),
+        call=functools.partial(_whole_round, implementation=read.implementation),
+        reference=functools.partial(_whole_round, implementation="reference"),
+        num_bytes=size.case.num_bytes + size.case.commit_bytes(size.accepted),
         reference_seconds=(size.case.nodes + size.accepted * size.case.capacity) * STEP_SECONDS,
-    )
-
-
-def snapshot_benchmark(size: Round) -> Benchmark:
-    """The same round with a state per node, by levels of the tree; the reference by nodes. Windows
-    are of one token: every commit is folded into the state."""
-    folding = dataclasses.replace(size, case=dataclasses.replace(size.case, capacity=1))
-    return Benchmark(
-        name=f"state per node {size}",
-        make_arguments=functools.partial(round_arguments, folding),
-        call=functools.partial(calls.snapshots, levels=size.levels),
-        reference=calls.folded_round,
-        feed=calls.feed,
-        num_bytes=size.case.snapshot_bytes,
-        flops=size.case.read_flops,
-        implementation="reference",
-        reference_seconds=size.case.nodes * STEP_SECONDS,
     )
 
 
 def run_benchmark(size: Round) -> Benchmark:
     """delta_run of a prompt; the reference is a loop over its tokens."""
-    implementation = implementation_to_time()
-    return Benchmark(
-        name=f"prompt {size.case.batch} x {size.case.nodes}",
-        make_arguments=functools.partial(run_arguments, size),
-        call=functools.partial(calls.run, implementation=implementation),
-        reference=functools.partial(calls.run, implementation="reference"),
-        feed=calls.feed,
-        num_bytes=size.case.run_bytes,
+    benchmark = beside_reference(
+        size.case,
+        functools.partial(run_arguments, size),
+        _run,
+        _feed,
         flops=2 * size.case.read_flops,  # tokens are written, too
-        implementation=implementation,
+    )
+    return dataclasses.replace(
+        benchmark,
+        name=f"prompt {size.case.batch} x {size.case.nodes}",
+        num_bytes=size.case.run_bytes,
         seconds=size.case.nodes * TOKEN_SECONDS,
         reference_seconds=size.case.nodes * STEP_SECONDS,
     )
@@ -276,12 +230,11 @@ def round_arguments(size: Round, seed: int) -> Arguments:
     """Arguments of all calls: what a round hands on, queries and inputs of nodes, new inputs of the
     convolution, ancestors, depth, path and counts."""
     case = size.case
-    drafted, new = _noisy_tokens(case, seed, 10, case.batch, case.nodes), (case.batch, case.nodes)
     ancestors, depth, path = _leveled_trees(size)
     return (
         *_pool(size, seed),
-        *drafted,
-        noise(seed, 30, (*new, case.groups, case.wide), jnp.bfloat16),
+        *_noisy_tokens(case, seed, 10, case.batch, case.nodes),
+        _new_channels(case, seed),
         jnp.asarray(ancestors),
         jnp.asarray(depth),
         jnp.asarray(path),
@@ -299,14 +252,23 @@ def run_arguments(size: Round, seed: int) -> Arguments:
 def _pool(size: Round, seed: int) -> tuple[Array, ...]:
     """States, windows, channels, the first call's rows, and lengths [pool] of all remainders."""
     case, pool = size.case, size.pool
+    s, channels = _states(case, seed, pool)
     _, *window = _noisy_tokens(case, seed, 20, pool, case.capacity)
+    rows = jnp.arange(case.batch, dtype=jnp.int32)
+    return s, *window, channels, rows, 7 * jnp.arange(pool, dtype=jnp.int32) % case.capacity
+
+
+def _states(case: Case, seed: int, rows: int) -> tuple[Array, Array]:
+    """States of so many rows, and the last inputs of their convolutions."""
     return (
-        noise(seed, 0, (pool, case.groups, case.values, case.v_dim, case.k_dim)),
-        *window,
-        noise(seed, 1, (pool, case.taps - 1, case.groups, case.wide), jnp.bfloat16),
-        jnp.arange(case.batch, dtype=jnp.int32),
-        7 * jnp.arange(pool, dtype=jnp.int32) % case.capacity,
+        noise(seed, 0, (rows, case.groups, case.values, case.v_dim, case.k_dim)),
+        noise(seed, 1, (rows, case.taps - 1, case.groups, case.wide), jnp.bfloat16),
     )
+
+
+def _new_channels(case: Case, seed: int) -> Array:
+    """Inputs of the convolution of each node."""
+    return noise(seed, 30, (case.batch, case.nodes, case.groups, case.wide), jnp.bfloat16)
 
 
 def _noisy_tokens(case: Case, seed: int, index: int, batch: int, size: int) -> tuple[Array, ...]:
@@ -335,3 +297,51 @@ def _leveled_trees(size: Round) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     depth = np.repeat(np.arange(len(size.levels), dtype=np.int32), size.levels)
     path = np.stack([np.flatnonzero(mask[-1]) for mask in ancestors]).astype(np.int32)
     return ancestors, np.broadcast_to(depth, (batch, len(depth))), path
+
+
+# Calls as benchmarks chain them: each takes the rows after those of the one before.
+
+
+def _read(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    """delta_read; nothing is committed."""
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
+    held = lens[rows] % window[0].shape[1]
+    states = RowStates(s, Tokens(*window), rows, held)
+    out = delta_read(states, q, Tokens(*nodes), ancestors, depth, implementation)
+    return out, s, *window, channels, _next(rows, s), lens
+
+
+def _whole_round(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    """delta_read, then delta_commit."""
+    out, s, *window, channels, following, lens = _read(*arguments, implementation=implementation)
+    rows = arguments[KEPT - 2]
+    _, *nodes, new, _, _, path, counts = arguments[KEPT:]
+    out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
+    held = lens[rows] % window[0].shape[1]
+    s, after, channels = delta_commit(
+        RowStates(s, Tokens(*window), rows, held),
+        *(channels, Tokens(*nodes), new, path, counts, implementation),
+    )
+    return out, s, *after, channels, following, lens.at[rows].add(counts)
+
+
+def _run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    """delta_run of a prompt."""
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *tokens = arguments[KEPT:]
+    counts = jnp.full_like(rows, q.shape[1])
+    states = RowStates(s, Tokens(*window), rows, lens[rows])
+    out, s = delta_run(states, counts, q, Tokens(*tokens), implementation)
+    return out, s, *window, channels, _next(rows, s), lens
+
+
+def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
+    """The next call's arguments: what was handed on, and queries that depend on the output."""
+    (out, *kept), q = output, arguments[KEPT]
+    assert q is not None
+    return *kept, q + SMALL * out[:, :, :, 0, :1], *arguments[KEPT + 1 :]
+
+
+def _next(rows: Array, s: Array) -> Array:
+    return (rows + len(rows)) % len(s)

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.delta_rule.tokens import RowStates, Tokens
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 
 COLUMNS = 64  # of a value head, that a warpgroup holds
 TILE = plgpu.Layout.WGMMA  # [COLUMNS, Dk]: four threads share a column of the state

@@ -35,14 +35,11 @@ def expert_product(
       down: [E, F, H].
       bias: of gate and up [E, 2, F].
       clamp: of the hidden units; None: SwiGLU.
-      implementation: "auto" takes the Hopper kernel where it fits (all bfloat16, at most 512 rows,
-        H and F multiples of 64), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes all bfloat16, at most
+        512 rows, H and F multiples of 64.
 
     Returns float32 [N, k, H]; anything for pairs without an expert. Hidden units are rounded to
     x's dtype. What a row gets does not depend on other rows.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(x, gate_up, down, bias)
     mosaic = kernel_module("expert_product", implementation, problem)

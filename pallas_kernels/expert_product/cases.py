@@ -10,9 +10,8 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.activations import Clamp
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.expert_product import expert_product
-from pallas_kernels.expert_product.reference import expert_product_reference
 
 CLAMP = Clamp(1.702, 1.0)
 
@@ -93,24 +92,17 @@ def make_arguments(
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    return [_benchmark(case) for case in BENCHMARK_CASES]
-
-
-def _benchmark(case: Case) -> Benchmark:
-    implementation = implementation_to_time()
-    kernel = functools.partial(expert_product, clamp=case.clamp, implementation=implementation)
-    reference = functools.partial(expert_product_reference, clamp=case.clamp)
-    return Benchmark(
-        name=str(case),
-        make_arguments=lambda seed: make_arguments(case, jnp.bfloat16, seed),
-        call=kernel,
-        reference=reference,
-        feed=_feed,
-        num_bytes=case.num_bytes,
-        flops=6 * case.rows * case.k * case.hidden * case.units,
-        implementation=implementation,
-        reference_seconds=1e-4,
+    made = (
+        beside_reference(
+            case,
+            functools.partial(make_arguments, case, jnp.bfloat16),
+            functools.partial(expert_product, clamp=case.clamp),
+            _feed,
+            flops=6 * case.rows * case.k * case.hidden * case.units,
+        )
+        for case in BENCHMARK_CASES
     )
+    return [dataclasses.replace(benchmark, reference_seconds=1e-4) for benchmark in made]
 
 
 def _feed(arguments: Arguments, output: Array) -> Arguments:

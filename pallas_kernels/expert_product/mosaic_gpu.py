@@ -23,8 +23,9 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
+from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import swizzled
 
 COLUMNS = 64  # 16-bit entries of a swizzled line
@@ -32,7 +33,7 @@ _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a 
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExpertPlan:
     """Sizes of the products of slots with experts [depth, parts, width]."""
 
     num_experts: int
@@ -58,9 +59,10 @@ class Plan:
     @property
     def stages(self) -> int:
         """Blocks in the ring."""
-        tile, entry = self.config.tile, self.dtype.itemsize
-        stage = 2 * self.block * (self.parts * tile + self.lanes)
-        return min(self.blocks, self.config.stages(stage, entry * self.lanes * tile))
+        config = self.config
+        stage = 2 * self.block * (self.parts * config.tile + self.lanes)
+        results = self.dtype.itemsize * self.lanes * config.tile
+        return min(self.blocks, ring_stages(config.ctas, stage, results, config.most_stages))
 
 
 # Traced once for all layers of a model.
@@ -84,8 +86,8 @@ def expert_product_mosaic(
     rows, k = experts.shape
     slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
-    def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> Plan:
-        return Plan(
+    def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> ExpertPlan:
+        return ExpertPlan(
             num_experts=num_experts,
             slots=len(slots.expert),
             lanes=lanes,
@@ -112,7 +114,7 @@ def expert_product_mosaic(
     return mixed[slots.places]
 
 
-def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any:
+def _make_kernel(plan: ExpertPlan, dtype: Any, num_biases: int, interpret: Any) -> Any:
     warpgroups, ring, block = plan.config.warpgroups, plan.stages, plan.block
     transforms = swizzled(COLUMNS, 16)
     values = (ring, plan.parts, warpgroups, block, OUTPUTS)
@@ -158,7 +160,7 @@ def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any
     )
 
 
-def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> None:
+def _copy_blocks(plan: ExpertPlan, x: Any, weights: Any, refs: Any, expert: Array) -> None:
     """Copy the blocks in order into the ring.
 
     x [lanes of all slots, depth], or of shared lanes [N, depth]; weights [E * depth, parts * width]
@@ -189,7 +191,7 @@ def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> 
         plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - ring + i, ring)])
 
 
-def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
+def _multiply_blocks(plan: ExpertPlan, refs: Any) -> Sequence[Array]:
     """A warpgroup's outputs of each part: float32 [OUTPUTS, lanes]."""
     shape = (OUTPUTS, plan.lanes)
 
@@ -233,7 +235,7 @@ def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
     return pl.run_scoped(accumulate, *refs_of_sums)
 
 
-def _result(plan: Plan, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
+def _result(plan: ExpertPlan, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
     """Hidden units of gate and up, or the sums themselves: [OUTPUTS, lanes]."""
     if plan.parts == 1:
         return sums[0]

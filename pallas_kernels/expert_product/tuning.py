@@ -5,8 +5,6 @@ Only the defaults were timed (docs/experts.md).
 
 import dataclasses
 
-from pallas_kernels.ring import ring_stages
-
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 MOST_STAGES = 16
 
@@ -31,22 +29,6 @@ class ExpertTuning:
     def tile(self) -> int:
         """Outputs of a CTA."""
         return OUTPUTS * self.warpgroups
-
-    def stages(self, stage: int, results: int) -> int:
-        """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results.
-
-        Raises ValueError if it has no room for two.
-        """
-        return ring_stages(self, stage, results)
-
-
-# What tests run besides: two warpgroups for each producer, longer blocks, one CTA.
-VARIANTS = (
-    ExpertTuning(warpgroups=2),
-    ExpertTuning(block=128),
-    ExpertTuning(ctas=1),
-    ExpertTuning(ctas=3),
-)
 
 
 def expert_tuning(lanes: int, depth: int, width: int) -> ExpertTuning:

@@ -28,13 +28,10 @@ def kv_compact(
         them.
       source, destination: int32 [B, A], ``page * K + offset``. Destinations must be distinct,
         except for slots of the null page 0. No sequence may read what another one writes.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 or bytes, D 128
-        or 256, at most 32 rows), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16 or bytes, D
+        128 or 256, at most 32 rows.
 
     Returns the caches, in the same order.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(pages, source)
     mosaic = kernel_module("kv_compact", implementation, problem)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.kv_compact import kv_compact
-from pallas_kernels.kv_compact.reference import kv_compact_reference
+from pallas_kernels.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,26 +63,15 @@ def benchmarks() -> Sequence[Benchmark]:
 
 
 def _benchmark(case: Case) -> Benchmark:
-    implementation = implementation_to_time()
-
     def flat(seed: int) -> Arguments:
         pages, source, destination = make_arguments(case, jnp.bfloat16, seed)
         return source, destination, *pages
 
-    def call(source: Array, destination: Array, *pages: Array) -> tuple[Array, ...]:
-        return kv_compact(pages, source, destination, implementation)
+    def call(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+        source, destination, *pages = arguments
+        return kv_compact(tuple(pages), source, destination, implementation)
 
-    def reference(source: Array, destination: Array, *pages: Array) -> tuple[Array, ...]:
-        return kv_compact_reference(pages, source, destination)
+    def feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
+        return *arguments[:2], *output
 
-    return Benchmark(
-        name=str(case),
-        make_arguments=flat,
-        call=call,
-        reference=reference,
-        feed=lambda arguments, output: (*arguments[:2], *output),
-        num_bytes=case.num_bytes,
-        flops=0,
-        implementation=implementation,
-        rotates=False,
-    )
+    return beside_reference(case, flat, call, feed, flops=0, rotates=False)

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 
 CACHES = 16  # per launch: the kernel's parameters hold a 128-byte TMA descriptor for each
 

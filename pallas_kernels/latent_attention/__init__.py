@@ -52,7 +52,12 @@ def latent_attention(
     Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" or
     "mosaic_tpu" and the kernel cannot take the arguments.
     """
-    _check_shapes(q, pages, context, latent)
+    batch, num_tokens, _, stored = q.shape
+    if pages.shape[1] != 1 or pages.shape[3] != stored or not 0 < latent <= stored:
+        raise ValueError(
+            f"queries {q.shape} and latents of {latent} do not fit pages {pages.shape}"
+        )
+    context.check(batch, num_tokens)
     how = {"latent": latent, "scale": scale, "first_slot": first_slot}
     if wants_tpu(implementation):
         return paged_attention(
@@ -92,19 +97,3 @@ def misfit(q: Array, pages: Array, latent: int, order_invariant: bool) -> str | 
     if num_heads % 8:
         return f"{num_heads} heads: their number must be a multiple of 8"
     return None
-
-
-def _check_shapes(q: Array, pages: Array, context: QueryContext, latent: int) -> None:
-    page_table, context_lens, _, ancestors, _ = context
-    batch, num_tokens, _, stored = q.shape
-    if pages.shape[1] != 1 or pages.shape[3] != stored or not 0 < latent <= stored:
-        raise ValueError(
-            f"queries {q.shape} and latents of {latent} do not fit pages {pages.shape}"
-        )
-    if page_table.shape[0] != batch or context_lens.shape != (batch,):
-        raise ValueError(
-            f"page table {page_table.shape} and context lengths {context_lens.shape} do not fit a "
-            f"batch of {batch}"
-        )
-    if ancestors is not None and ancestors.shape[:2] != (batch, num_tokens):
-        raise ValueError(f"ancestors must start with {(batch, num_tokens)}: {ancestors.shape}")

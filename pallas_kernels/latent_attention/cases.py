@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.paged_attention.cases import Case
 
@@ -30,22 +29,17 @@ class LatentCase(Case):
     def options(self) -> dict[str, Any]:
         return {"latent": self.latent, "scale": SCALE, "first_slot": self.first_slot}
 
-    def num_bytes(self, dtype: Any) -> int:
-        """Stored vectors of the visible slots, queries and output."""
+    @property
+    def num_bytes(self) -> int:
+        """In bfloat16: stored vectors of the visible slots, queries and output."""
         queries = len(self.context_lens) * self.num_tokens * self.num_heads
-        numbers = self.visible_slots * self.head_dim + queries * (self.head_dim + self.latent)
-        return numbers * jnp.dtype(dtype).itemsize
+        return 2 * (self.visible_slots * self.head_dim + queries * (self.head_dim + self.latent))
 
     @property
     def flops(self) -> int:
         """FLOPs of scores and weighted sums, as if each query saw all slots of its sequence."""
-        return (
-            2
-            * self.num_tokens
-            * self.num_heads
-            * self.visible_slots
-            * (self.head_dim + self.latent)
-        )
+        pairs = self.num_tokens * self.num_heads * self.visible_slots
+        return 2 * pairs * (self.head_dim + self.latent)
 
 
 def _case(
@@ -130,26 +124,21 @@ def poisoned(case: LatentCase, poison: float, dtype: Any = jnp.bfloat16) -> Argu
     return of_latents(paged_attention.poisoned(case, arguments, poison))
 
 
-def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+def benchmarks() -> list[Benchmark]:
     """The benchmark cases as calls to be timed."""
-    return tuple(as_benchmark(case, dtype) for case in BENCHMARK_CASES)
+    return [
+        beside_reference(
+            case,
+            functools.partial(make_arguments, case, jnp.bfloat16),
+            functools.partial(latent_attention, **case.options),
+            _feed_lengths,
+            flops=case.flops,
+        )
+        for case in BENCHMARK_CASES
+    ]
 
 
-def as_benchmark(case: LatentCase, dtype: Any) -> Benchmark:
-    implementation = implementation_to_time()
-    return Benchmark(
-        name=case.name,
-        make_arguments=functools.partial(make_arguments, case, dtype),
-        call=functools.partial(latent_attention, **case.options, implementation=implementation),
-        reference=functools.partial(latent_attention_reference, **case.options),
-        feed=feed_lengths,
-        num_bytes=case.num_bytes(dtype),
-        flops=case.flops,
-        implementation=implementation,
-    )
-
-
-def feed_lengths(arguments: Arguments, output: Array) -> Arguments:
+def _feed_lengths(arguments: Arguments, output: Array) -> Arguments:
     """The next call's queries are there only after the output, of which its lengths take nothing.
 
     (To write outputs, which are narrower than queries, into them would take a copy.)

@@ -27,9 +27,9 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
-from pallas_kernels.latent_attention.plan import Plan, Work
+from pallas_kernels.latent_attention.plan import LatentPlan, Work
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.paged_attention.blocks import (
     block_pages,
     copy_head,
@@ -85,7 +85,7 @@ def latent_attention_mosaic(
     if config is None:
         tiles = -(-num_tokens * heads // ROWS)
         config = latent_tuning(batch, tiles, columns * page_size)
-    plan = Plan(
+    plan = LatentPlan(
         batch=batch,
         num_tokens=num_tokens,
         heads=heads,
@@ -116,7 +116,7 @@ def latent_attention_mosaic(
     return merge_partials(parts).astype(q.dtype)
 
 
-def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
+def _make_kernel(plan: LatentPlan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
     out_dtype = jnp.dtype(dtype if config.splits == 1 else jnp.float32)
     outer = (config.splits, plan.batch)
@@ -196,7 +196,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
     )
 
 
-def _copy_queries(plan: Plan, work: Work, q: Any, refs: Any) -> None:
+def _copy_queries(plan: LatentPlan, work: Work, q: Any, refs: Any) -> None:
     """Copy the tile's rows. Those past the sequence's last row are copies of others."""
     for first in range(0, ROWS, plan.unit):
         start = jnp.minimum(work.tile * ROWS + first, plan.rows - plan.unit)
@@ -207,7 +207,7 @@ def _copy_queries(plan: Plan, work: Work, q: Any, refs: Any) -> None:
         )
 
 
-def _produce_blocks(plan: Plan, work: Work, table: Any, pages: Any, refs: Any) -> None:
+def _produce_blocks(plan: LatentPlan, work: Work, table: Any, pages: Any, refs: Any) -> None:
     """Copy the blocks in order into the ring. Page indices are read one block ahead."""
 
     def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -222,7 +222,9 @@ def _produce_blocks(plan: Plan, work: Work, table: Any, pages: Any, refs: Any) -
     wait_until_all_free(plan, refs, ["kv"], work.stop - work.start)
 
 
-def _lead_blocks(plan: Plan, work: Work, words: list[Array], refs: Any) -> tuple[Array, Array]:
+def _lead_blocks(
+    plan: LatentPlan, work: Work, words: list[Array], refs: Any
+) -> tuple[Array, Array]:
     """Online softmax over the CTA's blocks, and the first half of the output's columns: normalized
     [ROWS, L / 2], and the log-sum-exps [ROWS]."""
     size = plan.config.block
@@ -271,7 +273,7 @@ def _hand_over(factor: Array, refs: Any) -> None:
     plgpu.barrier_arrive(refs["weights_full"])
 
 
-def _follow_blocks(plan: Plan, work: Work, refs: Any) -> Array:
+def _follow_blocks(plan: LatentPlan, work: Work, refs: Any) -> Array:
     """The second half of the output's columns: normalized [ROWS, L / 2]."""
 
     def step(block: Array, acc: Array) -> Array:
@@ -304,7 +306,7 @@ def _follow_blocks(plan: Plan, work: Work, refs: Any) -> Array:
     return received(lax.fori_loop(work.start, work.stop, step, filled((ROWS, plan.half), 0.0)))
 
 
-def _store(plan: Plan, work: Work, acc: Array, out: Any, half: int, refs: Any) -> None:
+def _store(plan: LatentPlan, work: Work, acc: Array, out: Any, half: int, refs: Any) -> None:
     """A warpgroup's columns, from registers through shared memory to the output."""
     plgpu.barrier_arrive(refs["all_read"])
     plgpu.barrier_wait(refs["all_read"])  # no one reads the last blocks any more

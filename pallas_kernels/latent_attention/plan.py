@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.tuning import ROWS
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LatentPlan:
     """Sizes of a call. A tile is 64 consecutive of the rows of a sequence: T tokens' Q heads.
 
     Rows are copied ``unit`` at a time, so that a copy is within a sequence or outside.
@@ -65,7 +65,7 @@ class Work:
       committed: every row sees the slots before it, from the first slot on.
     """
 
-    def __init__(self, plan: Plan, context_lens: Any, kv_lens: Any) -> None:
+    def __init__(self, plan: LatentPlan, context_lens: Any, kv_lens: Any) -> None:
         self.plan, block = plan, plan.config.block
         self.tile, self.split, self.sequence = (
             kernel_axes.index(name) for name in ("tile", "split", "sequence")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.policy import MULTIPROCESSORS
+from pallas_kernels.h100 import MULTIPROCESSORS
 
 MOST_STORED = 576  # entries of a vector: 64 queries and two blocks of 64 slots fill shared memory
 LEAST_SPLIT = 256  # context slots, at least, of a part of a context

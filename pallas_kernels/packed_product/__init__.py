@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
 from pallas_kernels.packed_product.tuning import (
@@ -18,7 +19,6 @@ from pallas_kernels.packed_product.tuning import (
 from pallas_kernels.selection import Implementation, kernel_module
 
 MOST_ROWS = 1024  # with weights of 4 bits; more were not timed
-FLOAT8 = jnp.float8_e4m3fn
 SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
 
@@ -56,9 +56,6 @@ def packed_product(
 
     Returns [num_splits, M, V]; summed in float32. For more than 64 rows of bfloat16 the kernel
     rounds scaled weights to bfloat16.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(x, values, scale, x_scale, num_splits, has_zero=zero is not None)
     mosaic = kernel_module("packed_product", implementation, problem)
@@ -92,29 +89,23 @@ def misfit(
             return f"scales of x {x_scale.shape}: padded to a multiple of {SCALED_ROWS} rows"
         if has_zero:
             return "zeros of weights, and scales of x"
-        return float8_misfit(rows, depth, width, groups, num_splits, weight_bits)
+        return sizes_misfit(rows, depth, width, groups, num_splits, weight_bits)
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
         given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
-    return _sizes_misfit(rows, depth, width, groups, num_splits, 4, 16)
+    return sizes_misfit(rows, depth, width, groups, num_splits, weight_bits=4, x_bits=16)
 
 
-def float8_misfit(
-    rows: int, depth: int, width: int, groups: int, num_splits: int = 1, weight_bits: int = 8
-) -> str | None:
-    """Why the kernel cannot multiply e4m3 rows with weights of these sizes, None if it can."""
-    return _sizes_misfit(rows, depth, width, groups, num_splits, weight_bits, 8)
-
-
-def _sizes_misfit(
+def sizes_misfit(
     rows: int,
     depth: int,
     width: int,
     groups: int,
-    num_splits: int,
-    weight_bits: int,
-    x_bits: int,
+    num_splits: int = 1,
+    weight_bits: int = 8,
+    x_bits: int = 8,
 ) -> str | None:
+    """Why the kernel cannot multiply rows with weights of these sizes, None if it can."""
     group = depth // groups
     most_rows = SUMMED_ROWS if weight_bits == 8 else MOST_ROWS
     if rows > most_rows:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.packed_product.plan import Plan
+from pallas_kernels.packed_product.plan import ProductPlan
 from pallas_kernels.packed_product.tuning import OUTPUTS, scaled_rows
 from pallas_kernels.packed_product.widening import (
     BIAS,
@@ -27,7 +27,7 @@ _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a 
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
 
 
-def ring_scratch(plan: Plan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
+def ring_scratch(plan: ProductPlan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
     """The ring and its barriers, for x of ``dtype`` and weights with scales of ``scale_dtype``."""
     block, ring, bits = plan.block, plan.stages, 8 * dtype.itemsize
     by_output = (ring, plan.tile // plan.part, plan.block_groups, plan.part)
@@ -48,7 +48,13 @@ def ring_scratch(plan: Plan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
 
 
 def copy_block(
-    plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: Any, tile: Array, block: Array
+    plan: ProductPlan,
+    x: Any,
+    values: Any,
+    scales: dict[str, Any],
+    refs: Any,
+    tile: Array,
+    block: Array,
 ) -> None:
     """Copy a block of inputs, of a tile's weights and of all rows, into ``refs`` of its slot.
 
@@ -72,13 +78,13 @@ def copy_block(
             )
 
 
-def no_sums(plan: Plan) -> Array:
+def no_sums(plan: ProductPlan) -> Array:
     """Float32 zeros [OUTPUTS, rows], which ``add_block`` adds to."""
     zeros = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
-def add_block(plan: Plan, refs: Any, outputs: Any, slot: Array, total: Array) -> Array:
+def add_block(plan: ProductPlan, refs: Any, outputs: Any, slot: Array, total: Array) -> Array:
     """total + the product of the block in ``slot``, whose sums are scaled step by step.
 
     ``outputs``: the warpgroup's outputs. Totals are [OUTPUTS, rows]. Frees the slot.
@@ -105,13 +111,13 @@ def scaled_by_row(total: Array, x_scale: Any, rows: Any) -> Array:
     return total * lax.broadcast_in_dim(row_scale, total.shape, [1]) * (1 / FLOAT8_STEP)
 
 
-def own_rows(plan: Plan) -> Any:
+def own_rows(plan: ProductPlan) -> Any:
     """A CTA's rows of x and of the result, which may have fewer: a start that is not known keeps
     the slice from being checked."""
     return pl.ds(_first_row(plan) + 0 * kernel_axes.index("tile"), plan.tile_rows)
 
 
-def _first_row(plan: Plan) -> Any:
+def _first_row(plan: ProductPlan) -> Any:
     return kernel_axes.index("part") * plan.tile_rows if plan.row_parts > 1 else 0
 
 
@@ -121,7 +127,7 @@ def own_outputs() -> Any:
 
 
 def _product(
-    plan: Plan, refs: Any, slot: Array, outputs: Any, start: int, weights: Any
+    plan: ProductPlan, refs: Any, slot: Array, outputs: Any, start: int, weights: Any
 ) -> tuple[Array, Any]:
     """The weights of a step times x: float32 [OUTPUTS, rows].
 
@@ -141,7 +147,7 @@ def _product(
 
 
 def accumulate(
-    plan: Plan,
+    plan: ProductPlan,
     refs: Any,
     slot: Array,
     outputs: Any,
@@ -161,7 +167,9 @@ def accumulate(
     return weights
 
 
-def interpreted(plan: Plan, refs: Any, slot: Array, outputs: Any, starts: Sequence[int]) -> Array:
+def interpreted(
+    plan: ProductPlan, refs: Any, slot: Array, outputs: Any, starts: Sequence[int]
+) -> Array:
     """The same: the interpreter knows no operands in registers, and CPUs no 8-bit floats."""
     total = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
     for first in starts:
@@ -172,7 +180,7 @@ def interpreted(plan: Plan, refs: Any, slot: Array, outputs: Any, starts: Sequen
     return total
 
 
-def _weights(plan: Plan, refs: Any, slot: Array, outputs: Any, start: int) -> Any:
+def _weights(plan: ProductPlan, refs: Any, slot: Array, outputs: Any, start: int) -> Any:
     """A unit of them: [OUTPUTS, unit]."""
     values = refs["values"].at[slot, outputs]
     if plan.weight_bits == 8:
@@ -182,12 +190,12 @@ def _weights(plan: Plan, refs: Any, slot: Array, outputs: Any, start: int) -> An
     return _widened(plan, refs, slot, outputs, start)
 
 
-def _x(plan: Plan, refs: Any, slot: Array, start: int) -> Any:
+def _x(plan: ProductPlan, refs: Any, slot: Array, start: int) -> Any:
     """[unit, rows]"""
     return refs["x"].at[slot, :, pl.ds(start, plan.unit)].transpose((1, 0))
 
 
-def _widened(plan: Plan, refs: Any, slot: Array, outputs: Any, start: int) -> Array:
+def _widened(plan: ProductPlan, refs: Any, slot: Array, outputs: Any, start: int) -> Array:
     """Weights of 4 bits less their zeros, exactly, or scaled: bfloat16 [OUTPUTS, unit]."""
     values = refs["values"].at[slot, outputs]
     biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
@@ -204,7 +212,7 @@ def _widened(plan: Plan, refs: Any, slot: Array, outputs: Any, start: int) -> Ar
     return (weights.astype(dtype) * scale).astype(weights.dtype)
 
 
-def _by_output(plan: Plan, ref: Any, slot: Array, group: int) -> Array:
+def _by_output(plan: ProductPlan, ref: Any, slot: Array, group: int) -> Array:
     """A warpgroup's scales or zeros of a group."""
     first = kernel_axes.index("warpgroup") * OUTPUTS
     outputs = pl.ds(lax.rem(first, plan.part), OUTPUTS)

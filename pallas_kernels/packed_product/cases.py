@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.packed_product import packed_product
-from pallas_kernels.packed_product.reference import packed_product_reference
 from pallas_kernels.packed_product.tuning import choose_packed_splits
 from pallas_kernels.round_tokens import round_tokens
 
@@ -80,33 +79,23 @@ TEST_CASES = (
     Case(200, 512, 128, num_splits=2),
     Case(390, 512, 256, rounds=True),
 )
+
+
+def _timed_case(name: str, rows: int, x_bits: int = 16, *, float8: bool = False) -> Case:
+    sizes = (rows, *SHAPES[name])
+    return Case(
+        *sizes,
+        group=SHAPES[name][0] if float8 else 128,
+        num_splits=choose_packed_splits(*sizes, 8 if float8 else 4, x_bits),
+        float8=float8,
+        rounds=x_bits == 8 and not float8,
+    )
+
+
 BENCHMARK_CASES = (
-    tuple(
-        Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
-        for name in SHAPES
-        for rows in (2, 6, 16, 32, 48, 64, 192, 512)
-    )
-    + tuple(
-        Case(
-            rows,
-            *SHAPES[name],
-            group=SHAPES[name][0],
-            num_splits=choose_packed_splits(rows, *SHAPES[name], 8, 8),
-            float8=True,
-        )
-        for name in SHAPES
-        for rows in (2, 16, 48, 64)
-    )
-    + tuple(
-        Case(
-            rows,
-            *SHAPES[name],
-            num_splits=choose_packed_splits(rows, *SHAPES[name], 4, 8),
-            rounds=True,
-        )
-        for name in SHAPES
-        for rows in (2, 16, 32, 48, 64, 192, 512)
-    )
+    *(_timed_case(name, rows) for name in SHAPES for rows in (2, 6, 16, 32, 48, 64, 192, 512)),
+    *(_timed_case(name, rows, 8, float8=True) for name in SHAPES for rows in (2, 16, 48, 64)),
+    *(_timed_case(name, rows, 8) for name in SHAPES for rows in (2, 16, 32, 48, 64, 192, 512)),
 )
 
 
@@ -136,24 +125,16 @@ def _float8_arguments(case: Case, dtype: Any, seed: int) -> tuple[Array, Array, 
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    return [_benchmark(case) for case in BENCHMARK_CASES]
-
-
-def _benchmark(case: Case) -> Benchmark:
-    implementation = implementation_to_time()
-    options: dict[str, Any] = {"num_splits": case.num_splits}
-    return Benchmark(
-        name=str(case),
-        make_arguments=lambda seed: make_arguments(case, jnp.bfloat16, seed),
-        call=functools.partial(packed_product, **options, implementation=implementation),
-        reference=functools.partial(
-            packed_product_reference, **options, dtype=jnp.dtype("float32")
-        ),
-        feed=functools.partial(_feed, scaled=case.x_bits == 8),
-        num_bytes=case.num_bytes,
-        flops=2 * case.rows * case.depth * case.width,
-        implementation=implementation,
-    )
+    return [
+        beside_reference(
+            case,
+            functools.partial(make_arguments, case, jnp.bfloat16),
+            functools.partial(packed_product, num_splits=case.num_splits),
+            functools.partial(_feed, scaled=case.x_bits == 8),
+            flops=2 * case.rows * case.depth * case.width,
+        )
+        for case in BENCHMARK_CASES
+    ]
 
 
 def _feed(arguments: Arguments, output: Array, *, scaled: bool) -> Arguments:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import (
     accumulate,
     add_block,
@@ -37,7 +37,7 @@ from pallas_kernels.packed_product.blocks import (
     scaled_by_row,
     store_rows,
 )
-from pallas_kernels.packed_product.plan import Plan
+from pallas_kernels.packed_product.plan import ProductPlan
 from pallas_kernels.packed_product.tuning import (
     OUTPUTS,
     PackedTuning,
@@ -47,6 +47,7 @@ from pallas_kernels.packed_product.tuning import (
 # Of a thread that copies, where those that multiply take more. A CTA of three warpgroups has 168 a
 # thread at first. Two with 240 and one with 24 need no more; with more they would wait forever.
 COPYING_REGISTERS = 24
+SCALES = ("scale", "zero", "x_scale")  # arguments beside x and the weights; scale and zero [n, V]
 
 
 # Traced once for all layers of a model.
@@ -54,10 +55,7 @@ COPYING_REGISTERS = 24
 def packed_product_mosaic(
     x: Array,  # [M, K]
     values: Array,  # int4 or e4m3 [V, K]; int4 in the kernel's order for the bits of x
-    scale: Array,  # [n, V]
-    zero: Array | None,  # [n, V]
-    x_scale: Array | None = None,  # [n or 1, M], padded to a multiple of SCALED_ROWS
-    *,
+    *scales: Array | None,  # by SCALES; x_scale [n or 1, M or more] is padded to whole SCALED_ROWS
     num_splits: int,
     dtype: jnp.dtype,
     config: PackedTuning | None = None,
@@ -67,32 +65,34 @@ def packed_product_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    (rows, depth), (groups, width) = x.shape, scale.shape
-    given = {"scale": scale, "zero": zero, "x_scale": x_scale}
-    scales = {name: scale for name, scale in given.items() if scale is not None}
+    given = {name: x for name, x in zip(SCALES, scales, strict=False) if x is not None}
+    (rows, depth), (groups, width) = x.shape, given["scale"].shape
     weight_bits = 4 if values.dtype == jnp.int4 else 8
     x_bits = 8 * x.dtype.itemsize
-    plan = Plan(
+    plan = ProductPlan(
         rows=rows,
         depth=depth,
         width=width,
         group=depth // groups,
         weight_bits=weight_bits,
         x_bits=x_bits,
-        scales=tuple(scales),
+        scales=tuple(given),
         num_splits=num_splits,
         config=config or packed_tuning(rows, depth, width, weight_bits, x_bits),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
         x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
-    if x_scale is not None and x_scale.shape[1] < plan.padded_rows:
-        scales["x_scale"] = jnp.pad(x_scale, ((0, 0), (0, plan.padded_rows - x_scale.shape[1])))
-    kernel = _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)
-    return kernel(x, values, *scales.values())
+    missing = plan.padded_rows - given["x_scale"].shape[1] if "x_scale" in given else 0
+    if missing > 0:
+        given["x_scale"] = jnp.pad(given["x_scale"], ((0, 0), (0, missing)))
+    kernel = _make_kernel(plan, x.dtype, given["scale"].dtype, dtype, interpret)
+    return kernel(x, values, *given.values())
 
 
-def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
+def _make_kernel(
+    plan: ProductPlan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any
+) -> Any:
     warpgroups = plan.config.warpgroups
     scratch = ring_scratch(plan, dtype, scale_dtype)
     scratch["rows"] = plgpu.SMEM((warpgroups, plan.tile_rows, OUTPUTS), out_dtype)
@@ -137,7 +137,7 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
     )
 
 
-def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: Any) -> None:
+def _copy_blocks(plan: ProductPlan, x: Any, values: Any, scales: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
     ring, tile = plan.stages, kernel_axes.index("tile")
     first = kernel_axes.index("split") * plan.blocks
@@ -158,7 +158,7 @@ def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: 
         plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - min(ring, plan.blocks) + i, ring)])
 
 
-def _multiply_blocks(plan: Plan, refs: Any) -> Array:
+def _multiply_blocks(plan: ProductPlan, refs: Any) -> Array:
     """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
     outputs = own_outputs()
     if not plan.scales_weights:
@@ -178,7 +178,7 @@ def _multiply_blocks(plan: Plan, refs: Any) -> Array:
     )
 
 
-def _sum_blocks(plan: Plan, refs: Any, outputs: Any, sums: Any) -> Array:
+def _sum_blocks(plan: ProductPlan, refs: Any, outputs: Any, sums: Any) -> Array:
     """All blocks' products with scaled weights."""
 
     def step(index: Array, carry: None) -> None:
@@ -192,7 +192,7 @@ def _sum_blocks(plan: Plan, refs: Any, outputs: Any, sums: Any) -> Array:
     return sums[...]
 
 
-def _add_block(plan: Plan, refs: Any, outputs: Any, index: Array, total: Array) -> Array:
+def _add_block(plan: ProductPlan, refs: Any, outputs: Any, index: Array, total: Array) -> Array:
     """A step of ``_sum_blocks`` for the interpreter, which knows no accumulators across blocks."""
     slot = lax.rem(index, plan.stages)
     plgpu.barrier_wait(refs["full"].at[slot])

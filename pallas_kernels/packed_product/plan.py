@@ -10,13 +10,14 @@ from pallas_kernels.packed_product.tuning import (
     scaled_rows,
     scales_weights,
 )
+from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import LINE
 
 MOST_COPIED = 256  # entries of a dimension that the copy engine takes at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """Sizes of a product: x [rows, depth] times weights [width, depth]."""
 
     rows: int  # of x and the result
@@ -25,7 +26,7 @@ class Plan:
     group: int  # inputs that share a scale
     weight_bits: int  # 4: integers; 8: floats
     x_bits: int  # 16, or 8: floats with scales
-    scales: tuple[str, ...]  # arguments beside x and the weights: scale, zero, x_scale
+    scales: tuple[str, ...]  # those of SCALES that are given
     num_splits: int
     config: PackedTuning
     interpret: bool
@@ -100,7 +101,8 @@ class Plan:
         x = self.tile_rows * self.block * self.x_bits // 8
         scaled = self.tile + ("x_scale" in self.by_step) * scaled_rows(self.rows)
         stage = weights + x + 4 * self.block_groups * scaled
-        return self.config.stages(stage, 4 * self.tile_rows * self.tile)
+        results, config = 4 * self.tile_rows * self.tile, self.config
+        return ring_stages(config.ctas, stage, results, config.most_stages)
 
     @property
     def part(self) -> int:

@@ -1,53 +1,13 @@
 """Sizes of the Hopper kernel's blocks, and how its products are split.
 
-Measured on an H100 (jax 0.11.2, 23 November 2026; the copy bandwidth was 2.94 TB/s): us of a launch
-for Llama-3.1-8B, groups of 128, and the share of that bandwidth at which weights, scales, rows and
-partial sums cross memory. About 3 us of each launch are its begin and end.
-
-| rows | gate and up | down | q, k and v | o |
-|---|---|---|---|---|
-| 8 | 25.8, 81 % | 13.1, 81 % | 7.1, 65 % | 4.9, 63 % |
-| 16 | 26.9, 79 % | 14.1, 79 % | 7.6, 65 % | 5.3, 63 % |
-| 32 | 34.3, 64 % | 17.0, 67 % | 10.8, 52 % | 6.1, 62 % |
-| 64 | 39.9, 58 % | 19.5, 63 % | 12.5, 45 % | 8.4, 54 % |
-| 192 | 76.6, 37 % | 38.4, 43 % | - | 16.5, 47 % |
-
-Since then, in chains of one run each (24 November 2026): weights of 17 to 64 rows are widened while
-the tensor cores multiply (``ahead``); products whose outputs give one CTA of four warpgroups to
-nearly every multiprocessor have such CTAs, which takes gate and up from 40.1 to 35.1 us at 32 rows,
-and from 42.9 to 39.3 at 48, the chain's own operations included; small products have longer units
-at 8 rows (q, k and v 9.9 to 9.6, o 8.7 to 8.4) and smaller CTAs at 32 (13.5 to 12.7, 10.1 to 9.5).
-Of 8-bit floats no other variant was more than 3 % faster than those below at 8 or 32 rows.
-
-Of weights of 4 bits with rows of 8, and of 16 beside them (chains of one run, 25 November 2026):
-12.8 and 13.5 us for q, k and v at 48 rows, 18.8 and 20.2 for down; 34.1 and 43.8 for gate and up at
-64 rows (another run).
-
-Small CTAs are best where registers leave room for several: one has data while others wait. Blocks
-of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows.
-
-Of more than 192 rows (us in chains of one run, 26 November 2026: rows of 8 bits, of 16, and XLA,
-which widens the weights first, with either):
-
-| rows | gate and up | down | q, k and v | o |
-|---|---|---|---|---|
-| 192 | 60, 80, 276 | 34, 45, 134 | 23, 28, 63 | 17, 20, 44 |
-| 256 | 91, 130, 276 | 39, 61, 138 | 25, 34, 68 | 18, 24, 46 |
-| 384 | 119, 162, 309 | 51, 78, 150 | 33, 43, 76 | 23, 30, 53 |
-| 512 | 161, 227, 363 | 69, 112, 172 | 45, 67, 82 | 25, 38, 59 |
-| 768 | 205, 283, 440 | 86, 144, 213 | 57, 84, 103 | 31, 45, 72 |
-| 1024 | 303, 455, 525 | 134, 227, 258 | 68, 99, 122 | 46, 69, 79 |
-
-CTAs of 96 rows instead of 192 in products of 192 rows of 8 bits (chains of one run, 27 November
-2026): o 16.1 to 15.3 us and down 33.9 to 32.6, with 2 partial sums instead of 4; q, k and v 21.1 to
-25.5. The product of 12288 inputs that fuses an EAGLE-3 head's features, in 4 parts (8 at 6 rows)
-and added up by XLA: 33.5 to 13.4 us at 6 rows, 44.2 to 17.8 at 48, 106 to 40.9 at 192.
+Measured on an H100: docs/results/kernels.md has the tables. Small CTAs are best where registers
+leave room for several: one has data while others wait. Blocks of 128 inputs, whose lines of weights
+are 64 bytes, are slower by a fifth at 8 rows.
 """
 
 import dataclasses
 
-from pallas_kernels.policy import MULTIPROCESSORS
-from pallas_kernels.ring import ring_stages
+from pallas_kernels.h100 import MULTIPROCESSORS
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 MOST_REGISTERS = 240  # of a thread that multiplies, if those that copy take few
@@ -97,24 +57,6 @@ class PackedTuning:
     def row_parts(self, rows: int) -> int:
         """CTAs that share so many rows."""
         return -(-rows // self.row_tile)
-
-    def stages(self, stage: int, results: int) -> int:
-        """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results.
-
-        Raises ValueError if it has no room for two.
-        """
-        return ring_stages(self, stage, results)
-
-
-# What tests run besides: larger units, more warpgroups for each producer, shorter lines of weights.
-VARIANTS = (
-    PackedTuning(unit=128, ctas=1),
-    PackedTuning(unit=32, ctas=1, ahead=True),
-    PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
-    PackedTuning(warpgroups=4, unit=128, ctas=1),
-    PackedTuning(block=128),
-    PackedTuning(block=128, row_tile=16),
-)
 
 
 def scales_weights(rows: int, x_bits: int) -> bool:

@@ -61,7 +61,13 @@ def paged_attention(
     Raises ValueError for shapes that do not match, for pages of bytes without scales, and if
     ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and the kernel cannot take the arguments.
     """
-    _check_shapes(q, pages, context)
+    batch, num_tokens, num_heads, head_dim = q.shape
+    _, kv_heads, _, page_head_dim = pages.k.shape
+    if pages.k.shape != pages.v.shape or page_head_dim != head_dim or num_heads % kv_heads:
+        raise ValueError(
+            f"queries {q.shape} do not fit pages {pages.k.shape} (keys), {pages.v.shape} (values)"
+        )
+    context.check(batch, num_tokens)
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"sinks must be {q.shape[2:3]}, got {sinks.shape}")
     check_scales(*pages)
@@ -134,22 +140,3 @@ def misfit_tpu(
     if page_table.size > TPU_TABLE:
         return f"page tables of {page_table.shape}: at most {TPU_TABLE} entries"
     return None
-
-
-def _check_shapes(q: Array, pages: LayerPages, context: QueryContext) -> None:
-    batch, num_tokens, num_heads, head_dim = q.shape
-    _, kv_heads, _, page_head_dim = pages.k.shape
-    if pages.k.shape != pages.v.shape or page_head_dim != head_dim or num_heads % kv_heads:
-        raise ValueError(
-            f"queries {q.shape} do not fit pages {pages.k.shape} (keys), {pages.v.shape} (values)"
-        )
-    table, lens, positions, ancestors, _ = context
-    if table.shape[0] != batch or not lens.shape == context.ends.shape == (batch,):
-        raise ValueError(
-            f"page table {table.shape}, context lengths {lens.shape} and kv_lens "
-            f"{context.ends.shape} do not fit a batch of {batch}"
-        )
-    if positions.shape != (batch, num_tokens):
-        raise ValueError(f"positions must be {(batch, num_tokens)}, got {positions.shape}")
-    if ancestors is not None and ancestors.shape[:2] != (batch, num_tokens):
-        raise ValueError(f"ancestors must start with {(batch, num_tokens)}: {ancestors.shape}")

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.plan import Plan, Work
+from pallas_kernels.paged_attention.plan import AttentionPlan, Work
 from pallas_kernels.paged_attention.widening import widen
 from pallas_kernels.shared_memory import zero_rows_outside
 
@@ -72,7 +72,7 @@ def wait_until_all_free(plan: Any, refs: Any, names: Sequence[str], num_blocks: 
             wait_until_free(plan, refs, name, num_blocks + i)
 
 
-def produce_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs: Any) -> None:
+def produce_blocks(plan: AttentionPlan, work: Work, table: Any, k: Any, v: Any, refs: Any) -> None:
     """Copy the blocks in order into the ring. Page indices are read one block ahead."""
     config = plan.config
 
@@ -108,7 +108,7 @@ def produce_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs: Any
     wait_until_all_free(plan, refs, ("k", "v"), num_blocks)
 
 
-def _clean_values(plan: Plan, work: Work, block: Array, edge: Array, refs: Any) -> None:
+def _clean_values(plan: AttentionPlan, work: Work, block: Array, edge: Array, refs: Any) -> None:
     """Overwrite a block's values in slots that no query sees with zeros, once they are loaded."""
     plgpu.barrier_wait(refs["v_full"].at[plan.config.stages + edge])
     slot = lax.rem(block - work.start, plan.config.stages)
@@ -124,7 +124,9 @@ def _clean_values(plan: Plan, work: Work, block: Array, edge: Array, refs: Any) 
     plgpu.barrier_arrive(refs["v_cleaned"].at[edge])
 
 
-def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs: Any) -> None:
+def produce_wide_blocks(
+    plan: AttentionPlan, work: Work, table: Any, k: Any, v: Any, refs: Any
+) -> None:
     """Copy blocks of bytes in order into their rings, ``byte_stages`` ahead, and widen them.
 
     Values that no query sees are overwritten with zeros, as they may be NaN.
@@ -172,7 +174,7 @@ def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs
     wait_until_all_free(plan, refs, ("k", "v"), work.stop - work.start)
 
 
-def _clean(plan: Plan, work: Work, block: Array, values: Any) -> None:
+def _clean(plan: AttentionPlan, work: Work, block: Array, values: Any) -> None:
     """Overwrite a block's values [heads, block, D] in slots that no query sees with zeros."""
 
     @pl.when(work.is_left_edge(block) | work.is_right_edge(block))

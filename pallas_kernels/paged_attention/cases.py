@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,18 +12,14 @@ from jax import Array
 from pallas_kernels.benchmark import (
     Arguments,
     Benchmark,
+    beside_reference,
     float8_noise,
-    implementation_to_time,
     noise,
 )
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.partial import (
-    PartialAttention,
-    partial_attention,
-    partial_attention_reference,
-)
-from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.partial import PartialAttention, partial_attention
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
+from pallas_kernels.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,24 +66,26 @@ class Case:
         context = sum(min(max(length - self.first_slot, 0), most) for length in self.context_lens)
         return context + len(self.context_lens) * self.num_tokens
 
-    def num_bytes(self, dtype: Any) -> int:
-        """Keys and values of the visible slots, queries and output."""
-        queries = len(self.context_lens) * self.num_tokens * self.num_heads
-        rows = 2 * self.visible_slots * self.kv_heads + 2 * queries
-        return rows * self.head_dim * jnp.dtype(dtype).itemsize
+    @property
+    def num_bytes(self) -> int:
+        """In bfloat16: keys and values of the visible slots, queries and output."""
+        return 2 * (2 * self.visible_slots * self.kv_heads * self.head_dim + 2 * self.num_entries)
 
-    def num_float8_bytes(self, dtype: Any) -> int:
+    @property
+    def num_entries(self) -> int:
+        """Of the queries."""
+        return len(self.context_lens) * self.num_tokens * self.num_heads * self.head_dim
+
+    @property
+    def num_float8_bytes(self) -> int:
         """``num_bytes`` with keys and values of a byte each."""
-        numbers = 2 * self.visible_slots * self.kv_heads * self.head_dim
-        return self.num_bytes(dtype) - numbers * (jnp.dtype(dtype).itemsize - 1)
+        return self.num_bytes - 2 * self.visible_slots * self.kv_heads * self.head_dim
 
-    def num_partial_bytes(self, dtype: Any, devices: int) -> int:
+    def num_partial_bytes(self, devices: int) -> int:
         """``num_bytes`` of one of several devices; the output is in float32, with a log-sum-exp
         of each query."""
-        heads = len(self.context_lens) * self.num_tokens * self.num_heads
-        size = jnp.dtype(dtype).itemsize
-        cache = 2 * self.visible_slots * self.kv_heads * self.head_dim * size // devices
-        return cache + heads * (self.head_dim * (size + 4) + 4)
+        cache = 4 * self.visible_slots * self.kv_heads * self.head_dim // devices
+        return cache + (2 + 4) * self.num_entries + 4 * self.num_entries // self.head_dim
 
     @property
     def flops(self) -> int:
@@ -145,16 +144,15 @@ LONG_CASES = (
     Case("L: causal chunk", (2000, 0, 77), 512, 8, 2, 128, 64),
 )
 
-# Llama-3.1-8B: 32 query heads and 8 KV heads of 128. Several queries form a tree. Pages of 16 slots
-# are timed for larger batches only.
+# Llama-3.1-8B: 32 query heads and 8 KV heads of 128. Several queries form a tree, but for chunks.
+_llama_case = functools.partial(Case, num_heads=32, kv_heads=8, head_dim=128)
+
+# Pages of 16 slots are timed for larger batches only.
 BENCHMARK_CASES = tuple(
-    Case(
+    _llama_case(
         f"{batch} x {context}k, {num_tokens} queries, page {page_size}",
         (1024 * context,) * batch,
         num_tokens,
-        num_heads=32,
-        kv_heads=8,
-        head_dim=128,
         page_size=page_size,
         tree=num_tokens > 1,
     )
@@ -170,13 +168,10 @@ BENCHMARK_CASES = tuple(
 
 # One device's part of sequences that are spread over two.
 PARTIAL_BENCHMARK_CASES = tuple(
-    Case(
+    _llama_case(
         f"half of {batch} x {context}k, {num_tokens} queries, page {page_size}",
         (1024 * context,) * batch,
         num_tokens,
-        num_heads=32,
-        kv_heads=8,
-        head_dim=128,
         page_size=page_size,
         tree=num_tokens < 512,
     )
@@ -302,72 +297,53 @@ def poisoned(case: Case, arguments: Any, poison: float) -> Any:
     return q, pages, context._replace(page_table=jnp.asarray(table))
 
 
-def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
-    """The benchmark cases as calls to be timed; the output of a call is the next call's queries."""
-    return tuple(as_benchmark(case, dtype) for case in BENCHMARK_CASES)
+def benchmarks(cases: Sequence[Case] = BENCHMARK_CASES) -> list[Benchmark]:
+    """The cases as calls to be timed; the output of a call is the next call's queries."""
+    return [
+        beside_reference(
+            case,
+            functools.partial(make_arguments, case, jnp.bfloat16),
+            functools.partial(paged_attention, options=case.options),
+            lambda arguments, output: (output, *arguments[1:]),
+            flops=case.flops,
+        )
+        for case in cases
+    ]
 
 
-def as_benchmark(case: Case, dtype: Any) -> Benchmark:
-    implementation = implementation_to_time()
-    return Benchmark(
-        name=case.name,
-        make_arguments=functools.partial(make_arguments, case, dtype),
-        call=functools.partial(
-            paged_attention, options=case.options, implementation=implementation
-        ),
-        reference=functools.partial(
-            paged_attention_reference, options=case.options, order_invariant=False
-        ),
-        feed=_feed,
-        num_bytes=case.num_bytes(dtype),
-        flops=case.flops,
-        implementation=implementation,
-    )
-
-
-def float8_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+def float8_benchmarks(cases: Sequence[Case] = BENCHMARK_CASES) -> list[Benchmark]:
     """``benchmarks`` with 8-bit pages."""
-    return tuple(as_float8_benchmark(case, dtype) for case in BENCHMARK_CASES)
+
+    def narrowed(case: Case, wide: Benchmark) -> Benchmark:
+        return dataclasses.replace(
+            wide,
+            make_arguments=lambda seed: with_float8_pages(wide.make_arguments(seed), seed),
+            num_bytes=case.num_float8_bytes,
+        )
+
+    return [*map(narrowed, cases, benchmarks(cases))]
 
 
-def as_float8_benchmark(case: Case, dtype: Any) -> Benchmark:
-    wide = as_benchmark(case, dtype)
-
-    def narrow(seed: int) -> Arguments:
-        return with_float8_pages(wide.make_arguments(seed), seed)
-
-    return dataclasses.replace(wide, make_arguments=narrow, num_bytes=case.num_float8_bytes(dtype))
-
-
-def _feed(arguments: Arguments, output: Array) -> Arguments:
-    return (output, *arguments[1:])
-
-
-def partial_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+def partial_benchmarks(cases: Sequence[Case] = PARTIAL_BENCHMARK_CASES) -> list[Benchmark]:
     """``benchmarks`` of the first of two devices that share the sequences."""
-    return tuple(as_partial_benchmark(case, dtype) for case in PARTIAL_BENCHMARK_CASES)
+    return [_partial_benchmark(case) for case in cases]
 
 
-def as_partial_benchmark(case: Case, dtype: Any, devices: int = 2) -> Benchmark:
-    implementation = implementation_to_time()
-    options: Any = {"options": case.options, "page_size": case.page_size}
-
+def _partial_benchmark(case: Case) -> Benchmark:
     def part(seed: int) -> Arguments:
-        return parts_of(make_arguments(case, dtype, seed), devices)[0]
+        return parts_of(make_arguments(case, jnp.bfloat16, seed), 2)[0]
 
-    def call(*arguments: Any) -> tuple[Array, Array]:
-        return normalized(partial_attention(*arguments, **options, implementation=implementation))
+    def call(*arguments: Any, implementation: Implementation) -> tuple[Array, Array]:
+        found = partial_attention(
+            *arguments,
+            options=case.options,
+            page_size=case.page_size,
+            implementation=implementation,
+        )
+        return normalized(found)
 
-    def reference(*arguments: Any) -> tuple[Array, Array]:
-        return normalized(partial_attention_reference(*arguments, **options))
+    def feed(arguments: Arguments, output: tuple[Array, Array]) -> Arguments:
+        return output[0].astype(jnp.bfloat16), *arguments[1:]
 
-    return Benchmark(
-        name=case.name,
-        make_arguments=part,
-        call=call,
-        reference=reference,
-        feed=lambda arguments, output: (output[0].astype(dtype), *arguments[1:]),
-        num_bytes=case.num_partial_bytes(dtype, devices),
-        flops=case.flops // devices,
-        implementation=implementation,
-    )
+    benchmark = beside_reference(case, part, call, feed, flops=case.flops // 2)
+    return dataclasses.replace(benchmark, num_bytes=case.num_partial_bytes(2))

@@ -30,11 +30,11 @@ from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.float8 import BYTES
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.output import merge_and_store, store
 from pallas_kernels.paged_attention.partial import PartialAttention
-from pallas_kernels.paged_attention.plan import Plan, Work, make_plan
+from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
 from pallas_kernels.paged_attention.rows import (
     LOWEST_PEAK,
     MASKED,
@@ -96,7 +96,9 @@ def partial_attention_mosaic(
     return PartialAttention(out, log_sums, jnp.ones_like(log_sums))
 
 
-def _operands(plan: Plan, q: Array, pages: LayerPages, context: QueryContext) -> list[Array]:
+def _operands(
+    plan: AttentionPlan, q: Array, pages: LayerPages, context: QueryContext
+) -> list[Array]:
     """The first operands of a kernel, those of its masks last."""
     masks = _row_masks(plan, context.positions, context.ancestors)
     return [
@@ -110,7 +112,7 @@ def _scales(pages: LayerPages) -> list[Array]:
     return [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
 
 
-def _row_masks(plan: Plan, positions: Array, ancestors: Array | None) -> list[Array]:
+def _row_masks(plan: AttentionPlan, positions: Array, ancestors: Array | None) -> list[Array]:
     """The words of the rows' masks. With a window also the edges of each sequence's windows [B, 2],
     and the slot from which each row sees its context [B, tiles, ROWS]."""
     token_of_row = np.minimum(
@@ -125,14 +127,14 @@ def _row_masks(plan: Plan, positions: Array, ancestors: Array | None) -> list[Ar
     return [row_words, jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
 
 
-def _by_token(plan: Plan, rows: Array) -> Array:
+def _by_token(plan: AttentionPlan, rows: Array) -> Array:
     """A value per row of each tile [B, G, tiles, ROWS] as one per query [B, T, Q]."""
     used = rows[..., : plan.tokens * plan.group]
     by_token = used.reshape(plan.batch, plan.kv_heads, -1, plan.group)[:, :, : plan.num_tokens]
     return by_token.swapaxes(1, 2).reshape(plan.batch, plan.num_tokens, -1)
 
 
-def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
+def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
     tile = (config.consumers, ROWS, plan.head_dim)
     ring = (config.stages, config.heads, config.block, plan.head_dim)
@@ -265,7 +267,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
     )
 
 
-def _load_queries(plan: Plan, work: Work, q: Any, tile: Array, refs: Any) -> None:
+def _load_queries(plan: AttentionPlan, work: Work, q: Any, tile: Array, refs: Any) -> None:
     """Load the tile's rows [ROWS, D] to shared memory. Rows past its tokens are undefined.
 
     TMA copies a few rows per token, without a swizzle. They are then stored again in the tiled
@@ -290,7 +292,7 @@ def _load_queries(plan: Plan, work: Work, q: Any, tile: Array, refs: Any) -> Non
 
 
 def _attend(
-    plan: Plan, work: Work, words: list[Array], seen_from: Array | None, refs: Any
+    plan: AttentionPlan, work: Work, words: list[Array], seen_from: Array | None, refs: Any
 ) -> tuple[Array, Array, Array]:
     """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS]).
 

@@ -37,7 +37,7 @@ BUFFER_BYTES = 4 << 20  # most VMEM for blocks: two of keys and two of values
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _TilePlan:
     """Sizes of a call. A tile has ``tokens`` tokens, and for each KV head ``rows`` query rows."""
 
     batch: int
@@ -63,7 +63,7 @@ class _Plan:
 
 def _make_plan(
     q: Array, pages_of_layer: LayerPages, context: QueryContext, options: AttentionOptions
-) -> _Plan:
+) -> _TilePlan:
     batch, num_tokens, num_heads, head_dim = q.shape
     k_pages, page_table, ancestors = pages_of_layer.k, context.page_table, context.ancestors
     _, kv_heads, page_size, _ = k_pages.shape
@@ -72,7 +72,7 @@ def _make_plan(
     tiles = -(-num_tokens // tokens)
     page_bytes = kv_heads * page_size * head_dim * k_pages.dtype.itemsize
     pages = min(max(BLOCK // page_size, 1), max(BUFFER_BYTES // (4 * page_bytes), 1))
-    return _Plan(
+    return _TilePlan(
         batch=batch,
         num_tokens=num_tokens,
         kv_heads=kv_heads,
@@ -145,7 +145,7 @@ def paged_attention_mosaic(
     return _as_tokens(plan, out).reshape(q.shape)
 
 
-def _as_tiles(plan: _Plan, q: Array) -> Array:
+def _as_tiles(plan: _TilePlan, q: Array) -> Array:
     """[B, T, Q, D] -> [B, tiles, G, rows, D]; the rows of a token are its group's heads."""
     padding = plan.tiles * plan.tokens - plan.num_tokens
     x = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -155,7 +155,7 @@ def _as_tiles(plan: _Plan, q: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, plan.rows - x.shape[3]), (0, 0)))
 
 
-def _as_tokens(plan: _Plan, tiles: Array) -> Array:
+def _as_tokens(plan: _TilePlan, tiles: Array) -> Array:
     """The reverse of _as_tiles: [B, T, G, R, D]."""
     used = tiles[:, :, :, : plan.tokens * plan.group]
     x = used.reshape(plan.batch, plan.tiles, plan.kv_heads, plan.tokens, -1, plan.head_dim)
@@ -163,7 +163,7 @@ def _as_tokens(plan: _Plan, tiles: Array) -> Array:
     return x.reshape(plan.batch, -1, *x.shape[3:])[:, : plan.num_tokens]
 
 
-def _row_facts(plan: _Plan, positions: Array, ancestors: Array | None) -> Array:
+def _row_facts(plan: _TilePlan, positions: Array, ancestors: Array | None) -> Array:
     """What a row of a tile may see, int32 [B, tiles, rows, columns].
 
     The columns are the words of its mask, or the last of the queries' own slots that it sees if
@@ -183,7 +183,7 @@ def _row_facts(plan: _Plan, positions: Array, ancestors: Array | None) -> Array:
     return jnp.pad(facts, ((0, 0), (0, 0), (0, plan.rows - facts.shape[2]), (0, 0)))
 
 
-def _kernel(plan: _Plan, table, bounds, q, facts, k_pages, v_pages, out, k, v, copied, *state):
+def _kernel(plan: _TilePlan, table, bounds, q, facts, k_pages, v_pages, out, k, v, copied, *state):
     peak, total, acc = state
     sequence, tile = pl.program_id(0), pl.program_id(1)
     context, first, end = (bounds[sequence, i] for i in range(3))
@@ -232,7 +232,7 @@ def _kernel(plan: _Plan, table, bounds, q, facts, k_pages, v_pages, out, k, v, c
 
 
 def _attend(
-    plan: _Plan, head: int, q: Any, keys: Array, values: Array, seen: Array, *state: Any
+    plan: _TilePlan, head: int, q: Any, keys: Array, values: Array, seen: Array, *state: Any
 ) -> None:
     """Add one block of keys and values [block, D] to the softmax of a KV head's rows."""
     peak, total, acc = state
@@ -254,7 +254,7 @@ def _attend(
     peak[head] = jnp.broadcast_to(now, peak.shape[1:])
 
 
-def _visible(plan: _Plan, facts: Any, first: Array, context: Array, end: Array) -> Array:
+def _visible(plan: _TilePlan, facts: Any, first: Array, context: Array, end: Array) -> Array:
     """Which slots of the block at ``first`` each row sees: bool [rows, block]."""
     slots = first + lax.broadcasted_iota(jnp.int32, (plan.rows, plan.block), 1)
     nodes = slots - context

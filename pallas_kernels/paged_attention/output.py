@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import cluster, kernel_axes
-from pallas_kernels.paged_attention.plan import Plan, Work
+from pallas_kernels.paged_attention.plan import AttentionPlan, Work
 from pallas_kernels.paged_attention.rows import TINY, by_row, row_load, write
 
 MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
@@ -22,7 +22,7 @@ LN_2 = math.log(2)
 
 
 def store(
-    plan: Plan, work: Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
+    plan: AttentionPlan, work: Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
 ) -> None:
     acc, peak, total = state
     if plan.partial:
@@ -39,7 +39,7 @@ def store(
     _store_tokens(plan, work, rows, tile, 0, plan.tokens, outputs[0])
 
 
-def _wait_for_others(plan: Plan, refs: Any) -> None:
+def _wait_for_others(plan: AttentionPlan, refs: Any) -> None:
     """Until no other warpgroup reads queries, keys or values: outputs take their place."""
     if plan.config.consumers > 1:
         plgpu.barrier_arrive(refs["all_read"])
@@ -53,7 +53,7 @@ def _store_log_sums(work: Work, tile: Array, log_sums: Any, refs: Any) -> None:
 
 
 def _store_tokens(
-    plan: Plan, work: Work, rows: Any, tile: Array, first: Any, count: Any, out: Any
+    plan: AttentionPlan, work: Work, rows: Any, tile: Array, first: Any, count: Any, out: Any
 ) -> None:
     """Rows of the tile's tokens [first, first + count) from shared memory to the output."""
 
@@ -72,7 +72,7 @@ def _store_tokens(
 
 
 def merge_and_store(
-    plan: Plan, work: Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
+    plan: AttentionPlan, work: Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
 ) -> None:
     """Merge the cluster's softmaxes. Each CTA merges and stores its share of the tile's tokens.
 
@@ -129,7 +129,7 @@ def merge_and_store(
     cluster.wait()  # no CTA may exit before all have read its shared memory
 
 
-def _merged_log_sums(plan: Plan, log_sums: Any) -> Array:
+def _merged_log_sums(plan: AttentionPlan, log_sums: Any) -> Array:
     """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
     parts = [
         row_load(plgpu.cluster_ref(log_sums, {kernel_axes.name("split"): jnp.int32(i)}))
@@ -139,7 +139,7 @@ def _merged_log_sums(plan: Plan, log_sums: Any) -> Array:
     return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(part - best) for part in parts]))
 
 
-def _merged(plan: Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
+def _merged(plan: AttentionPlan, split_out: Any, log_sums: Any, span: Any) -> Array:
     """Rows ``span`` of all CTAs' outputs, weighted by their softmax sums: float32 [rows, D]."""
 
     layout = plgpu.Layout.WG_STRIDED((span.size, plan.head_dim), vec_size=1)

@@ -18,7 +18,7 @@ from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """Sizes of a call. A tile is the rows of one warpgroup: ``tokens`` tokens of one KV head.
 
     The *edges* of a context are the blocks that hold its first visible slot and its end.
@@ -78,8 +78,8 @@ def make_plan(
     whole_size: int | None,
     config: AttentionTuning | None,
     interpret: Any,
-) -> Plan:
-    """The sizes of a call. ``whole_size``: see Plan; ``config`` None: from tuning.py."""
+) -> AttentionPlan:
+    """The sizes of a call. ``whole_size``: see AttentionPlan; ``config`` None: from tuning.py."""
     k_pages, page_table, ancestors = pages.k, context.page_table, context.ancestors
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
@@ -90,7 +90,7 @@ def make_plan(
         tuning = float8_tuning if is_float8(k_pages) else attention_tuning
         config = tuning(batch, kv_heads, row_tiles, slots, page_size)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
-    return Plan(
+    return AttentionPlan(
         batch=batch,
         num_tokens=num_tokens,
         kv_heads=kv_heads,
@@ -130,7 +130,7 @@ class Work:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AttentionPlan,
         context_lens: Any,
         kv_lens: Any,
         window_edges: Any | None,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.policy import MULTIPROCESSORS, largest_fitting
+from pallas_kernels.h100 import MULTIPROCESSORS, largest_fitting
 
 ROWS = 64  # query rows of one warpgroup matrix product (wgmma)
 LONG_SPLIT = 1024  # context slots from which a split uses 128-slot blocks
@@ -71,19 +71,7 @@ def attention_tuning(
     ``row_tiles`` tiles of 64 query rows. ``slots`` is the longest context that the page table can
     hold.
 
-    Measured on an H100 with 32 query heads and 8 KV heads, in us. Each line gives sequences x
-    context, the number of queries, the time of the choice, and the times of alternatives. All were
-    measured without ping-pong scheduling, except the line that compares it.
-
-    - 8 x 8k, 8: 98 with 2 splits of 128-slot blocks; 100 with 64-slot blocks; 101 without splits.
-    - 8 x 1k, 1: 18.7 without splits; 18.9 with 2. 8 x 640, 1: 13.0 with 2 stages; 14.3 with 5.
-    - 1 x 1k, 6: 9.9 with 8 splits; 11.1 with 4. 1 x 8k, 8: 19.7 with 128-slot blocks; 21.7 with 64.
-    - 1 x 1k, 60: 16.5 with 4 splits of 64-slot blocks; 19.8 with 128; 31 with 8 splits (two waves).
-    - 8 x 8k, 64: 143 without splits; 205 with 2.
-    - Ping-pong: 8 x 8k, 64: 132.7, without 136.0; with pages of 16 slots 145.3, without 141.9.
-      1 x 3.5k, 512: 62.4, without 67.4. 1 x 8k, 64: 39.1, without 41.5. 1 x 1k, 60: 16.8, without
-      16.6.
-    - 32 x 640, 6: 37.8 with two heads a CTA; 39.9 with one; 42.7 with one and 5 stages.
+    Measured on an H100: docs/results/kernels.md has the times of the choices and of alternatives.
     """
     pairs = batch * kv_heads
     if row_tiles > 1:
@@ -117,13 +105,6 @@ def float8_tuning(
     its registers, and there is no ping-pong scheduling. A compute warpgroup needs about as long for
     a block as its copy, so a multiprocessor should have two of them. A CTA of two heads has; its
     rings then have room for one widened block.
-
-    - 32 x 640, 1: 22.9 with two heads a CTA; 27.6 with one. 6: 24.0; 29.4. 16 x 640, 1: 14.8 with
-      one; 21.3 with two.
-    - 32 x 4k, 1: 104.4 with two heads a CTA; 107.2 with one and 128-slot blocks.
-    - 8 x 640, 1: 12.1 with 2 splits; 14.3 without. 8 x 8k, 1: 54.4 with 2 splits of 128-slot
-      blocks; 65.3 of 64-slot blocks. 1 x 8k, 8: 19.7 with 128-slot blocks; 21.2 with 64.
-    - 8 x 640, 64: 21.4 with 2 blocks of bytes in flight; 21.8 with 4.
     """
     pairs = batch * kv_heads
     if row_tiles > 1:

@@ -42,15 +42,11 @@ def reduce_add_rms_norm(
         width, in which devices leave rows for each other. The kernel writes to it, though it is
         an argument: no two calls with the same exchange may run at once, all devices must make
         the same calls in the same order, and its buffer must not be donated. The kernel needs it.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, H a multiple of 512
-        up to 8192, at most 512 rows, 2, 4 or 8 devices that reach each other's memory), else the
-        reference.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, H a multiple
+        of 512 up to 8192, at most 512 rows, 2, 4 or 8 devices that reach each other's memory.
       tuning: of the kernel; the exchange was made for it. None: Tuning.of.
 
     Returns the sum and the normed sum, both [B, ..., H]. The norm is computed in float32.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     problem = misfit(x, weight, axis, exchange, tuning)
     mosaic = kernel_module("reduce_add_rms_norm", implementation, problem)

@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.products import total_f32
 from pallas_kernels.reduce_add_rms_norm.exchange import (
     PACKET_ENTRIES,

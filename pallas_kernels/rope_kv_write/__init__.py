@@ -41,8 +41,8 @@ def rope_kv_write(
       pages: of the layer; written in place where the caller donates them. Scales are above 0.
       slots: int32 [B, T], ``page * K + offset``; distinct, except for slots of the null page 0.
       dtype: of the queries, and of keys and values before they become bytes; None: the pages'.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
-        of 128 that are rotated whole), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, heads of 128
+        that are rotated whole.
 
     Returns queries [B, T, Q, D], and the pages of keys and of values.
 

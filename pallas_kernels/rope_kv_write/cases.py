@@ -7,18 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from pallas_kernels.benchmark import (
-    Arguments,
-    Benchmark,
-    float8_noise,
-    implementation_to_time,
-    noise,
-)
+from pallas_kernels.benchmark import Benchmark, beside_reference, float8_noise, noise
 from pallas_kernels.pages import LayerPages
 from pallas_kernels.rope_kv_write import rope_kv_write
-from pallas_kernels.rope_kv_write.reference import HeadNorms, rope_kv_write_reference
+from pallas_kernels.rope_kv_write.reference import HeadNorms
 
 EPS = 1e-5
 
@@ -95,27 +88,14 @@ def make_float8_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    return [_benchmark(case) for case in BENCHMARK_CASES]
-
-
-def _benchmark(case: Case) -> Benchmark:
-    implementation = implementation_to_time()
-
-    make = functools.partial(make_arguments, case, jnp.bfloat16)
-    timed = functools.partial(rope_kv_write, eps=EPS, implementation=implementation)
-    return Benchmark(
-        name=str(case),
-        make_arguments=make,
-        call=timed,
-        reference=functools.partial(rope_kv_write_reference, eps=EPS),
-        feed=_feed,
-        num_bytes=case.num_bytes,
-        flops=6 * case.batch * case.num_tokens * case.kv_heads * case.group * case.head_dim,
-        implementation=implementation,
-    )
-
-
-def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
     """Each call gets the pages of the call before, so that they are updated in place."""
-    *before, _, slots = arguments
-    return *before, LayerPages(*output[1:]), slots
+    return [
+        beside_reference(
+            case,
+            functools.partial(make_arguments, case, jnp.bfloat16),
+            functools.partial(rope_kv_write, eps=EPS),
+            lambda arguments, output: (*arguments[:3], LayerPages(*output[1:]), arguments[4]),
+            flops=6 * case.batch * case.num_tokens * case.kv_heads * case.group * case.head_dim,
+        )
+        for case in BENCHMARK_CASES
+    ]

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.float8 import to_bytes
-from pallas_kernels.kernel_names import fixed_name
+from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.pages import LayerPages
 from pallas_kernels.products import total_f32
 from pallas_kernels.rope_kv_write.reference import HeadNorms

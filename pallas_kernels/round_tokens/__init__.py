@@ -22,13 +22,11 @@ def round_tokens(
     Args:
       x: [M, K]
       num_groups: of each row.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, one group, K a
-        multiple of 256 up to 16384), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, one group, K
+        a multiple of 256 up to 16384.
 
     Returns e4m3 [M, K], rounded to nearest, and float32 scales [num_groups, P]: P is M padded to a
     multiple of 32 (as packed_product takes them); the padding holds anything.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take x.
     """
     padded = scaled_rows(len(x))
     mosaic = kernel_module("round_tokens", implementation, misfit(x, num_groups))
@@ -45,12 +43,10 @@ def round_gated(
 
     Args:
       gate_up: [M, 2, F]
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, F a multiple of 256 up
-        to 16384), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, F a multiple
+        of 256 up to 16384.
 
     Returns e4m3 [M, F] and float32 scales [1, P], as round_tokens of the units in gate_up's dtype.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take gate_up.
     """
     problem = misfit(gate_up[:, 0], 1)
     mosaic = kernel_module("round_tokens", implementation, problem)

@@ -16,8 +16,9 @@ from jax import Array, lax
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.activations import units_of
-from pallas_kernels.kernel_names import fixed_name
-from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
+from pallas_kernels.float8 import FLOAT8
+from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.round_tokens.reference import rounded_by, scale_of
 from pallas_kernels.round_tokens.row_parts import THREAD_NAME, RowParts, row_parts
 
 

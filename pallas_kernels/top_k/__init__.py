@@ -22,13 +22,10 @@ def top_k(
     Args:
       x: float32 [..., n]. With NaN or +inf, values and sum are unspecified; indices stay in range.
         0.0 and -0.0 may or may not count as equal.
-      implementation: "auto" takes the Hopper kernel where it fits (rows of 128 to
-        65,536 entries, a multiple of 128; k up to 16), else the reference.
+      implementation: see selection.Implementation; the Hopper kernel takes rows of 128 to 65,536
+        entries, a multiple of 128; k up to 16.
 
     Returns values [..., k], their indices int32 [..., k], and the log-sum-exp [...].
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     mosaic = kernel_module("top_k", implementation, misfit(x, k))
     return top_k_reference(x, k) if mosaic is None else mosaic.top_k_mosaic(x, k=k)

@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from jax import Array
 
-from pallas_kernels.benchmark import Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import Benchmark, beside_reference, noise
+from pallas_kernels.selection import Implementation
 from pallas_kernels.top_k import top_k
-from pallas_kernels.top_k.reference import top_k_reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +21,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.k} of {self.rows} x {self.size}"
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.rows * (self.size + 2 * self.k + 1)
 
 
 TEST_CASES = (Case(3, 1024, 10), Case(2, 4096, 1), Case(10, 32_000, 10), Case(1, 65_536, 16))
@@ -39,32 +42,21 @@ def benchmarks() -> Sequence[Benchmark]:
 
 
 def _benchmark(case: Case) -> Benchmark:
-    implementation = implementation_to_time()
-
-    def call(function: Any, x: Array) -> tuple[Array, ...]:
+    def call(x: Array, implementation: Implementation) -> tuple[Array, ...]:
         """The results, and the rows for the next call: the same array, updated in place.
 
         It stays in the GPU's cache, as it does in the engine after the LM head's product.
         """
-        values, indices, log_sum = function(x)
+        values, indices, log_sum = top_k(x, case.k, implementation)
         first = (log_sum, values[..., -1], indices[..., -1].astype(x.dtype))
-        return (
-            values,
-            indices,
-            log_sum,
-            x.at[0, 0].set(sum(array.reshape(-1)[0] for array in first)),
-        )
+        fed = x.at[0, 0].set(sum(array.reshape(-1)[0] for array in first))
+        return values, indices, log_sum, fed
 
-    kernel = functools.partial(top_k, k=case.k, implementation=implementation)
-    reference = functools.partial(top_k_reference, k=case.k)
-    return Benchmark(
-        name=str(case),
-        make_arguments=functools.partial(make_arguments, case),
-        call=functools.partial(call, kernel),
-        reference=functools.partial(call, reference),
-        feed=lambda arguments, output: (output[-1],),
-        num_bytes=4 * case.rows * (case.size + 2 * case.k + 1),
+    return beside_reference(
+        case,
+        functools.partial(make_arguments, case),
+        call,
+        lambda arguments, output: (output[-1],),
         flops=2 * case.rows * case.size,
-        implementation=implementation,
         rotates=False,
     )

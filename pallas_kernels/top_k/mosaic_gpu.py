@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
-from pallas_kernels.kernel_names import fixed_name
-from pallas_kernels.policy import top_k_shares
+from pallas_kernels.h100 import largest_fitting
+from pallas_kernels.mosaic_module_names import fixed_name
 
 THREADS = 128  # of a warpgroup
 TAKEN = np.uint32(0)  # below the key of every number
@@ -39,7 +39,7 @@ def top_k_mosaic(
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.top_k.top_k; only for arguments that ``misfit`` accepts.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``interpret``:
+    ``shares``: blocks that share a row; None: ``top_k_shares``. ``interpret``:
     plgpu.InterpretGPUParams, for tests; the interpreter does not support clusters.
     """
     size, rows = x.shape[-1], math.prod(x.shape[:-1])
@@ -118,6 +118,15 @@ def top_k_mosaic(
     values, indices, log_sum = kernel(x.reshape(rows, size))
     lead = x.shape[:-1]
     return values.reshape(*lead, k), indices.reshape(*lead, k), log_sum.reshape(lead)
+
+
+def top_k_shares(size: int) -> int:
+    """Thread blocks that share one row of ``size`` entries in top_k, at most 8 (one cluster).
+
+    The fewest that leave each block 4096 entries or fewer. A block holds them in registers: 32 a
+    thread, 64 in the longest rows.
+    """
+    return largest_fitting(lambda shares: shares * 4096 < 2 * size)
 
 
 def _key(numbers: Array) -> Array:

@@ -38,9 +38,6 @@ def truncation_threshold(
 
     Returns float32 [B, N]; -inf where everything is kept. The result of a row depends on that row
     and its parameters only.
-
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
     """
     mosaic = kernel_module("truncate", implementation, misfit(logits))
     if mosaic is None:

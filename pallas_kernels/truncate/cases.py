@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.benchmark import Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import Benchmark, beside_reference, noise
+from pallas_kernels.selection import Implementation
 from pallas_kernels.truncate import truncation_threshold
-from pallas_kernels.truncate.reference import truncation_threshold_reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +40,15 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def num_read(self) -> int:
+        """Logits that are read."""
+        return sum(rule != KEEP_ALL for rule in self.rules) * self.nodes * self.size
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * (self.num_read + len(self.rules) * self.nodes)
 
 
 KEEP_ALL = Rule(0.7)
@@ -108,27 +116,22 @@ def benchmarks() -> Sequence[Benchmark]:
 
 
 def _benchmark(case: Case) -> Benchmark:
-    implementation = implementation_to_time()
-
-    def call(function: Any, logits: Array, *parameters: Array) -> tuple[Array, Array]:
+    def call(
+        logits: Array, *parameters: Array, implementation: Implementation
+    ) -> tuple[Array, Array]:
         """The thresholds, and the logits for the next call: the same array, updated in place.
 
         It stays in the GPU's cache, as it does in the engine after the LM head's product.
         """
-        threshold = function(logits, *parameters)
+        threshold = truncation_threshold(logits, *parameters, implementation=implementation)
         threshold = jnp.where(jnp.isfinite(threshold), threshold, 0.0)  # errors are differences
         return threshold, logits.at[0, 0, 0].set(threshold[0, 0])
 
-    kernel = functools.partial(truncation_threshold, implementation=implementation)
-    reads = sum(rule != KEEP_ALL for rule in case.rules) * case.nodes * case.size
-    return Benchmark(
-        name=case.name,
-        make_arguments=functools.partial(make_arguments, case),
-        call=functools.partial(call, kernel),
-        reference=functools.partial(call, truncation_threshold_reference),
-        feed=lambda arguments, output: (output[-1], *arguments[1:]),
-        num_bytes=4 * (reads + len(case.rules) * case.nodes),
-        flops=2 * reads,
-        implementation=implementation,
+    return beside_reference(
+        case,
+        functools.partial(make_arguments, case),
+        call,
+        lambda arguments, output: (output[-1], *arguments[1:]),
+        flops=2 * case.num_read,
         rotates=False,
     )

@@ -24,8 +24,8 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
-from pallas_kernels.kernel_names import fixed_name
-from pallas_kernels.policy import truncate_shares
+from pallas_kernels.h100 import largest_fitting
+from pallas_kernels.mosaic_module_names import fixed_name
 
 THREADS = 128  # of a warpgroup
 HELD = 96  # entries that a thread holds in registers; with 126 some were spilled
@@ -52,7 +52,7 @@ def truncation_threshold_mosaic(
 ) -> Array:
     """See pallas_kernels.truncate.truncation_threshold; only for logits that ``misfit`` accepts.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``held``: entries that a
+    ``shares``: blocks that share a row; None: ``truncate_shares``. ``held``: entries that a
     thread holds in registers. ``interpret``: plgpu.InterpretGPUParams, for tests; the interpreter
     does not support clusters.
     """
@@ -222,6 +222,14 @@ def truncation_threshold_mosaic(
     )
     rows = logits.reshape(batch * nodes, size)
     return kernel(rows, temperature, top_k, top_p, min_p).reshape(batch, nodes)
+
+
+def truncate_shares(size: int) -> int:
+    """Thread blocks that share one row of ``size`` logits in truncate, at most 8 (one cluster).
+
+    Depends on the size only: the rounding of a row's sums must not depend on the number of rows.
+    """
+    return largest_fitting(lambda shares: shares * 2048 <= size)
 
 
 def _key(number: Array) -> Array:

@@ -33,21 +33,27 @@ convolved, fold = jit(DeltaState.convolved), jit(delta_rule.fold)
 defined_read, defined_commit = jit(delta_read), jit(delta_commit)
 
 
-def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Any, Any]:
+def random_inputs(
+    rng: np.random.Generator,
+    batch: int,
+    size: int,
+    sizes: tuple[int, int, int, int] = (GROUPS, VALUES, K_DIM, V_DIM),
+) -> tuple[Any, Any]:
     """Queries and inputs as layers have them: keys and queries of unit length.
 
     NumPy's, so that tests can take parts of any size without a program for each.
     """
+    groups, values, k_dim, v_dim = sizes
 
     def unit() -> np.ndarray:
-        x = rng.standard_normal((batch, size, GROUPS, K_DIM))
+        x = rng.standard_normal((batch, size, groups, k_dim))
         return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
-    heads = (batch, size, GROUPS, VALUES)
-    q = unit() / np.float32(K_DIM**0.5)
+    heads = (batch, size, groups, values)
+    q = unit() / np.float32(k_dim**0.5)
     arrays: dict[str, Any] = {
         "k": unit(),
-        "v": rng.standard_normal((*heads, V_DIM)).astype(np.float32),
+        "v": rng.standard_normal((*heads, v_dim)).astype(np.float32),
         "g": -rng.exponential(0.3, heads).astype(np.float32),
         "beta": rng.random(heads).astype(np.float32),
     }

@@ -1,7 +1,6 @@
 """What a path reads in other trees."""
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +10,11 @@ from jax import Array
 
 from jaxspec.cache import delta_rule
 from jaxspec.cache.delta_rule import DeltaInputs
+from tests.cache.test_delta_rule import random_inputs
 from tests.helpers.marks import slow
 
 KEYS, VALUES, FOLDED, LENGTH = 128, 128, 32, 8
-
-
-def random_inputs(rng: np.random.Generator, size: int) -> dict[str, Any]:
-    """Of one sequence and head, queries too."""
-
-    def unit() -> np.ndarray:
-        x = rng.standard_normal((1, size, 1, KEYS)).astype(np.float32)
-        return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-    return {
-        "q": unit() / np.float32(KEYS**0.5),
-        "k": unit(),
-        "v": rng.standard_normal((1, size, 1, 1, VALUES)).astype(np.float32),
-        "g": -rng.exponential(0.3, (1, size, 1, 1)).astype(np.float32),
-        "beta": rng.random((1, size, 1, 1)).astype(np.float32),
-    }
+SIZES = 1, 1, KEYS, VALUES
 
 
 def by_depth(
@@ -44,11 +29,10 @@ def read_in_trees(trees: int, size: int, branch: float) -> np.ndarray:
     elsewhere in each is ``branch``."""
     rng, read = np.random.default_rng(0), jax.jit(by_depth)
     s = jnp.asarray(0.1 * rng.standard_normal((1, 1, 1, VALUES, KEYS)), jnp.float32)
-    window, path = random_inputs(rng, FOLDED), random_inputs(rng, LENGTH)
-    window.pop("q")
+    (_, window), path = (random_inputs(rng, 1, size, SIZES) for size in (FOLDED, LENGTH))
     found = []
     for _ in range(trees):
-        nodes = random_inputs(rng, size)
+        nodes = random_inputs(rng, 1, size, SIZES)
         places = np.array([0, *np.sort(rng.permutation(size - 1)[: LENGTH - 1] + 1)])
         parents = [int(rng.integers(0, max(node, 1))) for node in range(size)]
         for parent, node in itertools.pairwise(places):
@@ -56,12 +40,12 @@ def read_in_trees(trees: int, size: int, branch: float) -> np.ndarray:
         ancestors = np.eye(size, dtype=bool)
         for node in range(1, size):
             ancestors[node] |= ancestors[parents[node]]
-        for name, own in path.items():
-            nodes[name][:, places] = own
+        for whole, own in zip(*map(jax.tree.leaves, (nodes, path)), strict=True):
+            whole[:, places] = own
         other = next(node for node in range(size) if node not in places)
-        nodes["v"][0, other, 0, 0, 0] = branch
-        q = jnp.asarray(nodes.pop("q"))
-        out = read(s, DeltaInputs(**window), q, DeltaInputs(**nodes), jnp.asarray(ancestors))
+        q, inputs = nodes
+        inputs.v[0, other, 0, 0, 0] = branch
+        out = read(s, window, q, inputs, jnp.asarray(ancestors))
         found.append(np.asarray(out)[places])
     return np.array(found)
 

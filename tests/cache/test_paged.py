@@ -20,7 +20,6 @@ from jaxspec.config.cache import pages_for
 from jaxspec.parallel import WHOLE
 from pallas_kernels.rope_kv_write.reference import write_rows
 from pallas_kernels.selection import Kernels
-from tests.helpers.marks import slow
 
 BATCH, COLUMNS, HEADS, HEAD_DIM, TOKENS = 2, 7, 2, 3, 5
 PAGE_SIZES = (1, 3, 4, 16)
@@ -129,40 +128,6 @@ def test_page_slots_are_where_the_table_says(page_size: int):
             assert slots[row, column] == page * page_size + position % page_size
         else:
             assert slots[row, column] == 0, "the null page"
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_padding_is_written_to_the_null_page_alone(page_size: int):
-    cache = empty(page_size)
-    rows = jnp.ones((BATCH, TOKENS, HEADS, HEAD_DIM))
-    slots = page_slots(
-        jnp.asarray(random_table(np.random.default_rng(0))),
-        jnp.tile(jnp.arange(TOKENS), (BATCH, 1)),
-        jnp.zeros((BATCH, TOKENS), bool),
-        page_size,
-    )
-    cache = write(cache, rows, rows, slots)
-    assert not cache.k[1:].any() and not cache.v[1:].any()
-
-
-@pytest.mark.parametrize("page_size", [slow(1), 3, slow(4), slow(16)])
-@pytest.mark.parametrize("path", [[0, 2, 3, 4, 9], [0, 1, 3, 6, 7], [0, 4, 5, 6, 7]])
-def test_compaction_reads_all_rows_before_it_writes(page_size: int, path: list[int]):
-    """Accepted nodes move down over slots that are themselves read, across page boundaries."""
-    table = jnp.asarray(random_table(np.random.default_rng(0))[:1])
-    everything = jnp.arange(COLUMNS * page_size)[None]
-    own = page_slots(table, everything, jnp.ones_like(everything, bool), page_size)
-    rows = jnp.broadcast_to(everything[..., None, None] + 1.0, (1, own.size, HEADS, HEAD_DIM))
-    cache = write(empty(page_size), rows, -rows, own)
-    start = max(0, 2 * page_size - 2)  # ends in mid-page
-    path = [node for node in path if start + node < own.size]
-    source, destination = own[:, start + np.array(path)], own[:, start : start + len(path)]
-    [cache] = compact((cache,), source, destination)
-    found = cache.k.swapaxes(1, 2).reshape(-1, HEADS, HEAD_DIM)[own[0], 0, 0] - 1
-    expected = np.arange(own.size)
-    expected[start : start + len(path)] = start + np.array(path)
-    assert np.array_equal(found, expected)
-    assert jnp.array_equal(cache.v[1:], -cache.k[1:])
 
 
 def numbered(page_size: int, table: jax.Array) -> PagedKV:

@@ -30,7 +30,7 @@ from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantize.checkpoint import Checkpoint
 from tests.helpers.block_checkpoints import MASK, RANK, published_head
 from tests.helpers.block_heads import KINDS, arrays_equal
-from tests.helpers.checkpoints import save_byte_tokenizer, save_tensors
+from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer
 from tests.helpers.random_models import random_target, tiny_config
 
 FLOAT32 = jnp.dtype("float32")
@@ -57,13 +57,6 @@ def target(target_dir: Path) -> ModelConfig:
 @pytest.fixture(scope="module")
 def heads(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: published_head(tmp_path_factory.mktemp(kind), target_dir, kind) for kind in KINDS}
-
-
-def changed(directory: Path, to: Path, config: dict[str, Any], **tensors: Any) -> Path:
-    """A copy of a head with other config values and tensors (None removes one)."""
-    files = load_file(directory / "model.safetensors") | tensors
-    fields = read_json(directory / "config.json") | config
-    return save_tensors(to, {n: x for n, x in files.items() if x is not None}, fields)
 
 
 def test_the_fields_and_tensors_of_published_heads(heads: dict[str, Path], target: ModelConfig):
@@ -125,7 +118,7 @@ def test_dflash_heads_of_deepspec_have_no_markov_head(
     without = dict.fromkeys((*CONFIDENCE, *(f"markov_head.markov_w{i}.weight" for i in (1, 2))))
     fields = {"markov_rank": 0, "markov_head_type": None, "enable_confidence_head": False}
     head = load_block_head(
-        changed(heads["dspark"], tmp_path / "in", fields, **without), target, FLOAT32
+        changed_copy(heads["dspark"], tmp_path / "in", fields, **without), target, FLOAT32
     )
     assert head.markov is None and head.predicts_next
     save_block_head(head, tmp_path / "out", load_decoder(target_dir, target, FLOAT32))
@@ -136,7 +129,7 @@ def test_a_confidence_head_may_read_outputs_alone(
     heads: dict[str, Path], target_dir: Path, target: ModelConfig, tmp_path: Path
 ):
     weight = np.arange(64, dtype=np.float32)[None]
-    given = changed(
+    given = changed_copy(
         heads["dspark"], tmp_path / "in", {"confidence_head_with_markov": False},
         **{"confidence_head.proj.weight": weight},
     )  # fmt: skip
@@ -239,7 +232,7 @@ def test_heads_that_do_not_fit(
     case: str, heads: dict[str, Path], target: ModelConfig, tmp_path: Path
 ):
     kind, config, tensors, message = MISFITS[case]
-    directory = changed(heads[kind], tmp_path, config, **tensors)
+    directory = changed_copy(heads[kind], tmp_path, config, **tensors)
     assert holds_block_head(directory)
     with pytest.raises(ValueError, match=message) as caught:
         load_block_head(directory, target, FLOAT32)
@@ -275,11 +268,13 @@ def test_tables_that_are_not_the_targets_are_reported(
     name: str, heads: dict[str, Path], target_dir: Path, tmp_path: Path
 ):
     table = load_file(heads["dspark"] / "model.safetensors")[name]
-    narrow = changed(heads["dspark"], tmp_path / "narrow", {}, **{name: table.astype(jnp.bfloat16)})
+    narrow = changed_copy(
+        heads["dspark"], tmp_path / "narrow", {}, **{name: table.astype(jnp.bfloat16)}
+    )
     check_block_copies(narrow, target_dir)  # rounded, as heads are saved
     other = table.copy()
     other[-1, -1] += 1
-    head = changed(heads["dspark"], tmp_path / "other", {}, **{name: other})
+    head = changed_copy(heads["dspark"], tmp_path / "other", {}, **{name: other})
     with pytest.warns(UserWarning, match=f": {name} differs from .*, which is read in its place"):
         loading.load(target_dir, head, speculation=CHAIN)
 

@@ -1,6 +1,5 @@
 """Draft heads whose copies of the target's tables are another model's are reported."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from jaxspec.checkpoints.load import resolve_dtype
 from jaxspec.checkpoints.load_drafter import DraftedModel, load_drafter
 from jaxspec.models.from_config.model import load_model_config
 from tests.helpers.block_checkpoints import published_head
-from tests.helpers.checkpoints import save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
+from tests.helpers.checkpoints import changed_copy, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
 from tests.helpers.eagle31_checkpoint import tiny_eagle31_head
 
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -40,11 +39,9 @@ def tables(target: Path) -> dict[str, np.ndarray]:
     return {EMBEDDINGS: stored["model.embed_tokens.weight"], LM_HEAD: stored["lm_head.weight"]}
 
 
-def warnings_of(head: Path, target: Path, out: Path, new: dict[str, Any], **config: Any) -> str:
-    """What loading the head says, with other tensors and fields."""
-    tensors = load_file(head / "model.safetensors") | new
-    fields = json.loads((head / "config.json").read_text()) | config
-    directory = save_tensors(out, tensors, fields)
+def warnings_of(head: Path, target: Path, out: Path, new: dict[str, Any]) -> str:
+    """What loading the head says, with other tensors."""
+    directory = changed_copy(head, out, **new)
     chain = SpeculationConfig.chain(2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from jaxspec.decoding.drafters import (
     NGramDrafter,
     NoDrafter,
 )
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_draft_head
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.quantized.scaled import in_eight_bits
 from jaxspec.parallel.bytes import local_bytes
@@ -38,7 +38,7 @@ def test_a_draft_model_reads_its_embeddings_only_as_lm_head(tied: bool):
 
 
 def test_a_mixture_reads_what_its_model_does():
-    drafter = EagleDrafter(head=random_head(TINY, FLOAT32, None, seed=1))
+    drafter = EagleDrafter(head=random_draft_head(TINY, FLOAT32, None, seed=1))
     mixed = MixedDrafter(model=drafter)
     found = draft_weight_bytes(mixed, 3, lm_head=10)
     assert found == draft_weight_bytes(drafter, 3, lm_head=99) > 0, "it has an LM head of its own"

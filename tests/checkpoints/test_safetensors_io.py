@@ -1,6 +1,5 @@
 """Decoders from and to safetensors: layouts, shards, memory, errors."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -27,7 +26,6 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
-from jaxspec.models.tensors import joining, splitting
 from jaxspec.parallel import DATA_AXIS, grid_of, make_mesh, partition_specs
 from tests.helpers.checkpoints import (
     hf_logits,
@@ -179,31 +177,6 @@ def test_transformers_reads_what_we_save(build: Any, overrides: dict[str, Any], 
     )
 
 
-def test_norms_stored_less_one_are_read_and_written(llama: Path, tmp_path: Path):
-    plain = load(llama)
-    config = dataclasses.replace(load_model_config(llama), norm_offset=1)
-    more = load_decoder(llama, config, jnp.dtype(jnp.float32))
-    for ours, theirs in zip(norms(more), norms(plain), strict=True):
-        np.testing.assert_allclose(ours, theirs + 1, rtol=1e-6)
-    assert_trees_equal(without_norms(more), without_norms(plain))
-    splits = more.mapped(splitting(config.vocab_size))
-    safetensors_io.save_tree(tmp_path, more, splits, {})
-    tensors, saved = read(llama)[0], load_file(tmp_path / "model.safetensors")
-    assert saved.keys() == tensors.keys()
-    assert all(np.allclose(saved[name], tensors[name], atol=1e-6) for name in tensors)
-    assert_trees_equal(more.mapped(joining(jax.tree.map(jnp.asarray, tensors))), more)
-
-
-def norms(model: Decoder) -> list[Any]:
-    pairs = [(layer.input_norm, layer.post_norm) for layer in model.layers]
-    return [norm for pair in pairs for norm in pair] + [model.norm]
-
-
-def without_norms(model: Decoder) -> Any:
-    layers: list[Any] = [(layer.mixer, layer.mlp) for layer in model.layers]
-    return model.embed, layers, model.lm_head
-
-
 def test_a_sharded_model_is_saved_whole(llama: Path, tmp_path: Path):
     save_decoder(load(llama, mesh=make_mesh(tensor_parallel=4)), tmp_path)
     tensors, saved = read(llama)[0], read(tmp_path)[0]
@@ -222,15 +195,7 @@ def test_several_files(llama: Path, tmp_path: Path, monkeypatch):
     assert_trees_equal(load(tmp_path), load(llama))
     np.testing.assert_allclose(hf_logits(tmp_path, TOKENS), hf_logits(llama, TOKENS), rtol=1e-6)
     monkeypatch.undo()
-    save_decoder(load(llama), tmp_path / "single")
-    assert [p.name for p in (tmp_path / "single").glob("model*")] == ["model.safetensors"]
-
-
-def test_saving_again_replaces_the_files(llama: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(safetensors_io, "MAX_FILE_BYTES", 100_000)
-    save_decoder(load(llama), tmp_path)
-    monkeypatch.undo()
-    save_decoder(load(llama), tmp_path)
+    save_decoder(load(llama), tmp_path)  # in place of these files
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
 
 

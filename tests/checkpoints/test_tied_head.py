@@ -19,7 +19,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.parallel import make_mesh, stage_meshes
 from jaxspec.quantize.checkpoint import Checkpoint, Streamed
-from tests.helpers.checkpoints import hf_logits, save_tensors, tiny_llama
+from tests.helpers.checkpoints import changed_copy, hf_logits, tiny_llama
 from tests.helpers.quantized_checkpoints import gptq, quantize_checkpoint
 from tests.helpers.sampling_reference import plain_logits
 
@@ -54,9 +54,8 @@ def with_head(other_head: Path, tmp_path: Path) -> Any:
     """Writes the checkpoint with ``change`` applied to a copy of its embeddings as LM head."""
 
     def write(change: Any) -> Path:
-        tensors = load_file(other_head / "model.safetensors")
-        tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"].copy())
-        return save_tensors(tmp_path, tensors, json.loads((other_head / "config.json").read_text()))
+        table = load_file(other_head / "model.safetensors")["model.embed_tokens.weight"]
+        return changed_copy(other_head, tmp_path, **{"lm_head.weight": change(table)})
 
     return write
 
@@ -126,10 +125,8 @@ def test_a_copy_with_padding_or_other_zeros_is_tied(with_head: Any):
 
 def test_a_copy_in_a_wider_dtype_is_tied(with_head: Any, tmp_path: Path):
     path = with_head(lambda table: table.astype(np.float16))
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"].astype(np.float32)
-    config = json.loads((path / "config.json").read_text())
-    assert load_from(save_tensors(tmp_path / "wider", tensors, config)).lm_head is None
+    wide: dict[str, Any] = {"model.embed_tokens.weight": stored_head(path).astype(np.float32)}
+    assert load_from(changed_copy(path, tmp_path / "wider", **wide)).lm_head is None
 
 
 @pytest.mark.parametrize("row", [0, -1])

@@ -64,21 +64,3 @@ def test_the_command_prints_tables_and_json(monkeypatch, capsys):
     assert set(results["mixed"]["total"]) == {"plain", "chain:2", "adaptive"}
     assert set(results["round_ms"]) == {"plain", "chain:2"}
     assert "mixed load" in printed.err and "ms/round" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--clients", "0"], "must be at least 1"),
-        (["--seconds", "-1"], "--seconds, --warm-up and --phase-seconds must be at least 0"),
-        (["--seconds", "0", "--phase-seconds", "0"], "there is nothing to run"),
-        (["--trees", "chain:1,chain:3"], "--trees must begin with plain"),
-        (["--trees", "plain"], "--trees must begin with plain"),
-        (["--levels", "2"], "acceptance levels must lie in 0 .. 1"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert bench_adaptive.main([*TINY, *arguments]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "making" not in line]
-    assert len(lines) == 1 and lines[0].startswith("jaxspec bench adaptive: ")
-    assert message in lines[0]

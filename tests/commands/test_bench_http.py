@@ -20,9 +20,3 @@ def test_all_ways_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(rate > 0 for [rate] in results["tokens_per_second"].values())
     assert results["of_engine"]["engine"] == 1
     assert 0 < results["server_thread_busy"] < 1
-
-
-def test_a_number_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]):
-    assert bench_http.main(["--streams", "0"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("jaxspec bench http: ") and "streams" in line

@@ -6,6 +6,7 @@ import io
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,14 @@ import jaxspec
 import jaxspec.__main__ as command_line
 from jaxspec.commands.generate import generation
 from jaxspec.commands.shared import shell
+from jaxspec.commands.shared.option_types import (
+    number,
+    numbers,
+    positive,
+    positives,
+    tensor_parallel,
+    whole_numbers,
+)
 from jaxspec.commands.shared.program_cache import default_folder
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +111,39 @@ def test_every_option_says_what_it_does_and_its_default(command: str):
     assert not silent
 
 
+@pytest.mark.parametrize("command", command_line.COMMANDS)
+def test_an_option_that_counts_refuses_less_than_one(command: str, capsys):
+    parser = module_of(command).make_parser()
+    counting = [action for action in parser._actions if action.type in (number, numbers, positive)]
+    for action in counting:
+        text = "1,0" if action.type is numbers else "0"
+        assert ended([*command.split(), *action.option_strings[:1], text]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert action.option_strings[0] in last and "got '0'" in last
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (numbers, "4,1,4", (4, 1, 4)),
+        (positives, "0.5,2", (0.5, 2.0)),
+        (whole_numbers, "0,1", (0, 1)),
+        (tensor_parallel, "4", 4),
+        (tensor_parallel, "2x3", (2, 3)),
+        *((numbers, text, None) for text in ("", "1,", "x", "1.5", "-1")),
+        *((positives, text, None) for text in ("", "0", "x", "nan", "inf", "1,-1")),
+        *((whole_numbers, text, None) for text in ("", "0,", "-1", "x")),
+        *((tensor_parallel, text, None) for text in ("", "x2", "2x", "-1")),
+    ],
+)
+def test_types_of_options(parse: Callable[[str], object], text: str, value: object):
+    if value is None:
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+    else:
+        assert parse(text) == value
+
+
 def test_generate_loads_nothing_of_training():
     code = (
         "import sys, jaxspec.commands.generate.generation\n"
@@ -178,15 +220,15 @@ def test_where_compiled_programs_are_kept(environment, folder, monkeypatch):
 
 
 def test_a_left_table_begins_where_its_title_does():
-    table = shell.left_table("title", "caption")
-    table.add_column("case")
-    table.add_column("tokens/s", justify="right")
-    table.add_row("plain", "7")
+    table = shell.left_table("title", "caption", left=["case"], right=["tokens/s", "layers", "of"])
+    row = {"mode": "plain", "rate": 7.0, "layers": [2, 3], "share": None}
+    shell.add_rows(table, ("{mode}", "{rate:.0f}", "{layers}", "{share:.0%}"), [row])
     console = Console(width=40, record=True, file=io.StringIO())
     console.print(table)
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert lines[0] == "title" and lines[-1] == "caption"
-    assert [word.strip(" │┃") for word in lines[4].split("│")][1:3] == ["plain", "7"]
+    cells = [word.strip(" │┃") for word in lines[4].split("│")]
+    assert cells[1:5] == ["plain", "7", "2 + 3", ""]
 
 
 def test_the_device_line_names_what_a_run_was_measured_with():

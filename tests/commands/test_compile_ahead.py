@@ -10,7 +10,6 @@ import pytest
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
 from jaxspec.commands import compile_ahead
-from jaxspec.evaluation.benchmarks.ahead_of_time import WHEELS
 from jaxspec.evaluation.benchmarks.compiled_round import CompiledRound, Launches, MosaicKernel
 from jaxspec.evaluation.benchmarks.tpu_ahead import (
     TpuProgram,
@@ -18,64 +17,25 @@ from jaxspec.evaluation.benchmarks.tpu_ahead import (
     count_copies,
     count_kernels,
 )
+from tests.commands.test_bad_input import fake_wheels
 
 
-def fake_wheels(folder: Path, version: str) -> Path:
-    """A folder with the wheels' names and nothing else."""
-    for name in (*WHEELS, "libtpu"):
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return folder
+@pytest.fixture
+def wheels(tmp_path: Path) -> str:
+    return str(fake_wheels(tmp_path / "wheels", JAXLIB_VERSION))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("wheels")
-    good = fake_wheels(root / "good", JAXLIB_VERSION)
-    return {"good": good, "old": fake_wheels(root / "old", "0.1.2"), "empty": root / "empty"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mode", "chain"], "not plain, chain:K"),
-        (["--mode", "plain", "--draft-head", "dflash"], "--draft-head would do nothing"),
-        (["--mode", "plain", "--drafter-quantization", "fp8"], "give a mode that drafts, such as"),
-        (["--mode", "chain:5+int8", "--drafter-quantization", "fp8"], "exclude each other"),
-        (["--layers", "0"], "--layers must be at least 1"),
-        (["--tp", "0"], "must be at least 1"),
-        (["--sp", "0"], "must be at least 1"),
-        (["--sp", "3"], "--page-size 64 cannot be split over 3 devices; it can over 1, 2, 4"),
-        (["--sp", "2", "--tpu", "v6e:2x2"], "for H100s only: leave out --tpu"),
-        (["--wheels", "{empty}"], "run: pip install --target {empty} --no-deps jax-cuda13-pjrt=="),
-        (["--wheels", "{old}"], "jax-cuda13-pjrt 0.1.2, but jaxlib is"),
-        (["--wheels", "{good}", "--dump", "{good}"], "is not empty"),
-        (["--program", "prefill", "--chunk", "0"], "--sp and --chunk must be at least 1"),
-        (["--shape", "tiny", "--context", "4096"], "--context 4096 needs"),
-        (["--chunk", "64"], "add --program prefill"),
-        (["--tpu", "v6e:2x2", "--libtpu", "{empty}"], "lacks libtpu; run: pip install --target"),
-        (["--tpu", "v6e:2x2", "--libtpu", "{old}"], "has libtpu 0.1.2, but this jax needs 0.0."),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(folders, arguments, message, capsys):
-    arguments = [argument.format(**folders) for argument in arguments]
-    assert compile_ahead.main(arguments) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("jaxspec compile-ahead: ") and message.format(**folders) in line
-
-
-def test_a_failing_process_is_one_line(folders, tmp_path: Path, monkeypatch, capsys):
+def test_a_failing_process_is_one_line(wheels: str, tmp_path: Path, monkeypatch, capsys):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho first\necho 'ValueError: cannot be split'\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    assert compile_ahead.main(["--wheels", str(folders["good"])]) == 2
+    assert compile_ahead.main(["--wheels", wheels]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert "failed (1): ValueError: cannot be split (--dump FOLDER" in line
 
 
-def test_the_results_as_a_table_and_as_json(folders, monkeypatch, capsys):
+def test_the_results_as_a_table_and_as_json(wheels: str, monkeypatch, capsys):
     launches = Launches(
         in_graphs=131,
         outside=1,
@@ -88,7 +48,7 @@ def test_the_results_as_a_table_and_as_json(folders, monkeypatch, capsys):
     sent = {"all-reduce": (4, 1536.0)}
     compiled = CompiledRound(launches, 0, {"verify/mlp": 4}, sent, 2**31, 3 << 20, kernels)
     monkeypatch.setattr(compile_ahead, "compile_elsewhere", lambda *_: compiled)
-    arguments = ["--layers", "2", "--wheels", str(folders["good"]), "--json"]
+    arguments = ["--layers", "2", "--wheels", wheels, "--json"]
     assert compile_ahead.main(arguments) == 0
     printed = capsys.readouterr()
     results = json.loads(printed.out)

@@ -69,14 +69,6 @@ def test_top_k_is_of_sampling():
     assert speculation_config(arguments).top_k == 1
 
 
-@pytest.mark.parametrize("option", ["--nodes", "--depth", "--sample-top-k"])
-def test_old_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as end:
-        generate.main([option, "4"])
-    assert end.value.code == 2
-    assert f"unrecognized arguments: {option} 4" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,27 +94,18 @@ def test_what_cannot_run_is_refused_before_the_weights_are_read(
     assert message in line
 
 
-def test_programs_are_kept_unless_told_otherwise(monkeypatch, tmp_path: Path):
+def test_programs_are_kept_unless_told_otherwise(monkeypatch, tmp_path: Path, capsys):
+    """A home that cannot be written to costs one line."""
     kept: list[Path | None] = []
+    folders = iter([tmp_path, Path("/dev/null/cache")])
     monkeypatch.setattr(generation, "keep_compiled_programs", kept.append)
     monkeypatch.setattr(generation, "generate", lambda *_: None)
-    monkeypatch.setattr(program_cache, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(program_cache, "default_folder", lambda: next(folders))
     other = tmp_path / "other"
-    for arguments in ([], [NO_CACHE], ["--compilation-cache", str(other)]):
+    for arguments in ([], [NO_CACHE], ["--compilation-cache", str(other)], []):
         assert generate.main(arguments) == 0
-    assert kept == [tmp_path, None, other]
+    assert kept == [tmp_path, None, other, None]
     assert other.is_dir()
-
-
-def test_a_home_that_cannot_be_written_to_costs_one_line(
-    monkeypatch, capsys: pytest.CaptureFixture[str]
-):
-    kept: list[Path | None] = []
-    monkeypatch.setattr(generation, "keep_compiled_programs", kept.append)
-    monkeypatch.setattr(generation, "generate", lambda *_: None)
-    monkeypatch.setattr(program_cache, "default_folder", lambda: Path("/dev/null/cache"))
-    assert generate.main([]) == 0
-    assert kept == [None]
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("cannot keep compiled programs: ") and line.endswith("going on without")
 

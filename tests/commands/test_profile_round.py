@@ -37,23 +37,3 @@ def test_a_round_is_split_into_its_phases(devices, tmp_path: Path, capsys):
     assert sum(kernel["us"] for kernel in results["kernels"]) == pytest.approx(busy)
     assert "us between the calls" in printed.err
     assert plot.stat().st_size > 5_000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mode", "chain"], "not plain, chain:K"),
-        (["--mode", "plain", "--draft-head", "dspark"], "--draft-head would do nothing"),
-        (["--mode", "plain", "--drafter-quantization", "fp8"], "give a mode that drafts, such as"),
-        (["--rounds", "1"], "--rounds 2"),
-        (["--batch", "0"], "must be at least 1"),
-        (["--sp", "0"], "parallel sizes must be >= 1"),
-        (["--sp", "3"], "--page-size 16 cannot be split over 3 devices; it can over 1, 2, 4"),
-        (["--kernels", "all"], "the kernels are for Hopper GPUs"),
-        (["--plot", "/no/such/folder/plot.png"], "no directory /no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert profile_round.main([*TINY, *arguments]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("jaxspec profile-round: ") and message in line

@@ -58,14 +58,9 @@ def test_without_git_or_with_a_broken_checkout_there_is_none(
 
 def test_a_copy_elsewhere_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAXSPEC_COMMIT", "1234")
-    assert source_commit(checkout) == "1234"
-
-
-def test_records_have_it_if_it_is_known(monkeypatch: pytest.MonkeyPatch):
-    for commit in ("1234", None):
-        monkeypatch.setattr(run_facts, "source_commit", lambda commit=commit: commit)
-        assert run_facts.run_facts().get("commit") == commit
-        assert ("commit" in run_facts.run_facts()) == (commit is not None)
+    assert source_commit(checkout) == run_facts.run_facts()["commit"] == "1234"
+    monkeypatch.setattr(run_facts, "source_commit", lambda: None)
+    assert "commit" not in run_facts.run_facts()
 
 
 def test_equal_layers_of_a_config_stand_there_once():

@@ -99,13 +99,12 @@ def commit_pairs(
     options: dict[str, Any],
     token_ids: Array | None = None,
     distort: Callable[[DraftTree], DraftTree] = lambda tree: tree,
-    draft: Callable[..., DraftTree] = draft_tree,
 ) -> tuple[np.ndarray, float]:
     """The first two tokens committed in each row [ROWS, 2], and the mean accepted depth."""
 
     @jax.jit
     def one_round(sampling: Sampling, roots: Array, context_lens: Array) -> Accepted:
-        tree = distort(draft(spec, sampling, roots, context_lens, token_ids))
+        tree = distort(draft_tree(spec, sampling, roots, context_lens, token_ids))
         logits = process_logits(TARGET[tree.tokens], sampling)
         return rule.accept(Verified(tree, logits, sampling, context_lens, WHOLE))
 
@@ -123,6 +122,11 @@ def p_value(pairs: np.ndarray, options: dict[str, Any]) -> float:
     after = np.asarray(jax.nn.softmax(process_logits(TARGET[None], sampling)[0]), np.float64)
     expected = (ROWS * after[ROOT][:, None] * after).ravel()
     found = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2)
+    return chi_square(found, expected)
+
+
+def chi_square(found: np.ndarray, expected: np.ndarray) -> float:
+    """The p-value of counts, the rare ones put together; 0 if an impossible one was seen."""
     if found[expected == 0].any():
         return 0.0
     rare = expected < 8

@@ -1,4 +1,4 @@
-"""Real block heads and lookup keep the target's distribution: chi-square tests of whole rounds.
+"""Block heads, lookup and draft models keep the target's distribution: chi-square of whole rounds.
 
 Every batch row is an experiment with a seed of its own. The counts of its first new tokens are
 compared with the target's probabilities, which come from dense passes over all continuations.
@@ -13,21 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import SuffixDrafter
+from jaxspec.decoding.drafters import DraftModelDrafter, SuffixDrafter
 from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from tests.decoding.test_acceptance import P_VALUE
+from tests.decoding.test_acceptance import P_VALUE, chi_square
 from tests.helpers.block_heads import block_params, block_target
 from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     generate,
     jit_decode,
+    noisy,
     random_prompts,
     read_prompts,
     texts,
@@ -54,12 +54,15 @@ def repeating() -> np.ndarray:
 
 def drawn(kind: str, spec: SpeculationConfig, prompt: np.ndarray) -> tuple[np.ndarray, float]:
     """The first NEW tokens of each row, and the mean depth accepted."""
-    if kind == "suffix":
-        params = EngineParams(target=block_target(), drafter=SuffixDrafter(), speculation=spec)
+    if kind in ("suffix", "draft_model"):
+        target = block_target()
+        model = DraftModelDrafter(model=noisy(target, 0.7))
+        drafter: Any = model if kind == "draft_model" else SuffixDrafter()
+        params = EngineParams(target=target, drafter=drafter, speculation=spec)
     else:
         params = block_params(kind.replace("suffix+", "ngram+"), spec)
     if kind.startswith("suffix+"):
-        drafter: Any = params.drafter
+        drafter = params.drafter
         params = params.replace(drafter=drafter.replace(lookup=SuffixDrafter(min_match=2)))
     length = len(prompt) + NEW + spec.max_depth  # no round is cut short before the last token
     state = admit_prompts(
@@ -117,11 +120,8 @@ def p_value(found: np.ndarray, prompt: np.ndarray, temperature: float = TEMPERAT
             return 0.0
         counts[path] += 1
     wanted = ROWS * np.array(list(probs.values())) / math.fsum(probs.values())
-    seen, rare = np.array(list(counts.values())), wanted < 8
-    wanted = np.append(wanted[~rare], wanted[rare].sum())
-    seen = np.append(seen[~rare], seen[rare].sum())
-    assert len(seen) > 30
-    return stats.chisquare(seen, wanted, sum_check=False).pvalue
+    assert np.sum(wanted >= 8) >= 30
+    return chi_square(np.array(list(counts.values())), wanted)
 
 
 @pytest.mark.slow
@@ -147,11 +147,13 @@ def test_texts_of_a_mixture_have_the_targets_distribution(kind: str, shape: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SPECS)
-def test_texts_of_suffix_drafting_alone_have_the_targets_distribution(shape: str):
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("suffix", "chain"), ("suffix", "tree"), ("draft_model", "chain")]
+)
+def test_texts_of_other_drafters_have_the_targets_distribution(kind: str, shape: str):
     prompt = repeating()
     spec = dataclasses.replace(SPECS[shape], acceptance="rejection")
-    found, depth = drawn("suffix", spec, prompt)
+    found, depth = drawn(kind, spec, prompt)
     assert 0.2 < depth < 2.5, "drafts must be accepted and refused"
     assert p_value(found, prompt) > P_VALUE
     assert p_value(found, prompt, 1.2 * TEMPERATURE) < 1e-9, "another distribution is noticed"

@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import BlockDrafter
-from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.heads import BlockHead
-from jaxspec.parallel import make_mesh, stage_meshes
+from jaxspec.parallel import make_mesh
 from tests.helpers.block_heads import block_params, block_target, random_head
-from tests.helpers.layouts import in_stages, on_mesh
+from tests.helpers.layouts import on_mesh
 from tests.helpers.programs import new_jit
 from tests.helpers.random_models import empty_state, padded, random_prompts, tiny_config
 
@@ -89,20 +85,3 @@ def test_rows_on_several_devices_have_the_confidence_of_one():
     one = run(params)
     assert np.ptp(one, axis=(0, 2)).min() > 0.1
     np.testing.assert_allclose(run(on_mesh(params, make_mesh(2, 2))), one, rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_an_adaptive_pipeline_hears_it():
-    target = block_target(tiny_config(num_layers=4))
-    params = block_params("dspark", CHAIN, target, confidence=True)
-    meshes = stage_meshes(make_mesh(1, pipeline_parallel=2))
-    params = in_stages(params, (2, 2), meshes, shard_drafter=False)
-    shapes = (TreeShape.parse("chain:3"),)
-    config = EngineConfig(max_rows=2, rounds_per_call=4, adaptive=True, shapes=shapes)
-    engine = Engine(params, CacheConfig(page_size=8, max_length=64), config)
-    engine.warm_up([SamplingParams()], tokens=32, rows=[2])
-    engine.finish([engine.add([1, 2, 3, token], SamplingParams(max_tokens=20)) for token in (4, 5)])
-    assert engine.shapes.policy is not None
-    tries, _, asked, told = engine.shapes.policy.estimate._shared[:, 0]
-    np.testing.assert_array_equal(asked, tries)
-    assert 0 < told[0] < asked[0]

@@ -10,14 +10,10 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import DraftState, StatelessDrafter
-from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
-from jaxspec.decoding.trees.tree import DraftTree, make_chain
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.parallel.pytree import pytree
 from tests.helpers.programs import new_jit
 from tests.helpers.random_models import make_params, padded, random_prompts, random_target, texts
 
@@ -183,25 +179,6 @@ def test_a_prompt_that_gives_no_numbers_leaves_its_neighbours_alone():
     assert emitted.counts[0].tolist() == [0, 1, 1]
     state, _ = decode(params, state, LENGTH, max_rounds=LENGTH, greedy=False)
     assert texts(state)[1:] == whole[1:]
-
-
-@pytree
-class TooLargeDrafter(StatelessDrafter):
-    """Its chains have a token more than they may."""
-
-    def propose(
-        self, target: Decoder, state: EngineState, options: RoundOptions
-    ) -> tuple[DraftTree, DraftState]:
-        size = options.speculation.num_nodes + 1
-        tokens = jnp.broadcast_to(state.rows.roots[:, None], (len(state.rows.roots), size))
-        return make_chain(tokens, jnp.full(len(tokens), size)), DraftState()
-
-
-def test_a_drafter_that_proposes_more_than_it_may_is_an_error():
-    params = params_of("ngram").replace(drafter=TooLargeDrafter())
-    state = functional.init_state(params, 3, LENGTH)
-    with pytest.raises(ValueError, match="TooLargeDrafter proposed a tree of 4 nodes and depth 3"):
-        decode(params, state, 1, max_rounds=1, greedy=False)
 
 
 @pytest.mark.parametrize(

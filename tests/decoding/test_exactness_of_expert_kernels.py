@@ -14,19 +14,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import functional
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
-from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import head_shapes, mtp_head_config
 from pallas_kernels.selection import OPERATIONS, Kernels
-from tests.engine.test_deterministic import MAX_LENGTH, requests, run_alone, run_together
+from tests.decoding.test_exactness_of_kernels import PAGE, WIDTH, check_engines
 from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_expert_target
 from tests.helpers.random_models import (
@@ -118,9 +115,7 @@ COMMON = frozenset({"expert_product", "top_k"})
 NAMES = MIXERS | COMMON
 KERNELS = Kernels(frozenset(OPERATIONS))
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
-WIDTH = 24
-ROWS, PAGE = 8, 16
-FEW = 12  # pages, too few for four rows
+ROWS = 8
 SHAPES = {
     "chain": SpeculationConfig(num_nodes=6, max_depth=5, top_k=1, verify_width=WIDTH),
     "tree": SpeculationConfig(num_nodes=20, max_depth=5, top_k=4, verify_width=WIDTH),
@@ -155,7 +150,7 @@ def cast[T](model: T, shapes: T) -> T:
     return jax.tree.map(lambda x, shape: x.astype(shape.dtype), model, shapes)
 
 
-def params_of(family: str, drafter: str, shape: str, kernels: Kernels = KERNELS) -> EngineParams:
+def params_of(family: str, drafter: str, shape: str) -> EngineParams:
     wide = wide_target(family)
     target = cast(wide, decoder_shapes(wide.config, BFLOAT16))
     own: Drafter = NGramDrafter(min_match=1) if drafter == "ngram" else NoDrafter()
@@ -165,7 +160,7 @@ def params_of(family: str, drafter: str, shape: str, kernels: Kernels = KERNELS)
         head = mtp_head(wide, noise=0.05, layout=layout)
         described = mtp_head_config(wide.config, MtpConfig(layout, 1, AFTER), 0)
         own = EagleDrafter(head=cast(head, head_shapes(described, wide.config, BFLOAT16)))
-    return EngineParams(target=target, drafter=own, speculation=SHAPES[shape], kernels=kernels)
+    return EngineParams(target=target, drafter=own, speculation=SHAPES[shape], kernels=KERNELS)
 
 
 # On a CPU: which kernels the programs of these tests run.
@@ -205,8 +200,8 @@ def test_the_kernels_are_in_the_programs(family: str, drafter: str, shape: str):
 
 
 @functools.cache
-def plain_texts(family: str, shape: str, kernels: Kernels = KERNELS) -> list[list[int]]:
-    return texts(params_of(family, "none", shape, kernels))[0]
+def plain_texts(family: str, shape: str) -> list[list[int]]:
+    return texts(params_of(family, "none", shape))[0]
 
 
 def texts(params: EngineParams) -> tuple[list[list[int]], float]:
@@ -218,51 +213,19 @@ def texts(params: EngineParams) -> tuple[list[list[int]], float]:
     return found, float(stats.accepted.sum() / stats.rounds.sum())
 
 
-def check_text(family: str, drafter: str, shape: str, kernels: Kernels) -> None:
-    found, length = texts(params_of(family, drafter, shape, kernels))
-    assert found == plain_texts(family, shape, kernels)
-    assert length > 1.05, "hardly a draft was taken"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "drafter", "shape"), RUNS)
 def test_text_is_that_of_plain_decoding(family: str, drafter: str, shape: str):
-    check_text(family, drafter, shape, KERNELS)
+    found, length = texts(params_of(family, drafter, shape))
+    assert found == plain_texts(family, shape)
+    assert length > 1.05, "hardly a draft was taken"
 
 
 # Deterministic engines: prompts that begin alike, and too few pages.
 
 
-def deterministic(
-    family: str,
-    drafter: str,
-    kernels: Kernels,
-    num_pages: int | None = None,
-    *,
-    prefix_caching: bool = True,
-) -> Engine:
-    config = EngineConfig(
-        max_rows=4, rounds_per_call=4, deterministic=True, prefix_caching=prefix_caching
-    )
-    params = params_of(family, drafter, "tree", kernels)
-    return Engine(params, CacheConfig(PAGE, MAX_LENGTH, num_pages), config)
-
-
-def check_engines(family: str, kernels: Kernels) -> None:
-    """Tokens and log-probabilities, to the last bit: alone and plain, and drafted together."""
-    prompts, sampling = requests(24)
-    expected = run_alone(
-        deterministic(family, "none", kernels, prefix_caching=False), prompts, sampling
-    )
-    drafter = "mtp" if FAMILIES[family].mtp else "ngram"
-    own = deterministic(family, drafter, kernels, num_pages=FEW)
-    for seed in range(2):  # the second time all prompts are cached
-        assert run_together(own, prompts, sampling, seed) == expected
-    assert own.scheduler.preemptions["swap"] > 0
-    assert own.scheduler.cache_statistics()[1] > 0, "no prompt was in the prefix cache"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_text_changes_with_prefix_hits_and_swaps(family: str):
-    check_engines(family, KERNELS)
+    drafter = "mtp" if FAMILIES[family].mtp else "ngram"
+    check_engines(params_of(family, "none", "tree"), params_of(family, drafter, "tree"))

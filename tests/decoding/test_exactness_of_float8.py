@@ -20,7 +20,7 @@ from jaxspec.models.quantized.grouped import rounded_to_groups
 from jaxspec.models.quantized.schemes import rounded
 from jaxspec.parallel import make_mesh, stage_meshes
 from pallas_kernels.float8 import BYTES
-from tests.decoding.test_exactness import PROMPTS, TREES, Case, plain_texts, sampling_of
+from tests.decoding.test_exactness import PROMPTS, TREES, Case, check, plain_texts, sampling_of
 from tests.engine import test_deterministic, test_mesh_engine
 from tests.helpers.engines import CHAIN, LENGTH, SAMPLED, seal
 from tests.helpers.float8_caches import with_float8
@@ -53,22 +53,11 @@ def plain_float8_texts(temperature: float) -> list[list[int]]:
     return generate(params, PROMPTS, sampling=sampling_of(temperature, len(PROMPTS)))[0]
 
 
-def check(case: Case) -> None:
-    generated, state = generate(
-        float8_params(case.drafter, TREES[case.tree]),
-        PROMPTS[: case.batch],
-        page_size=case.page_size,
-        sampling=sampling_of(case.temperature, case.batch),
-    )
-    assert generated == plain_float8_texts(case.temperature)[: case.batch]
-    stats = state.rows.stats
-    assert stats.accepted.sum() / stats.rounds.sum() > 1.2, "hardly a draft was accepted"
-
-
 @pytest.mark.slow  # by default: the engine, below
 @pytest.mark.parametrize("case", ALL_CASES, ids=str)
 def test_text_is_that_of_plain_decoding(case: Case):
-    check(case)
+    params = float8_params(case.drafter, TREES[case.tree])
+    check(case, params, plain_float8_texts(case.temperature))
 
 
 @pytest.mark.slow

@@ -32,24 +32,31 @@ from tests.helpers.random_models import (
 CONFIG = tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=128)
 KERNELS = Kernels(frozenset(OPERATIONS))
 WIDTH = 24
-FEW = 12  # pages of 16 tokens, too few for four rows
+PAGE, FEW = 16, 12  # pages, too few for four rows
 SHAPES = {
     "chain": SpeculationConfig.chain(5),
     "tree": SpeculationConfig(num_nodes=20, max_depth=5, top_k=4),
 }
 
 
+def both(
+    target: Decoder, drafter: Drafter, speculation: SpeculationConfig, kernels: Kernels
+) -> tuple[EngineParams, EngineParams]:
+    """Of plain decoding and of the drafter, both in bfloat16 and padded to WIDTH nodes."""
+    speculation = dataclasses.replace(speculation, verify_width=WIDTH)
+    plain, drafting = (
+        bfloat16(EngineParams(target=target, drafter=own, speculation=speculation, kernels=kernels))
+        for own in (NoDrafter(), drafter)
+    )
+    return plain, drafting
+
+
 def check_text(
     target: Decoder, drafter: Drafter, speculation: SpeculationConfig, kernels: Kernels
 ) -> None:
-    """Of the drafter and of plain decoding, both in bfloat16 and padded to WIDTH nodes."""
-    speculation = dataclasses.replace(speculation, verify_width=WIDTH)
     prompts = random_prompts((5, 1, 17, 9, 23, 2, 12, 30), vocab=CONFIG.vocab_size)
-    run = functools.partial(generate, prompts=prompts, page_size=16)
-    drafting, plain = (
-        bfloat16(EngineParams(target=target, drafter=own, speculation=speculation, kernels=kernels))
-        for own in (drafter, NoDrafter())
-    )
+    run = functools.partial(generate, prompts=prompts, page_size=PAGE)
+    plain, drafting = both(target, drafter, speculation, kernels)
     expected, _ = run(plain)
     texts, state = run(drafting)
     assert texts == expected
@@ -84,36 +91,24 @@ def measured_kernels() -> Kernels:
 # Deterministic engines: prompts that begin alike, and too few pages.
 
 
-def deterministic(
-    target: Decoder,
-    drafter: Drafter,
-    shape: str = "chain",
-    num_pages: int | None = None,
-    *,
-    prefix_caching: bool = True,
-) -> Engine:
-    speculation = dataclasses.replace(SHAPES[shape], verify_width=WIDTH)
-    params = EngineParams(
-        target=target, drafter=drafter, speculation=speculation, kernels=measured_kernels()
-    )
-    config = EngineConfig(
-        max_rows=4, rounds_per_call=4, deterministic=True, prefix_caching=prefix_caching
-    )
-    return Engine(bfloat16(params), CacheConfig(16, MAX_LENGTH, num_pages), config)
+def check_engines(plain: EngineParams, drafting: EngineParams) -> None:
+    """Tokens and log-probabilities, to the last bit: alone and plain, and drafted together."""
+    config = EngineConfig(max_rows=4, rounds_per_call=4, deterministic=True)
+    prompts, sampling = requests(24)
+    unshared = dataclasses.replace(config, prefix_caching=False)
+    expected = run_alone(Engine(plain, CacheConfig(PAGE, MAX_LENGTH), unshared), prompts, sampling)
+    own = Engine(drafting, CacheConfig(PAGE, MAX_LENGTH, FEW), config)
+    for seed in range(2):  # the second time all prompts are cached
+        assert run_together(own, prompts, sampling, seed) == expected
+    assert own.scheduler.preemptions["swap"] > 0
+    assert own.scheduler.cache_statistics()[1] > 0, "no prompt was in the prefix cache"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_heads_change_no_text_with_prefix_hits_and_swaps(kind: str, shape: str):
-    """Tokens and log-probabilities, to the last bit: alone and plain, and drafted together."""
-    target, (prompts, sampling) = block_target(CONFIG, mark=8.0), requests(24)
-    expected = run_alone(
-        deterministic(target, NoDrafter(), prefix_caching=False), prompts, sampling
-    )
+    target, kernels = block_target(CONFIG, mark=8.0), measured_kernels()
     drafter = BlockDrafter(head=guessing_head(target, kind))
-    own = deterministic(target, drafter, shape, num_pages=FEW)
-    for seed in range(2):  # the second time all prompts are cached
-        assert run_together(own, prompts, sampling, seed) == expected
-    assert own.scheduler.preemptions["swap"] > 0
-    assert own.scheduler.cache_statistics()[1] > 0, "no prompt was in the prefix cache"
+    plain, drafting = both(target, drafter, SHAPES[shape], kernels)
+    check_engines(plain, drafting)

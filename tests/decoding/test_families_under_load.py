@@ -19,7 +19,7 @@ from tests.decoding import test_exactness_of_experts as test_experts
 from tests.decoding import test_family_exactness, test_hybrid_exactness
 from tests.helpers import mtp_families
 from tests.helpers.engines import seal
-from tests.helpers.random_models import eagle3_head, generate, mtp_head, random_prompts
+from tests.helpers.random_models import generate, make_drafter, mtp_head, random_prompts
 
 DENSE = tuple(test_family_exactness.CONFIGS)
 EXPERTS = tuple(test_experts.FAMILIES)
@@ -71,8 +71,8 @@ def params_of(family: str, drafter: str) -> EngineParams:
     made: Drafter = NGramDrafter(min_match=1)
     if name == "mtp":
         made = EagleDrafter(head=mtp_head(model, **WITH_MTP[family]))
-    elif name == "eagle3":
-        made = EagleDrafter(head=eagle3_head(model))
+    elif name != "ngram":
+        made = make_drafter(name, model)
     return EngineParams(target=model, drafter=made, speculation=SHAPES[shape])
 
 
@@ -117,6 +117,8 @@ CASES = (
     *((family, "ngram tree") for family in ("gemma2", "qwen3_next")),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
+    *((family, "draft_model tree") for family in DENSE),
+    *((family, "eagle1 tree") for family in ("gemma", "olmo2")),
     *((family, "eagle3 chain") for family in ("gemma2", "mimo, windows", "qwen3_5_moe_text")),
 )
 

@@ -1,6 +1,7 @@
-"""Families with recurrent layers: speculation does not change their text, nor do stops, devices, or
-requests that lose their pages. The fast guards are in tests/models: test_gated_delta.py runs such a
-layer in an engine, test_hybrid_mtp.py compares MTP layers with their equations."""
+"""Families with recurrent layers, read from checkpoints: speculation does not change their text,
+nor do devices, or requests that lose their pages. Further drafters, and texts that stop, are in
+test_families_under_load.py. The fast guards are in tests/models: test_gated_delta.py runs such a
+layer in an engine, test_mtp_parity.py compares MTP layers with those of transformers."""
 
 import dataclasses
 import functools
@@ -15,7 +16,7 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import NGramDrafter
@@ -114,7 +115,6 @@ def texts(
     drafter: str,
     shape: SpeculationConfig = CHAIN,
     *,
-    stops: tuple[int, ...] = (),
     page_size: int = 5,
     num_pages: int | None = None,
     config: EngineConfig | None = None,
@@ -127,9 +127,7 @@ def texts(
     cache = CacheConfig(page_size=page_size, max_length=96, num_pages=num_pages)
     engine = Engine(params, cache, config or EngineConfig(max_rows=3, rounds_per_call=4))
     sampling = [
-        SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=0.7 * (index % 2), seed=index, stop_token_ids=stops
-        )
+        SamplingParams(max_tokens=NEW_TOKENS, temperature=0.7 * (index % 2), seed=index)
         for index in range(len(PROMPTS))
     ]
     generations = engine.add_all(PROMPTS, sampling)
@@ -161,18 +159,8 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
 @pytest.mark.parametrize(
     ("family", "drafter", "shape"),
     [
-        slow("qwen3_next", "mtp", TREE),
-        slow("qwen3_next", "mtp", CHAIN),
-        slow("qwen3_next", "ngram", CHAIN),
         slow("qwen3_next", "ngram+mtp", TREE),
-        slow("qwen3_5_text", "mtp", CHAIN),
-        slow("qwen3_5_text", "mtp", TREE),
         slow("qwen3_5_text", "mtp:before", CHAIN),
-        slow("qwen3_5_text", "ngram", CHAIN),
-        slow("qwen3_5_text", "ngram", TREE),
-        slow("qwen3_5_moe_text", "mtp", TREE),
-        slow("qwen3_5_moe_text", "mtp", CHAIN),
-        slow("qwen3_5_moe_text", "ngram", CHAIN),
         slow("qwen3_5_moe_text", "ngram", TREE),
     ],
 )
@@ -193,16 +181,6 @@ def test_requests_that_lose_their_pages_have_the_same_text(
     config = EngineConfig(max_rows=3, rounds_per_call=4, preemption=preemption)
     found = texts(model, drafter, shape, num_pages=FEW, config=config)
     assert found == plain(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "shape"), [("ngram", CHAIN), ("mtp", CHAIN), ("mtp", TREE)])
-def test_texts_stop_where_those_of_plain_decoding_do(checkpoint, drafter: str, shape: Any):
-    model = checkpoint("qwen3_5_text")
-    stops = tuple(max(text, key=text.index) for text in plain(model)[:2])  # that come late
-    expected = plain(model, stops=stops)
-    assert any(15 < len(text) < NEW_TOKENS for text in expected)
-    assert texts(model, drafter, shape, stops=stops) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Trees from a block's logits hold the likeliest paths, and tokens keep the target's distribution.
+"""Trees from a block's logits hold the likeliest paths.
 
-The chi-square tests are those of test_acceptance.py, with blocks in the place of its drafter.
+That texts keep the target's distribution is tested in test_block_distribution.py.
 """
 
 import functools
@@ -19,12 +19,6 @@ from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.decoding.trees.lattice import lattice_tree
 from jaxspec.decoding.trees.tree import DraftTree
 from tests.decoding.test_acceptance import (
-    DRAFT,
-    P_VALUE,
-    RIGHT_RULES,
-    SAMPLINGS,
-    commit_pairs,
-    p_value,
     proposer_of,
 )
 from tests.helpers.marks import slow
@@ -120,32 +114,3 @@ def test_more_children_than_draft_tokens():
     wide = SpeculationConfig(num_nodes=20, max_depth=2, top_k=13)
     with pytest.raises(ValueError, match="top_k 13 is wider than the draft vocabulary of 12"):
         tree_of(wide, jnp.asarray(random_logits(2)), make_sampling(2))
-
-
-def block_drafts(
-    spec: SpeculationConfig,
-    sampling: Sampling,
-    roots: Array,
-    context_lens: Array,
-    token_ids: Array | None,
-) -> DraftTree:
-    """In the place of test_acceptance.draft_tree: both depths draw from what follows the root."""
-    proposer = proposer_of(spec, sampling, context_lens, token_ids)
-    logits = jnp.stack([DRAFT[roots], 0.5 * DRAFT[roots]], axis=1)
-    return lattice_tree(proposer, roots, logits)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        slow("rejection, drawn chain"),
-        slow("rejection, likeliest tree"),
-        slow("match, coupled chain"),
-        slow("match, coupled tree"),
-    ],
-)
-def test_pairs_have_the_targets_distribution(name: str):
-    (spec, rule), options = RIGHT_RULES[name], SAMPLINGS["truncated"]
-    pairs, depth = commit_pairs(spec, rule, options, draft=block_drafts)
-    assert 0.1 < depth < 1.9, "drafts must be accepted and refused"
-    assert p_value(pairs, options) > P_VALUE

@@ -89,17 +89,3 @@ def test_what_is_not_asked_for_is_not_emitted():
     _, emitted = jax.eval_shape(lambda state: functional.decode(params, state, 1), state)
     for name in ("logprobs", "top_tokens", "top_logprobs", "prompt"):
         assert getattr(emitted, name) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs=True"),
-        ({"logprobs": True, "top_logprobs": 97}, "top_logprobs must be 0 to 96, got 97"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs must be 0 to 96, got -1"),
-    ],
-)
-def test_alternatives_that_cannot_be_given_are_an_error(options: dict[str, Any], message: str):
-    params = make_params("none", TREE)
-    with pytest.raises(ValueError, match=message):
-        functional.decode(params, empty_state(params, 3, LENGTH, 4), 1, **options)

@@ -4,40 +4,45 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import BUILT_IN_HEAD, functional
+from jaxspec import BUILT_IN_HEAD
 from jaxspec.checkpoints.load import load
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import DraftState, EagleDrafter, MixedDrafter, NGramDrafter
+from jaxspec.decoding.drafters import (
+    DraftState,
+    EagleDrafter,
+    MixedDrafter,
+    NGramDrafter,
+    SuffixDrafter,
+)
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.functional import EngineParams
 from tests.helpers.marks import slow
-from tests.helpers.programs import FAST_COMPILE, new_jit
+from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import (
+    admit_prompts,
     empty_state,
+    jit_decode,
     make_drafter,
     make_params,
-    padded,
     random_prompts,
     random_target,
+    read_prompts,
     texts,
 )
 
 CHAIN = SpeculationConfig.chain(5)
 TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 DRAWN = SpeculationConfig.chain(3, "rejection")
-LENGTH, WIDTH = 160, 32
+LENGTH = 160
 REPEATS = np.tile(np.array([5, 17, 60, 33, 8], np.int32), 4)[:-1]
 NEW, OTHER = random_prompts((14, 9), seed=4)
 
 either_shape = pytest.mark.parametrize("spec", [CHAIN, slow(TREE)], ids=["chain", "tree"])
-admit, prefill = new_jit(functional.admit), new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds")
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -76,10 +81,7 @@ def start(
     seeds = 3 + np.arange(len(prompts))
     sampling = make_sampling(len(prompts), temperature=temperature, seeds=seeds)
     state = empty_state(params, len(prompts), LENGTH, 4)
-    tokens = padded(prompts, LENGTH)
-    state = admit(params, state, np.arange(len(prompts)), tokens, lens, sampling=sampling)
-    for _ in range(-(-max(lens) // WIDTH)):
-        state, _ = prefill(params, state, width=WIDTH)
+    state = read_prompts(params, admit_prompts(params, state, prompts, sampling=sampling))
     if roots is not None:
         rows = state.rows
         tokens = rows.tokens.at[np.arange(len(prompts)), lens].set(np.asarray(roots))
@@ -88,7 +90,7 @@ def start(
 
 
 def run(params: EngineParams, state: EngineState, rounds: int) -> tuple[EngineState, Emitted]:
-    return decode(params, jax.tree.map(jnp.copy, state), rounds, max_rounds=LENGTH)
+    return jit_decode(params, state, rounds, max_rounds=LENGTH)
 
 
 def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
@@ -235,12 +237,25 @@ def test_under_rejection_a_looked_up_token_has_all_of_the_probability():
 
 
 @pytest.mark.slow
-def test_a_mixture_is_loaded_by_name():
-    drafter = load(drafter=f"ngram+{BUILT_IN_HEAD}").drafter
+@pytest.mark.parametrize(
+    ("name", "lookup", "past"),
+    [
+        ("ngram", NGramDrafter, 0),
+        ("suffix", SuffixDrafter, 0),
+        ("suffix:512", SuffixDrafter, 512),
+    ],
+)
+def test_a_mixture_is_loaded_by_name(name: str, lookup: type, past: int):
+    drafter = load(drafter=f"{name}+{BUILT_IN_HEAD}").drafter
     assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
+    found: Any = drafter.lookup
+    assert isinstance(found, lookup) and drafter.past_tokens == past and found.min_match == 3
 
 
-@pytest.mark.parametrize("name", ["", "none", "ngram", "auto", "ngram+x"])
-def test_lookup_is_mixed_with_a_head_or_a_model(name: str):
-    with pytest.raises(ValueError, match="give mtp, or the directory or hub id of a head or"):
-        load(drafter=f"ngram+{name}")
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+@pytest.mark.parametrize("name", ["", "none", "ngram", "suffix", "auto", "ngram+x", "suffix+x"])
+def test_lookup_is_mixed_with_a_head_or_a_model(lookup: str, name: str):
+    with pytest.raises(
+        ValueError, match=rf"after {lookup}\+ give mtp, or the directory or hub id of a head or"
+    ):
+        load(drafter=f"{lookup}+{name}")

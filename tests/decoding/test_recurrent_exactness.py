@@ -1,5 +1,5 @@
-"""Gated delta layers beside attention, three to one: drafts do not change the text, nor do stops,
-devices, or requests that lose their pages."""
+"""Gated delta layers beside attention, three to one: what test_hybrid_exactness.py and
+test_families_under_load.py, which compare texts of whole families, do not test."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxspec.cache.delta_rule import recurrence
 from jaxspec.cache.recurrent import DeltaState
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import DraftModelDrafter, NGramDrafter, NoDrafter
@@ -35,8 +35,6 @@ SPECULATIONS = {
     "tree": SpeculationConfig(num_nodes=12, max_depth=3, top_k=3),
 }
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 21, 1, 40))]
-NEW_TOKENS = 40
-FEW = 26  # pages, of which all requests together need more
 LONG = 4096  # tokens
 SHAPES = (PLAIN, *map(TreeShape.parse, ("chain:1", "chain:3", "6:2:3", "8:3:2", "12:5:3")))
 
@@ -68,65 +66,6 @@ def params_of(drafter: str, shape: str) -> EngineParams:
     return EngineParams(target=target(), drafter=made, speculation=speculation)
 
 
-def texts(
-    params: EngineParams,
-    *,
-    page_size: int = 5,
-    num_pages: int | None = None,
-    stops: tuple[int, ...] = (),
-    **options: Any,
-) -> list[list[int]]:
-    """More prompts than rows, so rows join while others decode. Half of them are sampled."""
-    cache = CacheConfig(page_size=page_size, max_length=96, num_pages=num_pages)
-    engine = Engine(params, cache, EngineConfig(max_rows=3, rounds_per_call=4, **options))
-    sampling = [
-        SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=0.7 * (index % 2), seed=index, stop_token_ids=stops
-        )
-        for index in range(len(PROMPTS))
-    ]
-    generations = engine.add_all(PROMPTS, sampling)
-    engine.finish(generations)
-    assert not any(one.error for one in generations)
-    if not isinstance(params.drafter, NoDrafter):
-        assert sum(one.statistics.accepted[1] for one in generations) > 0, "this tested little"
-    if num_pages is not None:
-        lost = engine.scheduler.preemptions
-        assert lost[options["preemption"]] > 0, "nobody lost its pages"
-    return [one.token_ids for one in generations]
-
-
-@functools.cache
-def plain() -> list[list[int]]:
-    return texts(params_of("none", "chain"), page_size=16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 5])
-@pytest.mark.parametrize("shape", SPECULATIONS)
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
-def test_text_is_that_of_plain_decoding(drafter: str, shape: str, page_size: int):
-    assert texts(params_of(drafter, shape), page_size=page_size) == plain()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize(("drafter", "shape"), [("none", "chain"), ("draft_model", "tree")])
-def test_requests_that_lose_their_pages_have_the_same_text(
-    drafter: str, shape: str, preemption: str
-):
-    assert texts(params_of(drafter, shape), num_pages=FEW, preemption=preemption) == plain()
-
-
-@pytest.mark.slow
-def test_texts_stop_where_those_of_plain_decoding_do():
-    stops = tuple(max(text, key=text.index) for text in plain()[:2])  # that come late
-    expected = texts(params_of("none", "chain"), stops=stops)
-    assert any(10 < len(text) < NEW_TOKENS for text in expected)
-    for drafter, shape in (("ngram", "chain"), ("draft_model", "tree")):
-        assert texts(params_of(drafter, shape), stops=stops) == expected
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "shape"), [("none", "chain"), ("ngram", "tree")])
 def test_samples_of_one_prompt_read_it_each(drafter: str, shape: str):
@@ -145,21 +84,6 @@ def test_samples_of_one_prompt_read_it_each(drafter: str, shape: str):
     expected = [generation.token_ids for generation in alone]
     assert found == [*expected, expected[0]]
     assert len(set(map(tuple, expected))) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "devices"),
-    [
-        ("draft_model", {"tensor_parallel": 2}),
-        ("draft_model", {"tensor_parallel": 4}),  # KV heads are repeated, key heads split
-        ("ngram", {"tensor_parallel": (2, 2)}),
-        ("ngram", {"data_parallel": 2}),
-    ],
-)
-def test_devices_give_the_text_of_one(drafter: str, devices: dict[str, Any]):
-    params = params_of(drafter, "tree")
-    assert texts(on_mesh(params, make_mesh(**devices))) == plain()
 
 
 def test_key_heads_that_cannot_be_split_are_refused():

@@ -18,25 +18,23 @@ from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.functional import EngineParams
 from tests.helpers.marks import slow
-from tests.helpers.programs import new_jit
 from tests.helpers.random_models import (
     DRAFTERS,
+    admit_prompts,
     empty_state,
+    jit_decode,
     make_params,
-    padded,
     random_prompts,
+    read_prompts,
     texts,
 )
 
 PROMPTS = random_prompts((5, 1, 14), seed=4)
 CAPACITY = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 SHAPES = {"tree": None, "chain": TreeShape(3, 2), "plain": PLAIN}
-LENGTH, WIDTH, ROUNDS = 96, 16, 5  # more plain rounds than the drafters can let wait
+LENGTH, ROUNDS = 96, 5  # more plain rounds than the drafters can let wait
 
 each_drafter = pytest.mark.parametrize("drafter", [slow(name) for name in DRAFTERS])
-admit = new_jit(functional.admit)
-prefill = new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds", "shape")
 
 
 @functools.cache
@@ -53,19 +51,15 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused():
 
 def start(params: EngineParams, prompts: list[Any]) -> EngineState:
     """A state that has read the prompts, half of its rows greedy."""
-    lens = np.array([len(prompt) for prompt in prompts])
     sampling = make_sampling(3, temperature=np.array([0.0, 0.8, 0.8]), seeds=np.array([5, 6, 7]))
-    state = empty_state(params, 3, LENGTH, 4)
-    state = admit(params, state, np.arange(3), padded(prompts, LENGTH), lens, sampling=sampling)
-    for _ in range(-(-max(lens) // WIDTH)):
-        state, _ = prefill(params, state, width=WIDTH)
-    return state
+    empty = empty_state(params, 3, LENGTH, 4)
+    return read_prompts(params, admit_prompts(params, empty, prompts, sampling=sampling))
 
 
 def run(
     params: EngineParams, state: EngineState, shape: str, rounds: int
 ) -> tuple[EngineState, Emitted]:
-    return decode(params, state, rounds, max_rounds=LENGTH, shape=SHAPES[shape])
+    return jit_decode(params, state, rounds, max_rounds=LENGTH, shape=SHAPES[shape])
 
 
 @functools.cache
@@ -112,16 +106,16 @@ def test_a_drafter_that_resumes_drafts_as_if_it_had_just_read_the_text(
 
 
 @pytest.mark.parametrize(
-    ("shape", "room"),
+    ("shape", "message"),
     [
-        (TreeShape(9, 3, 2), "room for: 8 nodes, depth 3"),
-        (TreeShape.parse("chain:4"), "room for: 8 nodes, depth 3"),
-        (TreeShape(8, 3, 3), "needs 10 slots, the engine has room for 8"),
+        (TreeShape(9, 3, 2), "engine's largest, which has 8 nodes and depth 3"),
+        (TreeShape.parse("chain:4"), "engine's largest, which has 8 nodes and depth 3"),
+        (TreeShape(8, 3, 3), "needs 10 slots, the engine has 8"),
     ],
 )
-def test_a_shape_beyond_the_capacity_is_an_error(shape: TreeShape, room: str):
+def test_a_shape_beyond_the_capacity_is_an_error(shape: TreeShape, message: str):
     params = params_of("ngram")
-    with pytest.raises(ValueError, match=room):
+    with pytest.raises(ValueError, match=message):
         functional.decode(params, empty_state(params, 3, LENGTH, 4), 1, shape=shape)
 
 
@@ -143,10 +137,3 @@ def test_an_engine_without_a_drafter_decodes_plainly():
     assert params.round_options(PLAIN) == params.round_options()
     with pytest.raises(ValueError, match="no drafter"):
         params.round_options(TreeShape(3, 2))
-
-
-def test_the_rules_of_a_call_are_those_of_the_parameters():
-    with pytest.raises(
-        ValueError, match="not a SpeculationConfig: the rules come from the parameters"
-    ):
-        params_of("ngram").round_options(SpeculationConfig.chain(2, "rejection"))

@@ -1,6 +1,6 @@
-"""SuffixDrafter: its trees against plain Python, and its text against plain decoding."""
+"""SuffixDrafter: its trees against plain Python. Its texts are in test_exactness.py, and with past
+outputs in test_suffix_past.py."""
 
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -12,28 +12,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec import BUILT_IN_HEAD, LLM
-from jaxspec.checkpoints.load import load
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import (
     Drafter,
-    EagleDrafter,
-    MixedDrafter,
     NGramDrafter,
     SuffixDrafter,
 )
+from jaxspec.decoding.past_text import PastText
 from jaxspec.decoding.round_options import RoundOptions
-from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.trees.tree import DraftTree, path_tokens
-from jaxspec.engine.engine import Engine
-from jaxspec.parallel import make_mesh
-from tests.helpers.engines import LENGTH, plain_engine, seal
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import empty_state, generate, make_params, random_prompts
+from tests.helpers.random_models import empty_state, make_params
 
 CHAIN, TREE = SpeculationConfig.chain(5), SpeculationConfig(10, 4, 3)
 SIZE, ROWS = 32, 4
@@ -54,12 +44,13 @@ def drafted(drafter: SuffixDrafter, shape: SpeculationConfig, texts: list[list[i
 
 @functools.cache
 def propose(drafter: Drafter, speculation: SpeculationConfig, rows: int, size: int) -> Any:
-    """A program from tokens [rows, size] and the places of roots [rows] to trees."""
+    """A program from tokens [rows, size], the places of roots [rows] and past text to trees."""
     params = make_params("none", speculation)
     empty = empty_state(params, rows, size)
 
-    def trees(tokens: jax.Array, ends: jax.Array) -> DraftTree:
-        state = empty.replace(rows=empty.rows.replace(tokens=tokens, context_lens=ends))
+    def trees(tokens: jax.Array, ends: jax.Array, past: PastText | None = None) -> DraftTree:
+        own = empty.rows.replace(tokens=tokens, context_lens=ends)
+        state = empty.replace(rows=own, pool=empty.pool.replace(past=past))
         return drafter.propose(params.target, state, RoundOptions(speculation))[0]
 
     return jax.jit(trees, compiler_options=FAST_COMPILE)
@@ -127,6 +118,7 @@ repetitive = st.tuples(texts_of(st.integers(0, 3)), st.integers(1, 8)).map(
 @example([[1], [1, 2], [1, 1], [0, 0, 0, 0, 0]])  # no match, and matches with the first token
 @example([[1, 2, 3, 1], [1, 2, 1, 3, 1], [1, 2, 1, 3, 1, 2, 1], [5, 1, 2, 6, 1, 2]])  # ties
 @example([[0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 3, 0, 1, 4, 5, 0, 1], [1], [1], [1]])  # unlikely ones
+@example([[1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 3, 4, 7, 1, 2], [9, 3, 5, 6, 8, 9], [1, 2, 3], [1]])
 @settings(max_examples=25, deadline=None)
 def test_drafts_are_those_of_a_dictionary_of_suffixes(
     drafter: SuffixDrafter, shape: SpeculationConfig, texts: list[list[int]]
@@ -134,14 +126,6 @@ def test_drafts_are_those_of_a_dictionary_of_suffixes(
     tree = drafted(drafter, shape, texts)
     for row, text in enumerate(texts):
         assert paths(tree, row) == expected(drafter, shape, text)
-
-
-def test_likely_paths_come_first_and_drafts_are_no_deeper_than_matches():
-    # After 1 2: 3 4 twice, 5 6 once.
-    text = [1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 3, 4, 7, 1, 2]
-    tree = drafted(DEFAULT, TREE, [text, [9, 3, 5, 6, 8, 9], [1, 2, 3]])
-    assert paths(tree, 0) == [(3,), (3, 4), (5,), (5, 6)]
-    assert paths(tree, 1) == [(3,)] and paths(tree, 2) == []
 
 
 # Acceptance, on a text that repeats a few records. They share a phrase, so four tokens do not say
@@ -192,104 +176,6 @@ def test_long_matches_draft_better_than_short_ones(
     assert share >= share_of_ngram
 
 
-# The text.
-
-PROMPTS = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25, 11), seed=3)]
-FEW = 14  # pages, too few for four rows
-
-
-def requests() -> list[SamplingParams]:
-    """Greedy and sampled ones, some of which end at a stop token."""
-    found = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(len(PROMPTS))]
-    texts = run(plain_engine(), found)
-    for i in (2, 3):
-        found[i] = dataclasses.replace(found[i], stop_token_ids=(texts[i][20],))
-    return found
-
-
-def run(engine: Engine, sampling: list[SamplingParams]) -> list[list[int]]:
-    generations = engine.add_all(PROMPTS, sampling)
-    engine.finish(generations)
-    return [generation.token_ids for generation in generations]
-
-
-def suffix_engine(
-    name: str, speculation: SpeculationConfig, preemption: Any, num_pages: int | None = FEW
-) -> Engine:
-    config = EngineConfig(rounds_per_call=4, max_rows=4, preemption=preemption)
-    cache = CacheConfig(page_size=8, max_length=LENGTH, num_pages=num_pages)
-    return seal(Engine(make_params(name, speculation), cache, config))
-
-
-@pytest.mark.slow  # by default: what it drafts, above; texts of other lookup, in test_engine.py
-@pytest.mark.parametrize(
-    ("name", "speculation", "preemption"),
-    [
-        ("suffix", SpeculationConfig(6, 3, 2), "recompute"),
-        ("suffix", SpeculationConfig.chain(3), "swap"),
-        ("suffix mixed", SpeculationConfig(6, 3, 2), "swap"),
-        ("suffix mixed", SpeculationConfig.chain(3), "recompute"),
-    ],
-)
-def test_texts_are_those_of_plain_decoding(
-    name: str, speculation: SpeculationConfig, preemption: Any
-):
-    own, sampling = suffix_engine(name, speculation, preemption), requests()
-    wanted = run(plain_engine(), sampling)
-    assert len(wanted[2]) < 30 and len(wanted[3]) < 30
-    assert run(own, sampling) == wanted
-    assert own.scheduler.preemptions[preemption] > 0
-    for _ in range(2):
-        again = own.add(PROMPTS[0], sampling[0])
-        own.finish([again])
-        assert again.token_ids == wanted[0]
-    assert own.scheduler.cache_statistics()[1] > 0, "the prompt was not in the prefix cache"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["suffix", "suffix mixed"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_of_a_batch_are_those_of_plain_decoding(
-    name: str, speculation: SpeculationConfig, temperature: float
-):
-    prompts = random_prompts((5, 17, 30))
-    sampling = make_sampling(3, temperature=temperature, seeds=jnp.arange(3))
-    plain, _ = generate(make_params("none", CHAIN), prompts, sampling=sampling)
-    own, state = generate(make_params(name, speculation), prompts, sampling=sampling)
-    assert own == plain
-    assert state.rows.stats.accepted[:, 1].sum() > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["tensor_parallel", "data_parallel", "pipeline_parallel"])
-def test_texts_on_two_devices_are_those_of_plain_decoding(split: str):
-    prompts = ["class Stack:\n", "x = [1, 2, 3]\ny = [1, 2, 3]\n"]
-    sampling = [SamplingParams(0.8 * i, seed=i, max_tokens=32, stop_token_ids=()) for i in range(2)]
-    options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
-    plain = LLM(drafter="none", **options).generate(prompts, sampling)
-    axes: dict[str, Any] = {split: 2}
-    mesh = make_mesh(**axes)
-    own = LLM(drafter="suffix", mesh=mesh, speculation=TREE, **options).generate(prompts, sampling)
-    assert [one.token_ids for one in own] == [one.token_ids for one in plain]
-
-
-# Rejection sampling.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["suffix", "suffix mixed"])
-def test_rejection_at_temperature_0_is_greedy(name: str, speculation: SpeculationConfig):
-    prompts = random_prompts((5, 17, 30))
-    sampling = make_sampling(3, temperature=jnp.array([0.0, 0.0, 0.8]), seeds=jnp.arange(3))
-    plain, _ = generate(make_params("none", CHAIN), prompts, sampling=sampling)
-    rejecting = dataclasses.replace(speculation, acceptance="rejection")
-    own, state = generate(make_params(name, rejecting), prompts, sampling=sampling)
-    assert own[:2] == plain[:2]
-    assert state.rows.stats.accepted[:, 1].sum() > 0
-
-
 # Limits.
 
 
@@ -332,25 +218,3 @@ def test_bad_lengths_of_matches_are_refused(drafter: Any, field: str, value: Any
 def test_limits_may_be_at_their_ends():
     DEFAULT.replace(min_match=1, max_match=1, max_occurrences=1, min_probability=0, factor=0.1)
     DEFAULT.replace(min_probability=1, factor=float("inf"))
-
-
-# By name.
-
-
-def test_it_is_loaded_by_name():
-    assert isinstance(load(drafter="suffix").drafter, SuffixDrafter)
-
-
-@pytest.mark.slow
-def test_a_mixture_is_loaded_by_name():
-    drafter = load(drafter=f"suffix+{BUILT_IN_HEAD}").drafter
-    assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
-    assert isinstance(drafter.lookup, SuffixDrafter)
-
-
-@pytest.mark.parametrize("name", ["", "none", "ngram", "suffix", "auto", "ngram+x", "suffix+x"])
-def test_it_is_mixed_with_a_head_or_a_model(name: str):
-    with pytest.raises(
-        ValueError, match=r"after suffix\+ give mtp, or the directory or hub id of a"
-    ):
-        load(drafter=f"suffix+{name}")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec import BUILT_IN_HEAD, LLM, functional
+from jaxspec import LLM, functional
 from jaxspec.checkpoints.load import load
 from jaxspec.commands import generate
 from jaxspec.config.cache import CacheConfig
@@ -22,11 +22,11 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import Drafter, MixedDrafter, NGramDrafter, SuffixDrafter
 from jaxspec.decoding.drafters.matching import BLOCK, latest_places
 from jaxspec.decoding.past_text import GAP, PastText, empty_past
-from jaxspec.decoding.round_options import RoundOptions
-from jaxspec.decoding.trees.tree import DraftTree, path_tokens
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plans.past_outputs import BEFORE, PART, PastOutputs
 from jaxspec.parallel import make_mesh
+from tests.decoding.test_suffix import CHAIN, SIZE, TREE, propose
+from tests.decoding.test_suffix import paths as paths_in
 from tests.helpers.engines import LENGTH, plain_engine, seal
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
@@ -38,8 +38,7 @@ from tests.helpers.random_models import (
     random_target,
 )
 
-CHAIN, TREE = SpeculationConfig.chain(5), SpeculationConfig(10, 4, 3)
-RING, SIZE = 24, 32  # tokens of the ring, and of rows
+RING = 24  # tokens
 Text = list[int]
 
 
@@ -95,27 +94,13 @@ def test_the_latest_places_are_those_of_a_sort(data: st.DataObject, count: int, 
 # Trees.
 
 
-@functools.cache
-def propose(drafter: Drafter, shape: SpeculationConfig) -> Any:
-    """A program from tokens [1, S], the root's place [1] and past text to a tree."""
-    empty, target = empty_state(make_params("none", shape), 1, SIZE), random_target()
-
-    def tree(tokens: jax.Array, ends: jax.Array, past: PastText) -> DraftTree:
-        rows = empty.rows.replace(tokens=tokens, context_lens=ends)
-        state = empty.replace(rows=rows, pool=empty.pool.replace(past=past))
-        return drafter.propose(target, state, RoundOptions(shape))[0]
-
-    return jax.jit(tree, compiler_options=FAST_COMPILE)
-
-
 def paths(drafter: Drafter, shape: SpeculationConfig, text: Text, past: list[Text]) -> list[Text]:
     """Paths of the nodes that continue ``text``, root left out."""
     row = np.full((1, SIZE), 1, np.int32)
     row[0, : len(text)] = text
-    tree = propose(drafter, shape)(row, np.array([len(text) - 1]), ring_of(past))
-    found = np.asarray(path_tokens(tree))[0, 1 : int(tree.num_nodes[0])]
+    tree = propose(drafter, shape, 1, SIZE)(row, np.array([len(text) - 1]), ring_of(past))
     assert (np.asarray(tree.tokens) >= 0).all()  # padding, too, is read by the model
-    return [path[path >= 0][::-1].tolist() for path in found]
+    return [list(path) for path in paths_in(tree, 0)]
 
 
 def longest_match(text: Text, other: Text, most: int, own: bool) -> int:
@@ -311,10 +296,11 @@ def test_texts_on_two_devices_are_those_of_plain_decoding(split_by: str):
     options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
     plain = LLM(drafter="none", **options).generate(prompts, sampling)
     axes: dict[str, Any] = {split_by: 2}
-    own = LLM(drafter="suffix:512", mesh=make_mesh(**axes), speculation=TREE, **options)
-    first, again = own.generate(prompts, sampling), own.generate(prompts, sampling)
-    texts = [[one.token_ids for one in some] for some in (plain, first, again)]
-    assert texts[0] == texts[1] == texts[2]
+    for name in ("suffix", "suffix:512"):
+        own = LLM(drafter=name, mesh=make_mesh(**axes), speculation=TREE, **options)
+        first, again = own.generate(prompts, sampling), own.generate(prompts, sampling)
+        texts = [[one.token_ids for one in some] for some in (plain, first, again)]
+        assert texts[0] == texts[1] == texts[2]
     assert sum(one.num_rounds for one in again) < 0.7 * sum(one.num_rounds for one in first)
 
 
@@ -324,14 +310,8 @@ def test_texts_on_two_devices_are_those_of_plain_decoding(split_by: str):
 def test_it_is_loaded_by_name():
     drafter = load(drafter="suffix:512").drafter
     assert isinstance(drafter, SuffixDrafter) and drafter.past == 512
-    assert load(drafter="suffix").drafter.past_tokens == 0
-
-
-@pytest.mark.slow
-def test_a_mixture_is_loaded_by_name():
-    drafter = load(drafter=f"suffix:512+{BUILT_IN_HEAD}").drafter
-    assert isinstance(drafter, MixedDrafter) and isinstance(drafter.lookup, SuffixDrafter)
-    assert drafter.past_tokens == 512 and drafter.lookup.min_match == 3
+    alone = load(drafter="suffix").drafter
+    assert isinstance(alone, SuffixDrafter) and alone.past == 0
 
 
 @pytest.mark.parametrize("name", ["suffix:", "suffix:x", "suffix:-1", "suffix:x+head"])

@@ -81,6 +81,14 @@ class SwapsTreeAndState(Repeats):
 
 
 @pytree
+class ProposesTooMuch(Repeats):
+    def propose(self, target: Any, state: Any, options: Any) -> Any:
+        rows, size = state.rows, options.speculation.num_nodes + 1
+        tokens = jnp.tile(rows.roots[:, None], (1, size))
+        return make_chain(tokens, jnp.full(len(tokens), size)), DraftState(rows=rows.draft)
+
+
+@pytree
 class ReturnsNothing(Repeats):
     def catch_up(self, target: Any, state: Any, options: Any) -> Any:
         return None
@@ -178,6 +186,7 @@ def test_a_memory_is_kept_by_engines(config: dict[str, Any]):
         (ChangesTheDtype(), r"ChangesTheDtype.prefill .* rows.last was int32\[2\], got float32"),
         (ReturnsOnlyATree(), r"ReturnsOnlyATree.propose must return a DraftTree and a DraftState"),
         (SwapsTreeAndState(), r"SwapsTreeAndState.propose must return a DraftTree first"),
+        (ProposesTooMuch(), r"ProposesTooMuch proposed a tree of 4 nodes and depth 3, but .* room"),
         (ReturnsNothing(), r"ReturnsNothing.catch_up must return a DraftState, got None"),
         (HasPagesOnly(), r"HasPagesOnly.reset .* pool were None, got dict\(int32\[1\]\)"),
         (CapturesTooMuch(), r"CapturesTooMuch.capture is \(99,\): the target has hidden states 0 "),
@@ -195,7 +204,7 @@ def test_a_method_that_returns_something_else_is_named(drafter: Any, expected: s
     ("drafter", "expected"),
     [
         (NGramDrafter, "drafter is the class NGramDrafter: give an object, NGramDrafter()"),
-        (StatelessDrafter(), "drafter StatelessDrafter has no propose: "),
+        (cast(Any, StatelessDrafter)(), "drafter StatelessDrafter has no propose: "),
         (HalfADrafter(), "drafter HalfADrafter has no capture, num_reread_tokens, past_tokens, "),
         (NoPytree(), "drafter NoPytree is no pytree: "),
         (

@@ -125,29 +125,6 @@ def test_the_same_with_other_drafters_and_trees(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_a_confidence_head_is_heard_and_texts_stay(acceptance: str, compilations: Compilations):
-    """Under rejection texts depend on the shapes, so there only their programs are checked."""
-    params = block_params("dspark", SpeculationConfig.chain(3, acceptance), confidence=True)
-    cache = CacheConfig(page_size=8, max_length=LENGTH)
-    config = EngineConfig(max_rows=2, rounds_per_call=4, adaptive=True)
-    engine = Engine(params, cache, config)
-    engine.warm_up([SAMPLED], rows=[2])
-    if acceptance == "match":
-        check_load(engine, compilations, requests(24, seed=5))
-    else:
-        compilations.clear()
-        serve(engine, requests(12, seed=5), seed=0)
-        assert compilations == []
-    policy = engine.shapes.policy
-    assert policy is not None
-    tries, _, asked, told = policy.estimate._shared[:, 0]  # of chains
-    assert tries[0] > 10
-    np.testing.assert_array_equal(asked, tries)
-    assert (told[:1] > 0).all() and (told <= asked).all()
-
-
-@pytest.mark.slow
 def test_structured_and_full_requests_compile_nothing_either(compilations: Compilations):
     # Under test_llm_structured the texts of structured requests are checked; here the programs.
     engine = new_adaptive(shapes=(CHAIN,), max_programs=200)

@@ -226,15 +226,6 @@ def test_an_error_of_the_engine_ends_its_requests_and_the_next_one_works():
     check_pages(own)
 
 
-def test_a_request_may_have_a_time_limit():
-    async def test() -> None:
-        async with AsyncEngine(engine()) as serving:
-            [last] = [chunk async for chunk in serving.generate(PROMPTS[0], GREEDY, timeout=0.0)]
-            assert last.finish_reason == "timeout" and last.generation.timings is not None
-
-    run(test())
-
-
 def test_the_thread_sleeps_while_there_is_nothing_to_do():
     async def test() -> float:
         async with AsyncEngine(engine()) as serving:

@@ -5,25 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
-from jaxspec import functional
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.decoding.drafters import DraftModelDrafter
-from jaxspec.decoding.sampling import make_sampling
+from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
-from jaxspec.scheduling.plan import QueueFull
 from tests.helpers.engines import new_engine, plain_engine, ready_engine
 from tests.helpers.marks import slow
-from tests.helpers.programs import new_jit, traces
-from tests.helpers.random_models import DRAFTERS, noisy, random_prompts, random_target, tiny_config
+from tests.helpers.programs import traces
+from tests.helpers.random_models import DRAFTERS, random_prompts, random_target
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
@@ -137,15 +129,6 @@ def test_a_request_may_have_a_time_limit():
     assert other.token_ids == expected()[1]
 
 
-@pytest.mark.slow
-def test_a_full_queue_refuses_and_keeps_what_it_has():
-    own = new_engine(max_rows=1, max_queue=2)
-    generations = [own.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    with pytest.raises(QueueFull, match="max_queue=2"):
-        own.add(PROMPTS[2], GREEDY)
-    assert texts(own, generations) == expected()[:2]
-
-
 def test_an_error_ends_all_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
     own = ready_engine()
     generations = start(own)
@@ -191,14 +174,6 @@ def test_the_shape_may_change_between_calls():
         own.shape = SHAPES[index % 3]
         own.step(2)
     own.shape = None
-    assert texts(own, generations) == expected()
-
-
-def test_how_a_text_is_cut_into_calls_does_not_change_it():
-    own = engine()
-    generations = start(own)
-    while not own.is_idle:
-        own.step(1)
     assert texts(own, generations) == expected()
 
 
@@ -264,65 +239,3 @@ def test_the_hits_of_the_prefix_cache_are_those_of_plain_decoding(drafter: str):
     assert queries == 5 + sum(texts_[:3])
     # Of an answer all but its last token, the root, has KV; full pages of 8 are found.
     assert hits == sum((length - 2) // 8 * 8 for length in texts_[:3])
-
-
-# Rejection sampling through the engine: the target's own distribution, whatever is drafted.
-
-VOCAB, COUNT, NEW = 6, 6000, 3
-MODEL = tiny_config(vocab_size=VOCAB, num_layers=1)
-
-
-@functools.cache
-def rejection_triples() -> tuple[np.ndarray, float]:
-    """The first three new tokens of many rows of one prompt, and the mean depth accepted."""
-    target = random_target(MODEL, sharpness=1.0)
-    params = functional.EngineParams(
-        target=target,
-        drafter=DraftModelDrafter(model=noisy(target, 0.7)),
-        speculation=SpeculationConfig.chain(2, "rejection"),
-    )
-    state = functional.init_state(params, COUNT, 2 + NEW, page_size=8)
-    prompts = np.tile(np.array([1, 4], np.int32), (COUNT, 1))
-    state = new_jit(functional.admit)(
-        params, state, np.arange(COUNT), prompts, np.full(COUNT, 2),
-        sampling=make_sampling(COUNT, temperature=1.0),
-    )  # fmt: skip
-    state, _ = new_jit(functional.prefill, "width")(params, state, width=2)
-    state, _ = new_jit(functional.decode, "max_rounds")(params, state, NEW, max_rounds=NEW)
-    stats_ = state.rows.stats
-    depth = float(stats_.accepted[:, 1:].sum() / stats_.rounds.sum())
-    return np.asarray(state.rows.tokens)[:, 2:], depth
-
-
-def p_value(sharpness: float) -> float:
-    """Of a chi-square test of the triples against a target of some sharpness."""
-    target = random_target(MODEL, sharpness=sharpness)
-    pairs = np.stack(np.meshgrid(range(VOCAB), range(VOCAB), indexing="ij"), axis=-1).reshape(-1, 2)
-    sequences = np.concatenate([np.tile([1, 4], (len(pairs), 1)), pairs], axis=1)
-    positions = jnp.broadcast_to(jnp.arange(4), sequences.shape)
-    normed, _, _ = decoder.run(
-        target, jnp.asarray(sequences), positions, target.no_states(), dense_causal_attend
-    )
-    after = np.asarray(jax.nn.softmax(decoder.logits(target, normed)), np.float64)
-    first, second = pairs.T
-    rows = np.arange(len(pairs))
-    joint = after[rows, 1, first] * after[rows, 2, second]
-    probs = (joint[:, None] * after[:, 3]).ravel()
-    triples, _ = rejection_triples()
-    found = np.bincount(triples @ np.array([VOCAB**2, VOCAB, 1]), minlength=VOCAB**3)
-    wanted = COUNT * probs
-    rare = wanted < 8
-    wanted = np.append(wanted[~rare], wanted[rare].sum())
-    found = np.append(found[~rare], found[rare].sum())
-    return stats.chisquare(found, wanted, sum_check=False).pvalue
-
-
-@pytest.mark.slow
-def test_rejection_has_the_targets_distribution():
-    assert 0.2 < rejection_triples()[1] < 1.9, "drafts must be accepted and refused"
-    assert p_value(1.0) > 1e-3
-
-
-@pytest.mark.slow
-def test_another_distribution_is_noticed():
-    assert p_value(1.2) < 1e-9

@@ -11,7 +11,6 @@ import pytest
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.functional import pipelined
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.pipeline.programs import PipelinePrograms
@@ -23,25 +22,13 @@ from jaxspec.models.pipeline_cut import check_layers, split_layers
 from jaxspec.parallel import TensorParallel, make_mesh, stage_meshes
 from pallas_kernels.selection import NO_KERNELS
 from tests.engine.test_mesh_engine import CACHE, CHAIN, TARGET, check, compiler, run, sealed
-from tests.helpers.block_heads import KINDS, block_params, block_target
 from tests.helpers.engines import seal
 from tests.helpers.layouts import in_stages
-from tests.helpers.marks import slow
+from tests.helpers.marks import slow_by_name
 from tests.helpers.programs import FAST_COMPILE, traces
 from tests.helpers.random_models import make_params, random_prompts, random_target, tiny_config
+from tests.helpers.split_models import params_of
 
-SPECULATIONS = {
-    "none": SpeculationConfig.chain(1),
-    "ngram": SpeculationConfig.chain(2),
-    "draft_model": SpeculationConfig.chain(2),
-    "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    "eagle3": SpeculationConfig.chain(2),
-    "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
-    "mixed": SpeculationConfig.chain(2),
-    "dflash tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    "dspark": SpeculationConfig.chain(3),
-}
 # The vocabulary cannot be split evenly, and on four devices the two KV heads are repeated.
 DEEP = random_target(tiny_config(num_layers=4, vocab_size=97, num_heads=8))
 PROMPTS = [p.tolist() for p in random_prompts((5, 9, 170, 3, 11), seed=6, vocab=97)]
@@ -53,10 +40,7 @@ SAMPLING = [
 
 @functools.cache
 def one_device(name: str) -> EngineParams:
-    drafter = name.split()[0]
-    if drafter in KINDS:
-        return block_params(drafter, SPECULATIONS[name], block_target(DEEP.config))
-    return make_params(drafter, SPECULATIONS[name], DEEP)
+    return params_of(name, DEEP)
 
 
 def staged(
@@ -95,24 +79,19 @@ def test_two_stages_give_the_text_of_one_device(two_stages: Engine):
 
 @pytest.mark.parametrize(
     ("name", "layers", "model", "page_size"),
-    [
-        slow("eagle3 tree", (2, 1, 1), 1, 16),
-        slow("none", (2, 2), 1, 8),
-        slow("draft_model", (3, 1), 1, 8),
-        slow("draft_model", (4, 0), 2, 16),
-        slow("eagle1", (1, 3), 1, 64),
-        slow("eagle3", (4, 0), 1, 8),
-        slow("eagle3", (1, 1, 1, 1), 2, 8),
-        slow("none", (3, 1), 4, 16),
-        slow("eagle3", (2, 2), 4, 8),
-        slow("eagle3 tree", (2, 2), 4, 1),
-        slow("eagle3 tree", (2, 2, 0), 1, 64),
-        slow("eagle3 rejection", (2, 2), 2, 8),
-        slow("mixed", (2, 2), 1, 8),
-        slow("dflash tree", (2, 2), 1, 8),
-        slow("dflash tree", (4, 0), 2, 4),
-        slow("dspark", (1, 2, 1), 1, 16),
-    ],
+    slow_by_name(
+        {
+            "eagle3 tree": [((2, 1, 1), 1, 16), ((2, 2), 4, 1), ((2, 2, 0), 1, 64)],
+            "none": [((2, 2), 1, 8), ((3, 1), 4, 16)],
+            "draft_model": [((3, 1), 1, 8), ((4, 0), 2, 16)],
+            "eagle1": [((1, 3), 1, 64)],
+            "eagle3": [((4, 0), 1, 8), ((1, 1, 1, 1), 2, 8), ((2, 2), 4, 8)],
+            "eagle3 rejection": [((2, 2), 2, 8)],
+            "mixed": [((2, 2), 1, 8)],
+            "dflash tree": [((2, 2), 1, 8), ((4, 0), 2, 4)],
+            "dspark": [((1, 2, 1), 1, 16)],
+        }
+    ),
 )
 def test_stages_give_the_text_of_one_device(
     name: str, layers: tuple[int, ...], model: int, page_size: int

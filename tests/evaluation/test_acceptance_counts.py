@@ -76,21 +76,3 @@ def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixt
         assert 1 <= low <= row["length"] <= high <= 4
         assert len(row["by_depth"]) == len(row["by_depth_intervals"]) == 3
     assert "acceptance length" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--modes", "chain"], "not plain, chain:K or NODES:DEPTH:TOPK"),
-        (["--modes", "tree:4:8:2"], "must exceed max_depth"),
-        (["--prompts", "0"], "must be at least 1"),
-        (["--drafter", "/no/such/head"], "no directory"),
-        (["--data", "/no/such/data"], "no such file or folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
-    data = [] if "--data" in arguments else ["--data", str(sources)]
-    small = [] if "--prompts" in arguments else ["--prompts", "2"]
-    assert eval_drafter.main([*data, *small, "--prompt-tokens", "16", *arguments]) == 2
-    line = [line for line in capsys.readouterr().err.splitlines() if line.strip()][-1]
-    assert line.startswith("jaxspec eval-drafter: ") and message in line

@@ -101,11 +101,11 @@ def tiny_eagle3_head(
     rng, config = _head_basics(target_dir, seed, overrides)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     tensors = {
-        "fc.weight": _normal(rng, hidden, 3 * hidden),
-        "norm.weight": _scale(rng, hidden),
-        "lm_head.weight": _normal(rng, draft_vocab, hidden),
-        "midlayer.hidden_norm.weight": _scale(rng, hidden),
-        "midlayer.input_layernorm.weight": _scale(rng, hidden),
+        "fc.weight": normal(rng, hidden, 3 * hidden),
+        "norm.weight": near_one(rng, hidden),
+        "lm_head.weight": normal(rng, draft_vocab, hidden),
+        "midlayer.hidden_norm.weight": near_one(rng, hidden),
+        "midlayer.input_layernorm.weight": near_one(rng, hidden),
     } | _layer_tensors(rng, config, "midlayer", input_size=2 * hidden)
     ids = np.sort(rng.permutation(vocab)[:draft_vocab])
     tensors["d2t"] = ids - np.arange(draft_vocab)
@@ -125,11 +125,11 @@ def tiny_eagle1_head(
     rng, config = _head_basics(target_dir, seed, overrides)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     tensors = {
-        "embed_tokens.weight": _normal(rng, vocab, hidden),
-        "fc.weight": _normal(rng, hidden, 2 * hidden),
+        "embed_tokens.weight": normal(rng, vocab, hidden),
+        "fc.weight": normal(rng, hidden, 2 * hidden),
     } | _layer_tensors(rng, config, "layers.0", input_size=hidden)
     if bias:
-        tensors["fc.bias"] = _normal(rng, hidden)
+        tensors["fc.bias"] = normal(rng, hidden)
     return save_tensors(directory, tensors, config | {"bias": bias})
 
 
@@ -159,8 +159,8 @@ def add_mtp_layer(
             values = rng.permutation(like) + noise * rng.standard_normal(like.shape)
             tensors[name.replace(last, block)] = values.astype(np.float32)
         for name in (embed_norm, hidden_norm, norm):
-            tensors[f"{own}{name}.weight"] = _scale(rng, hidden) - (layout == "qwen")
-        tensors[f"{own}{fc}.weight"] = _normal(rng, hidden, 2 * hidden)
+            tensors[f"{own}{name}.weight"] = near_one(rng, hidden) - (layout == "qwen")
+        tensors[f"{own}{fc}.weight"] = normal(rng, hidden, 2 * hidden)
         if layout == "deepseek":
             tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     key = "mtp_num_hidden_layers" if layout == "qwen" else "num_nextn_predict_layers"
@@ -188,6 +188,16 @@ def save_tensors(
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def changed_copy(
+    directory: Path, to: Path, config: dict[str, Any] | None = None, **tensors: Any
+) -> Path:
+    """A copy of a checkpoint with other config values and tensors (None removes one)."""
+    files = load_file(directory / "model.safetensors") | tensors
+    kept = {name: value for name, value in files.items() if value is not None}
+    raw = json.loads((directory / "config.json").read_text())
+    return save_tensors(to, kept, raw | (config or {}))
 
 
 def _head_basics(
@@ -222,20 +232,20 @@ def _layer_tensors(
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
     return {
-        f"{prefix}.post_attention_layernorm.weight": _scale(rng, hidden),
-        f"{prefix}.self_attn.q_proj.weight": _normal(rng, queries, input_size),
-        f"{prefix}.self_attn.k_proj.weight": _normal(rng, keys, input_size),
-        f"{prefix}.self_attn.v_proj.weight": _normal(rng, keys, input_size),
-        f"{prefix}.self_attn.o_proj.weight": _normal(rng, hidden, queries),
-        f"{prefix}.mlp.gate_proj.weight": _normal(rng, ff, hidden),
-        f"{prefix}.mlp.up_proj.weight": _normal(rng, ff, hidden),
-        f"{prefix}.mlp.down_proj.weight": _normal(rng, hidden, ff),
+        f"{prefix}.post_attention_layernorm.weight": near_one(rng, hidden),
+        f"{prefix}.self_attn.q_proj.weight": normal(rng, queries, input_size),
+        f"{prefix}.self_attn.k_proj.weight": normal(rng, keys, input_size),
+        f"{prefix}.self_attn.v_proj.weight": normal(rng, keys, input_size),
+        f"{prefix}.self_attn.o_proj.weight": normal(rng, hidden, queries),
+        f"{prefix}.mlp.gate_proj.weight": normal(rng, ff, hidden),
+        f"{prefix}.mlp.up_proj.weight": normal(rng, ff, hidden),
+        f"{prefix}.mlp.down_proj.weight": normal(rng, hidden, ff),
     }
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (0.15 * rng.standard_normal(shape)).astype(np.float32)
 
 
-def _scale(rng: np.random.Generator, size: int) -> np.ndarray:
+def near_one(rng: np.random.Generator, size: int) -> np.ndarray:
     return (1 + 0.3 * rng.standard_normal(size)).astype(np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxspec.models.from_config.model import read_json
-from tests.helpers.checkpoints import save_tensors, tiny_eagle3_head
+from tests.helpers.checkpoints import near_one, normal, save_tensors, tiny_eagle3_head
 
 # flat: as TorchSpec and SpecForge write it, for SGLang: the layers are named in eagle_config, by
 #   the layer whose output is taken, which is one less than jaxspec counts.
@@ -51,19 +51,19 @@ def tiny_eagle31_head(
     config = read_json(Path(directory) / "config.json")
     rng, hidden = np.random.default_rng([seed, 31]), config["hidden_size"]
 
-    tensors["fc.weight"] = _normal(rng, hidden, target_hidden * len(capture))
+    tensors["fc.weight"] = normal(rng, hidden, target_hidden * len(capture))
     if norm_before_fc:
-        tensors["input_norm.weight"] = _scale(rng, target_hidden * len(capture))
+        tensors["input_norm.weight"] = near_one(rng, target_hidden * len(capture))
     if fc_norm:
         for i in range(len(capture)):
-            tensors[f"fc_norm.{i}.weight"] = _scale(rng, target_hidden)
+            tensors[f"fc_norm.{i}.weight"] = near_one(rng, target_hidden)
     if qkv_bias:
         for name in ("q_proj", "k_proj", "v_proj"):
             projection = f"midlayer.self_attn.{name}"
-            tensors[f"{projection}.bias"] = _normal(rng, len(tensors[f"{projection}.weight"]))
+            tensors[f"{projection}.bias"] = normal(rng, len(tensors[f"{projection}.weight"]))
         config["qkv_bias"] = True
     if has_embeddings:
-        tensors["embed_tokens.weight"] = _normal(rng, vocab, hidden)
+        tensors["embed_tokens.weight"] = normal(rng, vocab, hidden)
     if draft_vocab is None:
         del tensors["d2t"], tensors["t2d"]
 
@@ -122,11 +122,3 @@ def _speculators_config(
         "tie_word_embeddings": False,
         "transformer_layer_config": config,
     }
-
-
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return (0.15 * rng.standard_normal(shape)).astype(np.float32)
-
-
-def _scale(rng: np.random.Generator, size: int) -> np.ndarray:
-    return (1 + 0.3 * rng.standard_normal(size)).astype(np.float32)

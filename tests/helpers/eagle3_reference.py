@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers.block_reference import norm, rotate
+
 Tensors = Mapping[str, np.ndarray]
 
 
@@ -147,12 +149,12 @@ def _stack(rows: list[list[np.ndarray]]) -> Outputs:
 def fuse(weights: Tensors, settings: Settings, captured: np.ndarray) -> np.ndarray:
     """One token's captured states, concatenated in the order of the layers: [C] -> [H]."""
     if settings.norm_before_fc:
-        captured = _rms_norm(captured, weights["input_norm.weight"], settings.eps)
+        captured = norm(captured, weights["input_norm.weight"], settings.eps)
     if settings.fc_norm:
         states = captured.reshape(settings.num_captured, -1)  # [n, Ht]
         captured = np.concatenate(
             [
-                _rms_norm(state, weights[f"fc_norm.{i}.weight"], settings.eps)
+                norm(state, weights[f"fc_norm.{i}.weight"], settings.eps)
                 for i, state in enumerate(states)
             ]
         )
@@ -171,21 +173,21 @@ def _entry(
 ) -> list[np.ndarray]:
     """The recycled state [H], the normed one [H] and the logits [W] of one entry."""
     layer, eps = _layer_name(weights), settings.eps
-    normed_hidden = _rms_norm(hidden, weights[f"{layer}.hidden_norm.weight"], eps)
-    normed_embedding = _rms_norm(embedding, weights[f"{layer}.input_layernorm.weight"], eps)
+    normed_hidden = norm(hidden, weights[f"{layer}.hidden_norm.weight"], eps)
+    normed_embedding = norm(embedding, weights[f"{layer}.input_layernorm.weight"], eps)
     residual = normed_hidden if settings.norm_before_residual else hidden
 
     attention_input = np.concatenate([normed_embedding, normed_hidden])  # [2H]
     residual = residual + _attention(
         weights, settings, f"{layer}.self_attn", attention_input, slot, position, keys, values
     )
-    mlp_input = _rms_norm(residual, weights[f"{layer}.post_attention_layernorm.weight"], eps)
+    mlp_input = norm(residual, weights[f"{layer}.post_attention_layernorm.weight"], eps)
     gate = _linear(weights, f"{layer}.mlp.gate_proj", mlp_input)  # [F]
     up = _linear(weights, f"{layer}.mlp.up_proj", mlp_input)
     gated = gate / (1 + np.exp(-gate)) * up
     residual = residual + _linear(weights, f"{layer}.mlp.down_proj", gated)
 
-    normed = _rms_norm(residual, weights["norm.weight"], eps)
+    normed = norm(residual, weights["norm.weight"], eps)
     recycled = normed if settings.norm_output else residual
     return [recycled, normed, _linear(weights, "lm_head", normed)]
 
@@ -204,9 +206,9 @@ def _attention(
     groups, head_dim = settings.num_kv_heads, settings.head_dim
     queries = _linear(weights, f"{prefix}.q_proj", x).reshape(groups, -1, head_dim)  # [G, Q/G, D]
     key = _linear(weights, f"{prefix}.k_proj", x).reshape(groups, head_dim)  # [G, D]
-    keys[slot] = _rotate(key, position, settings.rope_theta)
+    keys[slot] = rotate(key, position, settings.rope_theta)
     values[slot] = _linear(weights, f"{prefix}.v_proj", x).reshape(groups, head_dim)
-    queries = _rotate(queries, position, settings.rope_theta)
+    queries = rotate(queries, position, settings.rope_theta)
 
     heads = []
     for group in range(groups):
@@ -216,19 +218,6 @@ def _attention(
             shares = np.exp(scores - scores.max())
             heads.append(shares @ seen_values / shares.sum())  # [D]
     return _linear(weights, f"{prefix}.o_proj", np.concatenate(heads))
-
-
-def _rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """Llama's rotary embedding [..., D]: elements d and d + D/2 are rotated together."""
-    half = x.shape[-1] // 2
-    angles = position * theta ** (-np.arange(half) / half)  # [D/2]
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x**2).mean() + eps) * weight
 
 
 def _linear(weights: Tensors, name: str, x: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.engine import Engine
+from jaxspec.functional import EngineParams
 from tests.helpers.random_models import make_params
 
 CHAIN = SpeculationConfig.chain(2)
@@ -48,6 +49,17 @@ def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False, **other
     llm = LLM(path, drafter, **other)
     seal(llm.engine, FULL)
     return llm
+
+
+def sampled_texts(params: EngineParams) -> list[list[int]]:
+    """Of two rows that sample, with a drafter whose drafts are accepted."""
+    engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=16, stop_token_ids=())
+    generations = [engine.add(prompt, sampling) for prompt in ([5, 9, 2, 7], list(range(30)))]
+    engine.finish(generations)
+    accepting = sum(one.statistics.accepted[1] for one in generations)
+    assert accepting > 4, "hardly a draft was accepted: this run tested little"
+    return [generation.token_ids for generation in generations]
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """`pytest -m gpu` in parts that each fit a short lease of a machine, and the record of what passed.
 
 The last part has the tests of several GPUs, so that no other test shares these meanwhile. The
-others are balanced by how long their tests take. A test is in the same part on every machine.
+others take the tests of every file by turns. A test is in the same part on every machine.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SEVERAL_GPUS = frozenset(
@@ -18,17 +17,6 @@ SEVERAL_GPUS = frozenset(
         "test_sequence_parallel",
     }
 )
-# About how long a test of a file takes on an H100: those of exactness compile whole engines. A run
-# prints the figures of its files.
-SECONDS: Mapping[str, float] = MappingProxyType(
-    {
-        "test_exactness_of_expert_kernels": 90.0,
-        "test_exactness_of_kernels": 60.0,
-        "test_hybrid_exactness": 60.0,
-        "test_built_in_model": 60.0,
-    }
-)
-USUAL_SECONDS = 3.0  # of a test of a kernel
 SAME = ("commit", "device", "jax")  # of all parts of a record
 
 
@@ -70,17 +58,8 @@ def ids_of(part: Part, tests: Sequence[str]) -> list[str]:
         return list(tests)
     if part.has_several_gpus:
         return [test for test in tests if test in several]
-    parts: list[set[str]] = [set() for _ in range(part.count - 1)]
-    loads = [0.0] * len(parts)
-
-    def seconds(test: str) -> float:
-        return SECONDS.get(file_of(test), USUAL_SECONDS)
-
-    for test in sorted(set(tests) - several, key=lambda test: (-seconds(test), test)):
-        lightest = loads.index(min(loads))
-        parts[lightest].add(test)
-        loads[lightest] += seconds(test)
-    return [test for test in tests if test in parts[part.number - 1]]
+    chosen = set(sorted(set(tests) - several)[part.number - 1 :: part.count - 1])
+    return [test for test in tests if test in chosen]
 
 
 def gpu_of_worker(worker: str | None, part: Part | None, gpus: Sequence[str]) -> str | None:
@@ -139,16 +118,6 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def seconds_by_file(stats: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, float]]:
-    """Of each file, the number of tests that passed or failed, and their seconds in all, the
-    longest first. ``stats`` are those of pytest's terminal reporter."""
-    found: dict[str, tuple[int, float]] = {}
-    for report in (*stats.get("passed", ()), *stats.get("failed", ())):
-        number, seconds = found.get(file_of(report.nodeid), (0, 0.0))
-        found[file_of(report.nodeid)] = number + 1, seconds + report.duration
-    return dict(sorted(found.items(), key=lambda pair: -pair[1][1]))
 
 
 def selects_all(options: Any, paths_given: bool) -> bool:

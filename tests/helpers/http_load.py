@@ -1,21 +1,16 @@
-"""A mixed load on a server of the built-in model, a part of whose clients is killed.
+"""A mixed load on a server of the built-in model, a part of whose clients is killed."""
 
-`python -m tests.helpers.http_load --seconds 600` prints what happens in ten minutes.
-"""
-
-import argparse
 import asyncio
 import contextlib
 import dataclasses
 import json
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
-from tests.helpers.serve_process import ServeProcess, serve_process
+from tests.helpers.serve_process import ServeProcess
 
 PROMPTS = (
     "def read_config(path):\n",
@@ -36,7 +31,6 @@ OPTIONS: Sequence[dict[str, Any]] = (
     {"temperature": 1.0, "repetition_penalty": 1.2, "min_tokens": 4},
 )
 SERVER = ("--max-length", "256", "--warm-up", "full", "--no-trees")
-ROWS = ("--max-rows", "8")
 LIMIT = 300  # seconds of one request
 COMPILED = "programs_compiled_total"
 
@@ -85,9 +79,7 @@ class Report:
     alone: list[list[str]]
     requests: int = 0
     killed: int = 0
-    seconds: float = 0.0
     compiled: int = 0  # during the load
-    resident: list[int] = dataclasses.field(default_factory=list)  # MiB, every half minute
     wrong: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -97,19 +89,16 @@ async def answers(server: ServeProcess, different: int) -> list[list[str]]:
         return [await answer(http, kind) for kind in requests(different)]
 
 
-async def load(
-    server: ServeProcess, count: int, seconds: float, clients: int, different: int = 64
-) -> Report:
-    """Send so many requests, and go on for so long."""
+async def load(server: ServeProcess, count: int, clients: int, different: int) -> Report:
+    """Send so many requests, of so many different ones."""
     alone = await answers(server, different)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.address, timeout=LIMIT, limits=limits) as http:
         kinds = requests(different)
         report, rng, compiled = Report(alone), random.Random(1), server.metric(COMPILED)
-        started = time.perf_counter()
 
         async def client() -> None:
-            while report.requests < count or time.perf_counter() - started < seconds:
+            while report.requests < count:
                 report.requests += 1
                 which, dies, after = rng.randrange(different), rng.random() < 0.1, rng.random()
                 if dies:
@@ -125,37 +114,6 @@ async def load(
                 except (RuntimeError, httpx.HTTPError) as error:
                     report.wrong.append(f"{kinds[which]}: {error!r}")
 
-        async def watch() -> None:
-            while True:
-                report.resident.append(server.resident())
-                await asyncio.sleep(30)
-
-        watching = asyncio.create_task(watch())
         await asyncio.gather(*(client() for _ in range(clients)))
-        watching.cancel()
-        report.seconds = time.perf_counter() - started
-        report.resident.append(server.resident())
         report.compiled = int(await asyncio.to_thread(server.metric, COMPILED) - compiled)
         return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=0)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--cache", required=True, help="folder of compiled programs")
-    arguments = parser.parse_args()
-    started = time.perf_counter()
-    with serve_process(*SERVER, *ROWS, "--compilation-cache", arguments.cache) as server:
-        print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
-        report = asyncio.run(load(server, arguments.requests, arguments.seconds, arguments.clients))
-        running = [server.metric(f"num_requests_{one}") for one in ("running", "waiting")]
-    figures = dataclasses.asdict(report)
-    del figures["alone"]
-    print(json.dumps(figures))
-    print(f"left running, waiting: {running}")
-
-
-if __name__ == "__main__":
-    main()

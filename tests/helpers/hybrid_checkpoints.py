@@ -80,7 +80,8 @@ def save_with_images(directory: Path, text: Path) -> Path:
     in tensors of all of them."""
     tensors, inner = contents(text)
     tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
-    tensors = _fused(tensors) | {"model.visual.pos_embed.weight": np.ones((16, 32), np.float32)}
+    tensors = with_fused_experts(tensors)
+    tensors["model.visual.pos_embed.weight"] = np.ones((16, 32), np.float32)
     [architecture], version = inner.pop("architectures"), inner.pop("transformers_version")
     raw = {
         "architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
@@ -93,14 +94,14 @@ def save_with_images(directory: Path, text: Path) -> Path:
     return save_tensors(directory, tensors, raw)
 
 
-def _fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def with_fused_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """With the experts of each layer in two tensors."""
     found = {name: re.fullmatch(r"(.*\.experts\.)\d+\..*", name) for name in tensors}
     rest = {name: tensors[name] for name, match in found.items() if match is None}
     for own in {match[1] for match in found.values() if match}:
-        each = range(EXPERTS["num_experts"])
+        count = sum(name.startswith(own) for name in tensors) // 3
 
-        def all_of(kind: str, own: str = own, each: range = each) -> np.ndarray:
+        def all_of(kind: str, own: str = own, each: range = range(count)) -> np.ndarray:
             return np.stack([tensors[f"{own}{i}.{kind}_proj.weight"] for i in each])
 
         rest[f"{own}gate_up_proj"] = np.concatenate([all_of("gate"), all_of("up")], axis=1)

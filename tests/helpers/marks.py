@@ -1,12 +1,20 @@
 """Marks for single cases of a parametrized test."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
+
+
+def slow_by_name(
+    table: Mapping[str, Sequence[tuple[Any, ...]]], fast: Sequence[tuple[Any, ...]] = ()
+) -> list[Any]:
+    """Cases (name, *values) of a table by name; all but those listed are slow."""
+    cases = [(name, *values) for name, rows in table.items() for values in rows]
+    return [case if case in fast else slow(*case) for case in cases]
 
 
 def first_is_fast(cases: Sequence[Any], count: int = 1) -> pytest.MarkDecorator:

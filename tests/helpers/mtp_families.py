@@ -26,6 +26,13 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "num_nextn_predict_layers": 1,
 }
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -35,19 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
         "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
-        "n_group": 4,
-        "topk_group": 2,
+        **EXPERTS,
     },
-    "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
-        "n_group": 4,
-        "topk_group": 2,
-    },
+    "glm4_moe": EXPERTS,
     "mimo": {},
     "llama": {},  # with a layer named as DeepSeek's
 }

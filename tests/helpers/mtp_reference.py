@@ -10,18 +10,21 @@ import transformers
 from safetensors.numpy import load_file
 from transformers.modeling_layers import MtpModel
 
+from jaxspec.config.mtp import MtpStates
 from tests.helpers.checkpoints import MTP_NAMES, mtp_prefix
+from tests.helpers.hybrid_checkpoints import with_fused_experts
 
 
 def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, MtpModel]:
     """The model in float32, and its ``count`` MTP layers; ``kind`` is the config's class."""
     config = kind(**json.loads((path / "config.json").read_text()))
     config.num_mtp_layers = count
-    if layout == "mimo":
+    if layout != "deepseek":
         config.mtp_layer_types = ["full_attention"] * count
     config.mtp_hidden_states_first = layout == "mimo"
     stored = {
-        name: torch.from_numpy(one) for name, one in load_file(path / "model.safetensors").items()
+        name: torch.from_numpy(one)
+        for name, one in with_fused_experts(load_file(path / "model.safetensors")).items()
     }
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.load_state_dict(stored, strict=False)
@@ -32,50 +35,39 @@ def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, 
         for name, tensor in stored.items():
             if name.startswith(own) and "embed_tokens" not in name:
                 rest, _, kind_of = name.removeprefix(own).rpartition(".")
-                state[f"layers.{index}.{names.get(rest, f'mtp_block.{rest}')}.{kind_of}"] = tensor
+                block = f"mtp_block.{rest.removeprefix('layers.0.')}"
+                state[f"layers.{index}.{names.get(rest, block)}.{kind_of}"] = tensor
     missing, surplus = mtp.load_state_dict(state, strict=False)
     assert not surplus and not [name for name in missing if name.startswith("layers.")]
     return model, mtp
 
 
-def torch_mtp_of_family(path: Path) -> tuple[Any, MtpModel]:
-    """The model in float32 and its MTP layers, both as transformers reads the family's tensors.
-
-    The names of MTP layers that transformers looks for are those of published sizes."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-    layers, count = model.config.num_hidden_layers, model.config.num_mtp_layers
-    own = [rf"model\.layers\.{layers + index}\." for index in range(count)]
-    model._keys_to_ignore_on_load_unexpected = own
-    return model, MtpModel.from_pretrained(model)
+def target_states(model: Any, ids: torch.Tensor, *, normed: bool) -> torch.Tensor:
+    """The model's hidden states after its final norm, or before it: [B, T, H]."""
+    before: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+    with torch.no_grad():
+        after = model.model(ids).last_hidden_state
+    hook.remove()
+    return after if normed else before[0]
 
 
 def draft_log_probs(
-    model: Any,
-    mtp: MtpModel,
-    text: list[int],
-    steps: int,
-    *,
-    target_normed: bool = True,
-    draft_normed: bool = True,
+    model: Any, mtp: MtpModel, text: list[int], steps: int, states: MtpStates
 ) -> np.ndarray:
     """Log-probabilities [steps, V] of the last ``steps`` tokens of a text, which were drafted.
 
     Step j runs layer j over the outputs of the one before; a single layer runs each step, over the
-    target's hidden states and, behind them, its own outputs. The states are those after the
-    target's norm, or before it, and after the layer's own, or before it."""
+    target's hidden states and, behind them, its own outputs."""
     layers: Any = mtp.layers
     before: list[torch.Tensor] = []  # what went into the latest norm
     hooks = [
-        norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
-        for norm in (model.model.norm, *(layer.post_norm for layer in layers))
+        layer.post_norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        for layer in layers
     ]
-    ids = torch.tensor([text])
-    context = ids[:, : -steps - 1]
+    ids, found = torch.tensor([text]), []
+    hidden = target_states(model, ids[:, : -steps - 1], normed=states.target_normed)
     with torch.no_grad():
-        hidden, found = model(context, output_hidden_states=True).hidden_states[-1], []
-        hidden = hidden if target_normed else before[-1]
         for step in range(steps):
             first = step if len(layers) > 1 else 0  # where the hidden states begin
             positions = torch.arange(first, first + hidden.shape[1])[None]
@@ -83,7 +75,7 @@ def draft_log_probs(
             layer = min(step, len(layers) - 1)
             out = mtp.forward_layer(layer, hidden, positions, None, input_ids=read)
             found.append(torch.log_softmax(model.lm_head(out[0, -1]), dim=-1))
-            out = out if draft_normed else before[-1]
+            out = out if states.draft_normed else before[-1]
             hidden = out if len(layers) > 1 else torch.cat([hidden, out[:, -1:]], dim=1)
     for hook in hooks:
         hook.remove()

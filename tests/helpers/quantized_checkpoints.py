@@ -63,6 +63,18 @@ def dense(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, groups: np.ndarray
     return ((q - zero[:, groups]) * scale.astype(np.float32)[:, groups]).astype(np.float32)
 
 
+def order_of(inputs: int, *, ordered: bool) -> np.ndarray:
+    """In which inputs are grouped. All modules that read the same inputs have the same order."""
+    return np.random.default_rng(inputs).permutation(inputs) if ordered else np.arange(inputs)
+
+
+def natural_order(q: np.ndarray, order: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Integers [out, in] in the order of the inputs, and the group of each input."""
+    natural, groups = np.empty_like(q), np.empty(len(order), np.int32)
+    natural[:, order], groups[order] = q, np.arange(len(order)) // group
+    return natural, groups
+
+
 def awq(group: int = 32) -> Format:
     def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         q, scale, zero = rounded(weight, 4, group, rng, symmetric=False)
@@ -86,13 +98,10 @@ def gptq(
     ordered: bool = False,
 ) -> Format:
     def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        inputs = weight.shape[1]
-        size = inputs if group == -1 else group
-        # All modules of a layer that read the same inputs have the same order.
-        order = np.random.default_rng(inputs).permutation(inputs) if ordered else np.arange(inputs)
+        size = weight.shape[1] if group == -1 else group
+        order = order_of(weight.shape[1], ordered=ordered)
         q, scale, zero = rounded(weight[:, order], bits, size, rng, symmetric=symmetric)
-        groups, natural = np.empty(inputs, np.int32), np.empty_like(q)
-        groups[order], natural[:, order] = np.arange(inputs) // size, q
+        natural, groups = natural_order(q, order, size)
         stored = (zero - 1) % 2**bits if version == 1 else zero
         tensors = {
             "qweight": np.ascontiguousarray(words(natural, bits).T),
@@ -121,12 +130,9 @@ def compressed(
     """``group`` None: a scale for each output. ``rounds``: inputs are rounded (W4AFP8)."""
 
     def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        size, inputs = group or weight.shape[1], weight.shape[1]
-        # As of ``gptq``.
-        order = np.random.default_rng(inputs).permutation(inputs) if ordered else np.arange(inputs)
+        size, order = group or weight.shape[1], order_of(weight.shape[1], ordered=ordered)
         q, scale, zero = rounded(weight[:, order], bits, size, rng, symmetric=symmetric)
-        groups = np.empty(inputs, np.int32)
-        groups[order], q[:, order] = np.arange(inputs) // size, q.copy()
+        q, groups = natural_order(q, order, size)
         tensors = {
             "weight_packed": words(q, bits),
             "weight_scale": scale,

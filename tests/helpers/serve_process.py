@@ -29,11 +29,6 @@ class ServeProcess:
         found = [line for line in lines if line.startswith(f"jaxspec:{name}{{")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
-    def resident(self) -> int:
-        """MiB of memory."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") // 2**20
-
 
 @contextlib.contextmanager
 def serve_process(*options: str, devices: int = 1) -> Iterator[ServeProcess]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -23,6 +23,11 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Of a request as it is sent, with the length of its body.
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
 )
 
 
@@ -92,6 +97,18 @@ def run[T](test: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
+def with_http[T](
+    llm: LLM, test: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]], **options: Any
+) -> T:
+    """The result of a test that sends requests to a server of this model."""
+
+    async def served() -> T:
+        async with Served(llm, **options) as server, server.http() as http:
+            return await test(http)
+
+    return run(served())
+
+
 def with_client[T](llm: LLM, test: Callable[[Any], Coroutine[Any, Any, T]], **options: Any) -> T:
     """The result of a test that talks to a server of this model."""
 
@@ -100,6 +117,21 @@ def with_client[T](llm: LLM, test: Callable[[Any], Coroutine[Any, Any, T]], **op
             return await test(client)
 
     return run(served())
+
+
+def ask(llm: LLM, *requests: Mapping[str, Any], **options: Any) -> list[Any]:
+    """The answers to requests, one after the other; those with messages are chats. Of a stream, the
+    list of its chunks."""
+
+    async def test(client: Any) -> list[Any]:
+        found = []
+        for request in requests:
+            kind = client.chat.completions if "messages" in request else client.completions
+            answer = await kind.create(**request)
+            found.append([one async for one in answer] if request.get("stream") else answer)
+        return found
+
+    return with_client(llm, test, **options)
 
 
 def idle_pages(llm: LLM) -> bool:

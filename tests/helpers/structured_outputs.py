@@ -1,21 +1,15 @@
-"""Structured outputs of a whole batch, and random JSON schemas with a check of their own."""
+"""Matchers of the built-in model, and random JSON schemas with a check of their own."""
 
 import functools
 import random
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxspec import BUILT_IN_MODEL
-from jaxspec.config.structured_output import StructuredOutput
-from jaxspec.decoding.sampling import Sampling
-from jaxspec.decoding.state import Status
-from jaxspec.engine.structured import GrammarCompiler, GrammarError, Matcher, tree_masks
-from jaxspec.functional import EngineParams
+from jaxspec.engine.structured import GrammarCompiler, GrammarError, Matcher
 from jaxspec.llm.tokenizer import load_tokenizer, tokenizer_json
-from tests.helpers.constrained_rounds import generate_restricted
 
 VOCAB, END = 4096, 0  # of the built-in model
 
@@ -43,44 +37,6 @@ def takes(matcher: Matcher, text: str) -> bool:
     except GrammarError:
         return False
     return True
-
-
-def generate_structured(
-    params: EngineParams,
-    prompts: list[str],
-    outputs: Sequence[StructuredOutput | None],
-    sampling: Sampling,
-    *,
-    new_tokens: int = 200,
-    **options: Any,
-) -> tuple[list[str | None], list[list[int]], Any]:
-    """Each row's text, None if it did not end by itself; its tokens; the final state."""
-    matchers = [None if output is None else compiler().matcher(output) for output in outputs]
-    words = compiler().num_words
-
-    def masks(tree: Any) -> np.ndarray:
-        if tree is None:
-            roots = np.zeros((len(matchers), 1), np.int32)
-            return tree_masks(matchers, roots, roots - 1, roots[:, 0] + 1, words).masks[:, 0]
-        found = tree_masks(matchers, tree.tokens, tree.parents, tree.num_nodes, words)
-        assert not found.errors
-        return found.masks
-
-    def take(row: int, tokens: list[int]) -> None:
-        matcher = matchers[row]
-        if matcher is not None:
-            matcher.advance(tokens)
-
-    ids = [np.asarray(tokenizer()(prompt)["input_ids"], np.int32) for prompt in prompts]
-    found, state = generate_restricted(
-        params, ids, sampling, masks, take,
-        new_tokens=new_tokens, stop_token_ids=(END,), **options,
-    )  # fmt: skip
-    assert (np.asarray(state.rows.status) == Status.DONE).all()
-    texts = [tokenizer().decode(row[:-1]) if row[-1] == END else None for row in found]
-    for matcher, text in zip(matchers, texts, strict=True):
-        assert matcher is None or matcher.finished == (text is not None)
-    return texts, found, state
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -1,37 +1,24 @@
-"""Benchmarks of the gated delta rule at small sizes: rounds with a state per node, and without."""
+"""Benchmarks of the gated delta rule at small sizes."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.evaluation.benchmarks.kernels import Peaks, Plan, compile_benchmark, time_benchmark
-from jaxspec.evaluation.benchmarks.recurrent import in_jnp
-from pallas_kernels.delta_rule import cases
-from pallas_kernels.delta_rule.calls import KEPT
 from pallas_kernels.delta_rule.cases import (
     BENCHMARK_ROUNDS,
+    KEPT,
     Case,
     Round,
     read_benchmark,
-    round_arguments,
     round_benchmark,
     run_benchmark,
-    snapshot_benchmark,
 )
-from pallas_kernels.delta_rule.reference import delta_commit_reference
-from pallas_kernels.delta_rule.tokens import RowStates, Tokens
-from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
 TREE = Round(Case(2, 9, groups=2, v_dim=8, capacity=4, k_dim=16), (1, 3, 3, 2), pool=4)
-ROOT = Round(Case(2, 1, groups=1, v_dim=8, capacity=4, k_dim=16), (1,), pool=6)
-KINDS = (read_benchmark, round_benchmark, snapshot_benchmark, run_benchmark)
-IN_JNP = (round_benchmark, run_benchmark)
+KINDS = (read_benchmark, round_benchmark, run_benchmark)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -39,35 +26,6 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(
             np.asarray(one, np.float32), np.asarray(other, np.float32), atol=2e-5
         )
-
-
-@pytest.mark.parametrize("size", [TREE, slow(ROOT)], ids=str)
-def test_a_state_per_node_gives_what_a_window_gives(size: Round):
-    """Rounds that start with full states and empty windows: outputs of each, and the states after
-    all that was accepted."""
-    kept = snapshot_benchmark(size)
-    arguments = kept.make_arguments(0)
-    whole = list(round_arguments(size, 0))
-    whole[0], whole[KEPT - 1] = arguments[0], jnp.zeros(size.pool, jnp.int32)
-    windows = round_benchmark(size)
-    call, other = (jax.jit(one, compiler_options=FAST_COMPILE) for one in (kept.call, windows.call))
-    for _ in range(2 * size.pool // size.case.batch + 1):  # all rows, more than once
-        found, expected = call(*arguments), other(*whole)
-        assert_close((found[0], *found[-2:]), (expected[0], *expected[-2:]))
-        arguments, whole = kept.feed(arguments, found), list(windows.feed(tuple(whole), expected))
-    s, *window, _, _, lens = expected[1:]
-    assert_close((found[1],), (after_windows(s, Tokens(*window), lens % size.case.capacity),))
-
-
-def after_windows(s, window: Tokens, held):
-    """States after the tokens of the windows, which become windows of one token."""
-    longest = window.k.shape[1]
-    path = jnp.broadcast_to(jnp.arange(longest), (len(s), longest))
-    channels = jnp.zeros((len(s), 3, 1, 8)), jnp.zeros((len(s), longest, 1, 8))
-    empty, rows = Tokens(*(x[:, :1] for x in window)), jnp.arange(len(s))
-    return delta_commit_reference(
-        RowStates(s, empty, rows, 0 * held), channels[0], window, channels[1], path, held
-    )[0]
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
@@ -83,48 +41,11 @@ def test_calls_hand_on_what_the_next_ones_take(make):
     assert_close(output, reference(*arguments))
 
 
-@pytest.mark.parametrize("make", IN_JNP, ids=lambda make: make.__name__)
-def test_what_the_engine_runs_without_kernels_gives_the_same(make):
-    benchmark = make(TREE)
-    arguments = benchmark.make_arguments(0)
-    found, expected = (
-        jax.jit(call, compiler_options=FAST_COMPILE)(*arguments)
-        for call in (in_jnp(benchmark).call, benchmark.reference)
-    )
-    *_, channels, rows, lens = found
-    for one, other in zip((channels, rows, lens), expected[-3:], strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert_close(found[:2], expected[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_they_are_timed(make):
-    benchmark, peaks = make(TREE), Peaks(1e11, 1e12)
-    plan = Plan(rotation_bytes=0, seconds=1e-4, repeats=1)
-    timing = time_benchmark(compile_benchmark(benchmark, peaks, plan), peaks, plan)
-    assert timing.seconds > 0
-    assert timing.reference_seconds is not None and timing.reference_seconds > 0
-    assert timing.error is not None and timing.error < 1e-5
-
-
-@pytest.mark.parametrize("make", [read_benchmark, round_benchmark, run_benchmark])
-def test_they_lower_for_cuda(make, monkeypatch):
-    monkeypatch.setattr(cases, "implementation_to_time", lambda: "mosaic_gpu")
-    case = dataclasses.replace(BENCHMARK_ROUNDS[-1].case, batch=2)
-    benchmark = make(dataclasses.replace(BENCHMARK_ROUNDS[-1], case=case, pool=4))
-    arguments = jax.eval_shape(functools.partial(benchmark.make_arguments, 0))
-    lowered = jax.jit(benchmark.call).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
-
-
 def test_bytes_of_a_round():
     """Of one row: 2 MiB of state, a window of 32 tokens of 24 KiB and some, 8 KiB of channels."""
     one = next(b for b in BENCHMARK_ROUNDS if (b.case.batch, b.case.nodes) == (1, 4))
     state, token, channels = 32 * 128 * 128 * 4, 4 * 16 * (128 + 2 * 130), 16 * 512 * 2
     node = token + 4 * (16 + 32) * 128
-    assert one.case.read_bytes == state + 16 * token + 4 * node
+    assert one.case.num_bytes == state + 16 * token + 4 * node
     accepted = 2 * (2 * state + 32 * token) // 32 + 2 * 2 * token + (6 + 2) * channels
     assert one.case.commit_bytes(one.accepted) == accepted
-    assert one.case.snapshot_bytes == 7 * state + 4 * node
-    assert BENCHMARK_ROUNDS[0].case.snapshot_bytes == 2 * state + node

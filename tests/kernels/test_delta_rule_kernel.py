@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run, misfit
 from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments, make_run_arguments
@@ -17,6 +16,7 @@ from pallas_kernels.delta_rule.mosaic_gpu import (
     delta_read_mosaic,
     delta_run_mosaic,
 )
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast
 
 TOLERANCE = 2e-5
@@ -37,29 +37,23 @@ def assert_close(found: Any, expected: Any) -> None:
 @first_is_fast(TEST_CASES)
 def test_interpreted_they_are_the_reference(case: Case):
     reading, committing = make_arguments(case)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = delta_read_mosaic(*reading, interpret=interpret)
-    jax.block_until_ready(out)  # the interpreter's callbacks run jax, too
+    out = interpreted(delta_read_mosaic, *reading, detect_races=True)
     assert_close(out, delta_read(*reading))
-    after = delta_commit_mosaic(*committing, interpret=interpret)
-    jax.block_until_ready(after)
+    after = interpreted(delta_commit_mosaic, *committing, detect_races=True)
     assert_close(after, delta_commit(*committing))
 
 
 @first_is_fast(RUNS)
 def test_interpreted_a_run_is_the_reference(case: Case):
     arguments = make_run_arguments(case)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = delta_run_mosaic(*arguments, interpret=interpret)
-    jax.block_until_ready(found)
+    found = interpreted(delta_run_mosaic, *arguments, detect_races=True)
     assert_close(found, delta_run(*arguments))
 
 
 @pytest.mark.parametrize("case", RUNS, ids=str)
 def test_a_run_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_run_arguments(case))
-    kernel = jax.jit(functools.partial(delta_run, implementation="mosaic_gpu"))
-    assert kernel.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(delta_run, implementation="mosaic_gpu"), *arguments)
 
 
 def test_runs_and_rounds_leave_the_same_state():
@@ -93,8 +87,7 @@ def test_on_the_device_a_run_is_the_reference(case: Case):
 def test_they_lower_for_cuda(case: Case):
     reading, committing = jax.eval_shape(lambda: make_arguments(case))
     for function, arguments in ((delta_read, reading), (delta_commit, committing)):
-        kernel = jax.jit(functools.partial(function, implementation="mosaic_gpu"))
-        assert kernel.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        lowered(functools.partial(function, implementation="mosaic_gpu"), *arguments)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import Array
 
-from pallas_kernels.latent_attention import expanded_cases, latent_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
@@ -130,43 +129,3 @@ def test_dense_heads_are_projections():
     np.testing.assert_allclose(keys[..., :KEYS], np.einsum("btl,qdl->btqd", latent, key_up), 1e-4)
     np.testing.assert_array_equal(keys[:, :, 1, KEYS:], rotary)
     np.testing.assert_allclose(values, np.einsum("btl,qvl->btqv", latent, value_up), 1e-4)
-
-
-SMALL = expanded_cases.ExpandedCase(
-    "small", (5, 13), 6, 3, 1, LATENT + ROTARY, 4, latent=LATENT, key_dim=KEYS, value_dim=VALUES
-)
-
-
-@pytest.mark.parametrize(
-    "make", [expanded_cases.as_benchmark, expanded_cases.as_absorbed_benchmark]
-)
-def test_what_is_timed_is_the_same_function(make: Any):
-    benchmark = make(SMALL, jnp.float32)
-    arguments = benchmark.make_arguments(0)
-    output = benchmark.call(*arguments)
-    assert output.shape == (2, 6, HEADS, VALUES)
-    np.testing.assert_allclose(output, benchmark.reference(*arguments), atol=1e-5)
-    fed = benchmark.feed(arguments, output)
-    for one, other in zip(jax.tree.leaves(fed), jax.tree.leaves(arguments), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_bytes_and_flops_of_what_is_timed():
-    slots, queries = (5 + 13) + 2 * 6, 2 * 6 * HEADS
-    up = HEADS * LATENT * (KEYS + VALUES)
-    numbers = slots * (LATENT + ROTARY) + up + queries * (KEYS + ROTARY + VALUES)
-    assert SMALL.num_bytes(jnp.bfloat16) == 2 * numbers
-    each = LATENT * (KEYS + VALUES) + 6 * (KEYS + ROTARY + VALUES)
-    assert SMALL.flops == 2 * HEADS * slots * each
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", expanded_cases.BENCHMARK_CASES[::3], ids=str)
-def test_what_is_timed_lowers_for_cuda(case: expanded_cases.ExpandedCase):
-    shapes: Any = jax.eval_shape(lambda: expanded_cases.make_arguments(case, jnp.bfloat16))
-    kernel = functools.partial(latent_attention, implementation="mosaic_gpu")
-    for call in (
-        expanded_cases.as_benchmark(case, jnp.bfloat16).call,
-        expanded_cases.absorbed(kernel, case),
-    ):
-        assert jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

@@ -28,8 +28,9 @@ from pallas_kernels.expert_product.cases import (
 )
 from pallas_kernels.expert_product.mosaic_gpu import expert_product_mosaic
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
-from pallas_kernels.expert_product.tuning import VARIANTS, ExpertTuning
+from pallas_kernels.expert_product.tuning import ExpertTuning
 from pallas_kernels.selection import NO_KERNELS, Kernels
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast
 from tests.helpers.random_experts import random_own, random_rows, written_out
 from tests.helpers.random_models import random_arrays
@@ -38,6 +39,13 @@ from tests.helpers.random_models import random_arrays
 ERROR = 2.0**-8
 # The first one uses each part of its ring again, even in the smallest cases.
 INTERPRETED = (ExpertTuning(most_stages=2), ExpertTuning(block=128, ctas=1))
+# What is lowered and run besides: two warpgroups for each producer, longer blocks, one CTA.
+VARIANTS = (
+    ExpertTuning(warpgroups=2),
+    ExpertTuning(block=128),
+    ExpertTuning(ctas=1),
+    ExpertTuning(ctas=3),
+)
 
 
 def exact(case: Case, arguments: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -74,27 +82,9 @@ def assert_exact(found: Any, case: Case, arguments: Any) -> None:
     assert np.linalg.norm(errors) <= 1e-3 * np.linalg.norm(wanted)
 
 
-def shapes(case: Case) -> tuple[Any, ...]:
-    """Of the arguments; noise for them would take seconds."""
-    given = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    experts = case.num_experts
-    return (
-        given((case.rows, case.hidden)),
-        jax.ShapeDtypeStruct((case.rows, case.k), jnp.int32),
-        given((experts, case.hidden, 2, case.units)),
-        given((experts, case.units, case.hidden)),
-        given((experts, 2, case.units)) if case.biased else None,
-    )
-
-
-def interpreted(arguments: Any, case: Case, config: ExpertTuning | None = None) -> Any:
-    found = expert_product_mosaic(
-        *arguments,
-        clamp=case.clamp,
-        config=config,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )
-    return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+def run_interpreted(arguments: Any, case: Case, config: ExpertTuning | None = None) -> Any:
+    how: Any = {"clamp": case.clamp, "config": config, "detect_races": True}
+    return interpreted(expert_product_mosaic, *arguments, **how)
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
@@ -108,14 +98,14 @@ def test_the_reference_is_the_product(case: Case):
 def test_interpreted_it_is_the_product(case: Case):
     arguments = make_arguments(case)
     for config in (None, *INTERPRETED):
-        assert_exact(interpreted(arguments, case, config), case, arguments)
+        assert_exact(run_interpreted(arguments, case, config), case, arguments)
 
 
 @pytest.mark.slow
 def test_interpreted_two_warpgroups_multiply():
     case = Case(12, 2, 4, 128, 128, biased=True)
     arguments = make_arguments(case)
-    assert_exact(interpreted(arguments, case, ExpertTuning(warpgroups=2)), case, arguments)
+    assert_exact(run_interpreted(arguments, case, ExpertTuning(warpgroups=2)), case, arguments)
 
 
 @first_is_fast([Case(5, 2, 4, 128, 64), Case(20, 2, 4, 128, 64)])
@@ -123,12 +113,12 @@ def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
     """Another row of NaN included, and of an expert with weights that no row chose."""
     x, experts, gate_up, down, bias = make_arguments(case)
     x, experts = x.at[1].set(jnp.nan), experts.at[0].set(jnp.array([2, 0]))
-    first = interpreted((x, experts, gate_up, down, bias), case)[0]
+    first = run_interpreted((x, experts, gate_up, down, bias), case)[0]
     for seed in (1, 2):
         others, place = chosen_experts(case, seed), 2 + seed
         changed = experts.at[1:].set(others[1:]).at[place].set(experts[0])
         moved = x.at[place].set(x[0]).at[0].set(x[2])
-        found = interpreted((moved, changed, gate_up, down, bias), case)
+        found = run_interpreted((moved, changed, gate_up, down, bias), case)
         assert jnp.array_equal(found[place], first)
 
 
@@ -137,14 +127,14 @@ def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
 )
 def test_it_lowers_for_cuda(case: Case):
     function = functools.partial(expert_product, clamp=case.clamp, implementation="mosaic_gpu")
-    assert jax.jit(function).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
 def test_variants_lower_for_cuda(config: ExpertTuning):
     case = Case(32, 8, 16, 256, 128, biased=True)
     function = functools.partial(expert_product_mosaic, clamp=None, config=config)
-    assert jax.jit(function).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
 
 
 @pytest.mark.gpu

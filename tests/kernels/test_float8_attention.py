@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.float8 import decode
 from pallas_kernels.paged_attention import misfit, misfit_tpu, paged_attention
@@ -30,6 +29,7 @@ from pallas_kernels.paged_attention.partial import (
 )
 from pallas_kernels.paged_attention.tuning import AttentionTuning
 from pallas_kernels.pages import LayerPages
+from tests.helpers.kernels import attention_error, interpreted, lowered
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
@@ -49,7 +49,14 @@ TUNED = (
 )
 LONGEST = Case("L: 8k", (8192, 8192), 6, 32, 8, 128, 64, tree=True)  # blocks of 128 slots
 FAST = {"K: window under a tree"}
-INTERPRETED = [case if case.name in FAST else slow(case) for case in KERNEL_CASES]
+INTERPRETED = [
+    *TUNED,
+    *(
+        pytest.param(case, config, marks=() if case.name in FAST else pytest.mark.slow)
+        for case in KERNEL_CASES
+        for config in [TWO if case.num_tokens > 16 else ONE]
+    ),
+]
 
 
 def attend(case: Case, **options: Any) -> Any:
@@ -94,30 +101,14 @@ def test_merged_parts_are_the_whole_softmax(case: Case):
 
 def error(case: Case, found: Any, arguments: Any) -> float:
     """Relative, against the reference in float32."""
-    expected = np.asarray(attend(case)(*wide_arguments(arguments)))
-    found = np.asarray(found).astype(np.float32)
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    return attention_error(case, found, wide_arguments(arguments))
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
-def test_interpreted_the_kernel_is_the_reference(case: Case):
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=lambda one: getattr(one, "name", ""))
+def test_interpreted_the_kernel_is_the_reference(case: Case, config: AttentionTuning):
     arguments = float8_arguments(case, jnp.bfloat16)
-    config = TWO if case.num_tokens > 16 else ONE
-    found = paged_attention_mosaic(
-        *arguments, options=case.options, config=config, interpret=plgpu.InterpretGPUParams()
-    )
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-    assert error(case, found, arguments) < 4e-3
-
-
-@pytest.mark.parametrize(("case", "config"), TUNED, ids=lambda one: getattr(one, "name", ""))
-def test_interpreted_the_tuned_kernel_is_the_reference(case: Case, config: AttentionTuning):
-    arguments = float8_arguments(case, jnp.bfloat16)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = paged_attention_mosaic(
-        *arguments, options=case.options, config=config, interpret=interpret
-    )
-    jax.block_until_ready(found)
+    how: Any = {"options": case.options, "config": config, "detect_races": True}
+    found = interpreted(paged_attention_mosaic, *arguments, **how)
     assert error(case, found, arguments) < 4e-3
 
 
@@ -129,8 +120,7 @@ def test_parts_lower_for_cuda(case: Case):
         run: Any = functools.partial(
             partial_attention, options=case.options, page_size=case.page_size
         )
-        run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
-        assert run.trace(*part).lower(lowering_platforms=("cuda",)).as_text()
+        lowered(functools.partial(run, implementation="mosaic_gpu"), *part)
 
 
 @pytest.mark.gpu
@@ -147,8 +137,8 @@ def test_on_the_device_merged_parts_are_the_reference(case: Case):
 @first_is_fast([LONGEST, *KERNEL_CASES[::-1], *LONG_CASES], 3)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
-    run = attend(case, implementation="mosaic_gpu")
-    assert run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    how: Any = {"options": case.options, "implementation": "mosaic_gpu"}
+    lowered(functools.partial(paged_attention, **how), *arguments)
 
 
 @pytest.mark.gpu

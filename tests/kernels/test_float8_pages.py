@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.float8 import LARGEST, decode, encode
 from pallas_kernels.kv_compact import cases as compact_cases
@@ -17,6 +16,7 @@ from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
 from pallas_kernels.rope_kv_write import cases as rope_cases
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.programs import FAST_COMPILE
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -82,8 +82,7 @@ def test_interpreted_the_kernel_writes_the_same(case: Any):
     arguments = rope_cases.make_float8_arguments(case, jnp.bfloat16)
     options = {"eps": EPS, "dtype": jnp.dtype("bfloat16")}
     expected = rope_kv_write(*arguments, **options)
-    found = rope_kv_write_mosaic(*arguments, **options, interpret=plgpu.InterpretGPUParams())
-    q, *pages = jax.device_get(jax.block_until_ready(found))
+    q, *pages = jax.device_get(interpreted(rope_kv_write_mosaic, *arguments, **options))
     np.testing.assert_allclose(
         q.astype(np.float32), np.asarray(expected[0], np.float32), rtol=2**-6, atol=2**-7
     )
@@ -99,7 +98,7 @@ def test_writing_lowers_for_cuda(case: Any):
     kernel = functools.partial(
         rope_kv_write, eps=EPS, dtype=jnp.bfloat16, implementation="mosaic_gpu"
     )
-    assert jax.jit(kernel).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(kernel, *arguments)
 
 
 def compact_arguments(case: Any) -> Any:
@@ -111,8 +110,7 @@ def compact_arguments(case: Any) -> Any:
 @pytest.mark.parametrize("case", compact_cases.TEST_CASES[:1], ids=str)
 def test_interpreted_compaction_moves_bytes(case: Any):
     arguments = compact_arguments(case)
-    found = kv_compact_mosaic(*arguments, interpret=plgpu.InterpretGPUParams())
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+    found = interpreted(kv_compact_mosaic, *arguments)
     for one, other in zip(found, kv_compact(*arguments), strict=True):
         np.testing.assert_array_equal(one[1:], other[1:])
 
@@ -121,4 +119,4 @@ def test_interpreted_compaction_moves_bytes(case: Any):
 def test_compaction_of_bytes_lowers_for_cuda(case: Any):
     arguments = jax.eval_shape(lambda: compact_arguments(case))
     kernel = functools.partial(kv_compact, implementation="mosaic_gpu")
-    assert jax.jit(kernel).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(kernel, *arguments)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.kv_compact.cases import TEST_CASES, Case, make_arguments
 from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
+from tests.helpers.kernels import interpreted, lowered
 
 
 def expected(case: Case) -> list[np.ndarray]:
@@ -37,17 +37,12 @@ def test_rows_move_in_every_cache(case: Case):
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_interpreted_it_does_the_same(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    found = kv_compact_mosaic(*arguments, interpret=plgpu.InterpretGPUParams())
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-    assert_same(found, case)
+    assert_same(interpreted(kv_compact_mosaic, *make_arguments(case, jnp.bfloat16)), case)
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_it_lowers_for_cuda(case: Case):
-    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
-    lowered = jax.jit(kv_compact_mosaic).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text()
+    lowered(kv_compact_mosaic, *jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16)))
 
 
 @pytest.mark.gpu

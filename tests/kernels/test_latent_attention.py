@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.latent_attention import latent_attention, misfit
 from pallas_kernels.latent_attention.cases import (
     BENCHMARK_CASES,
@@ -22,15 +22,10 @@ from pallas_kernels.latent_attention.mosaic_gpu import latent_attention_mosaic
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
 from pallas_kernels.pages import QueryContext
-from pallas_kernels.policy import MULTIPROCESSORS
+from tests.helpers.kernels import interpreted, lowered, relative_error, widened
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
-run_reference = jax.jit(
-    latent_attention_reference,
-    static_argnames=("latent", "scale", "first_slot"),
-    compiler_options=FAST_COMPILE,
-)
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
 FAST = {"first slot"}
 INTERPRETED = [
@@ -41,59 +36,38 @@ INTERPRETED = [
 
 def error(case: LatentCase, found: jax.Array) -> float:
     """Relative, against the reference in float32; of queries that see a slot."""
-
-    def widen(x: Any) -> Any:
-        return np.asarray(x).astype(np.float32) if x is not None and x.dtype == jnp.bfloat16 else x
-
-    arguments: Any = jax.tree.map(widen, make_arguments(case, jnp.bfloat16))
+    arguments: Any = jax.tree.map(widened, make_arguments(case, jnp.bfloat16))
+    reference = functools.partial(latent_attention_reference, **case.options)
     with jax.default_matmul_precision("highest"):
-        reference = np.asarray(run_reference(*arguments, **case.options))
-    found = widen(found)
-    assert found.shape == reference.shape and np.isfinite(found).all()
-    sees = np.linalg.norm(reference, axis=(2, 3)) > 0
-    return float(np.linalg.norm((found - reference)[sees]) / np.linalg.norm(reference[sees]))
+        expected = jax.jit(reference, compiler_options=FAST_COMPILE)(*arguments)
+    return relative_error(found, expected)
 
 
-def interpreted(case: LatentCase, splits: int) -> jax.Array:
-    """The kernel's result where slots that no query sees hold NaN.
-
-    The interpreter's callbacks run jax: they and the caller's operations would wait for each other
-    for ever.
-    """
+def assert_is_the_reference(case: LatentCase, splits: int) -> None:
+    """The interpreted kernel, where slots that no query sees hold NaN."""
     arguments: Any = poisoned(case, np.nan)
-    config, interpret = LatentTuning(splits=splits), plgpu.InterpretGPUParams()
-    return jax.block_until_ready(
-        latent_attention_mosaic(*arguments, **case.options, config=config, interpret=interpret)
-    )
+    how = {**case.options, "config": LatentTuning(splits=splits)}
+    assert error(case, interpreted(latent_attention_mosaic, *arguments, **how)) < 4e-3
 
 
 @pytest.mark.parametrize("splits", [2, slow(1)])
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_it_is_the_reference(case: LatentCase, splits: int):
-    assert error(case, interpreted(case, splits)) < 4e-3
+    assert_is_the_reference(case, splits)
 
 
 @pytest.mark.slow
 def test_interpreted_it_takes_the_sizes_of_published_models():
     case = LatentCase("", (70, 130), 2, 16, 1, 576, 64, tree=True)
-    assert error(case, interpreted(case, 1)) < 4e-3
+    assert_is_the_reference(case, 1)
 
 
 @pytest.mark.parametrize("splits", [None, slow(1), slow(2)])
-@first_is_fast([*LONG_CASES, *KERNEL_CASES], 2)
+@first_is_fast([*LONG_CASES, *KERNEL_CASES, *BENCHMARK_CASES[::5]], 2)
 def test_it_lowers_for_cuda(case: LatentCase, splits: int | None):
     shapes: Any = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     config = None if splits is None else LatentTuning(splits=splits)
-    function = functools.partial(latent_attention_mosaic, **case.options, config=config)
-    assert jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BENCHMARK_CASES[::5], ids=str)
-def test_what_is_timed_lowers_for_cuda(case: LatentCase):
-    shapes: Any = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
-    function = functools.partial(latent_attention_mosaic, **case.options)
-    assert jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(latent_attention_mosaic, **case.options, config=config), *shapes)
 
 
 @pytest.mark.gpu
@@ -109,23 +83,6 @@ def test_on_the_device_it_is_the_reference(case: LatentCase, splits: int | None)
     for poison in (np.nan, np.inf):
         spoiled: Any = poisoned(case, poison)
         np.testing.assert_array_equal(function(*spoiled), found)
-
-
-@pytest.mark.slow
-def test_it_has_its_references_gradient():
-    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
-    case = KERNEL_CASES[3]
-    arguments: Any = make_arguments(case, jnp.bfloat16)
-    q, others = arguments[0], arguments[1:]
-
-    def gradient(implementation: Any) -> jax.Array:
-        def total(q: jax.Array) -> jax.Array:
-            out = latent_attention(q, *others, **case.options, implementation=implementation)
-            return out.astype(jnp.float32).sum()
-
-        return jax.grad(total)(q)
-
-    assert jnp.array_equal(gradient("mosaic_gpu"), gradient("reference"))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.float8 import rounded_to_float8
-from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
+from jaxspec.models.quantized.grouped import rounded_to_groups
 from pallas_kernels.packed_product import MOST_ROWS, misfit, packed_product
 from pallas_kernels.packed_product.cases import (
     BENCHMARK_CASES,
@@ -27,7 +26,6 @@ from pallas_kernels.packed_product.mosaic_gpu import COPYING_REGISTERS, packed_p
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.tuning import (
     SUMMED_ROWS,
-    VARIANTS,
     PackedTuning,
     choose_packed_splits,
     packed_tuning,
@@ -43,6 +41,7 @@ from pallas_kernels.packed_product.widening import (
     word_offset,
 )
 from pallas_kernels.selection import Kernels
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast, slow
 
 FLOAT32 = jnp.dtype("float32")
@@ -52,6 +51,16 @@ ERROR = 1e-5
 FLOAT8_ERROR = 2.0**-10  # Hopper's tensor cores keep fewer bits of sums of 8-bit floats
 # The first one uses each part of its ring again, even in the smallest cases.
 INTERPRETED = (PackedTuning(block=128, most_stages=2), PackedTuning(block=128, unit=128, ctas=1))
+# What is lowered and run besides: larger units, more warpgroups for each producer, shorter lines
+# of weights.
+VARIANTS = (
+    PackedTuning(unit=128, ctas=1),
+    PackedTuning(unit=32, ctas=1, ahead=True),
+    PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
+    PackedTuning(warpgroups=4, unit=128, ctas=1),
+    PackedTuning(block=128),
+    PackedTuning(block=128, row_tile=16),
+)
 
 
 @functools.lru_cache(maxsize=len(TEST_CASES))
@@ -99,15 +108,7 @@ def test_the_reference_is_the_product(case: Case):
 def test_interpreted_it_is_the_reference(case: Case):
     fits = case.rows <= SUMMED_ROWS  # of more rows two of those blocks have no room
     for config in (None, *INTERPRETED[: 2 * fits]):
-        found = packed_product_mosaic(
-            *arguments_of(case),
-            num_splits=case.num_splits,
-            dtype=FLOAT32,
-            config=config,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-        jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-        assert_exact(found, case)
+        assert_exact(run_interpreted(case, config), case)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +123,13 @@ def test_interpreted_it_is_the_reference(case: Case):
 )
 def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config: PackedTuning):
     case = Case(rows, 512, 256, zeros=True)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    options: dict[str, Any] = {"num_splits": 1, "dtype": FLOAT32, "config": config}
-    found = packed_product_mosaic(*arguments_of(case), **options, interpret=interpret)
-    assert_exact(jax.block_until_ready(found), case)
+    assert_exact(run_interpreted(case, config), case)
+
+
+def run_interpreted(case: Case, config: PackedTuning | None) -> jax.Array:
+    options: Any = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
+    kernel = functools.partial(packed_product_mosaic, **options)
+    return interpreted(kernel, *arguments_of(case), detect_races=True)
 
 
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
@@ -133,16 +137,14 @@ def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config
 def test_it_lowers_for_cuda(case: Case, dtype: str):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}
-    function = functools.partial(packed_product, **options)
-    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(packed_product, **options), *arguments)
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
 def test_variants_lower_for_cuda(config: PackedTuning):
     arguments = jax.eval_shape(lambda: make_arguments(Case(64, 1024, 256, zeros=True)))
     options = {"num_splits": 1, "dtype": FLOAT32, "config": config}
-    function = jax.jit(functools.partial(packed_product_mosaic, **options))
-    assert function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(packed_product_mosaic, **options), *arguments)
 
 
 def variants_to_run() -> Iterator[tuple[PackedTuning | None, Case]]:
@@ -280,56 +282,48 @@ def test_a_thread_widens_weights_to_8_bit_floats_for_its_tensor_core(block: int)
             assert np.array_equal(found.astype(np.float64) / FLOAT8_STEP, expected)
 
 
+def kernels_in(own: Any, x: jax.Array, *names: str) -> int:
+    """How many a linear's partial sums take, of those that are chosen."""
+    kernels = Kernels(frozenset(names or {"packed_product"}))
+    splits = own.best_num_splits(x, kernels)
+    call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
+    program = call.trace(x).lower(lowering_platforms=("cuda",))
+    assert program.out_info.shape == (splits, *x.shape[:-1], 2, 64)
+    return program.as_text().count("custom_call @mosaic_gpu")
+
+
+def linear_of(depth: int) -> Linear:
+    """Its products are sums of partial ones."""
+    return Linear(weight=jnp.ones((depth, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
+
+
+def rows_of(number: int, depth: int = 2048, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.zeros((1, number, depth), dtype)
+
+
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
-    linear = Linear(weight=jnp.ones((256, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
-    kernels = Kernels(frozenset({"packed_product", "round_tokens"}))
-    for own, count in ((rounded_to_float8(linear), 2), (rounded_to_float8(linear, 2), 1)):
-        for rows, dtype, found in ((3, jnp.bfloat16, count), (65, jnp.bfloat16, count - 1)):
-            x = jnp.zeros((1, rows, 256), dtype)
-            splits = own.best_num_splits(x, kernels)
-            call = jax.jit(lambda x, own=own, splits=splits: own.partial_sums(x, splits, kernels))
-            lowered = call.trace(x).lower(lowering_platforms=("cuda",))
-            assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
-            assert lowered.as_text().count("custom_call @mosaic_gpu") == found
+    names = "packed_product", "round_tokens"
+    for groups, count in ((1, 2), (2, 1)):
+        own = rounded_to_float8(linear_of(256), *([groups] if groups > 1 else []))
+        found = [kernels_in(own, rows_of(rows, 256), *names) for rows in (3, 65)]
+        assert found == [count, count - 1]
 
 
 def test_a_linear_that_rounds_its_inputs_takes_the_kernel_where_it_fits():
-    linear = Linear(weight=jnp.ones((2048, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
-    kernels = Kernels(frozenset({"packed_product"}))
-
-    def kernels_in(own: GroupedLinear, rows: int) -> int:
-        x = jnp.zeros((1, rows, 2048), jnp.bfloat16)
-        splits = own.best_num_splits(x, kernels)
-        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
-        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
-        assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
-        return lowered.as_text().count("custom_call @mosaic_gpu")
-
+    linear = linear_of(2048)
     own = rounded_to_groups(linear, rounds=True)
-    assert [kernels_in(own, rows) for rows in (3, 64, 1024, 1025)] == [1, 1, 1, 0]
-    assert kernels_in(rounded_to_groups(linear, group=64, rounds=True), 3) == 0
-    assert kernels_in(rounded_to_groups(linear, symmetric=False, rounds=True), 3) == 0
+    assert [kernels_in(own, rows_of(rows)) for rows in (3, 64, 1024, 1025)] == [1, 1, 1, 0]
+    small_groups = rounded_to_groups(linear, group=64, rounds=True)
+    with_zeros = rounded_to_groups(linear, symmetric=False, rounds=True)
+    for other in (small_groups, with_zeros):
+        assert kernels_in(other, rows_of(3)) == 0
 
 
 def test_a_linear_takes_the_kernel_where_it_fits():
     """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2, 64)), jnp.bfloat16)
-    linear = rounded_to_groups(Linear(weight=weight, axes=("hidden", "two", "ff")))
-    kernels = Kernels(frozenset({"packed_product"}))
-    x = jnp.zeros((1, 3, 2048), jnp.bfloat16)
-
-    def kernels_in(own: GroupedLinear, x: Any) -> int:
-        splits = own.best_num_splits(x, kernels)
-        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
-        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
-        assert lowered.out_info.shape == (splits, *x.shape[:-1], 2, 64)
-        return lowered.as_text().count("mosaic_gpu")
-
-    assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
-    assert kernels_in(linear, jnp.zeros((1025, 2048), jnp.bfloat16)) == 0
-    assert kernels_in(linear, x.astype(jnp.float32)) == 0
-    mixed = dataclasses.replace(
-        linear, groups=jnp.arange(2048, dtype=jnp.int32) % 2, reordered=False
-    )
-    assert kernels_in(mixed, x) == 0
-    assert linear.best_num_splits(x, Kernels()) == 1
+    own, kernels = rounded_to_groups(linear_of(2048)), Kernels(frozenset({"packed_product"}))
+    assert own.best_num_splits(rows_of(3), kernels) == 2 and kernels_in(own, rows_of(3)) > 0
+    assert own.best_num_splits(rows_of(3), Kernels()) == 1
+    assert kernels_in(own, rows_of(1025)) == kernels_in(own, rows_of(3, dtype=jnp.float32)) == 0
+    order = jnp.arange(2048, dtype=jnp.int32) % 2
+    assert kernels_in(dataclasses.replace(own, groups=order, reordered=False), rows_of(3)) == 0

@@ -1,4 +1,7 @@
-"""The Hopper kernel of paged attention: interpreted, lowered, and (with `-m gpu`) run."""
+"""The Hopper kernel of paged attention: interpreted, lowered, and (with `-m gpu`) run.
+
+Slots that no query sees hold NaN, or infinity, and change nothing.
+"""
 
 import dataclasses
 import functools
@@ -8,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.parallel import make_mesh
@@ -19,75 +21,95 @@ from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
     Case,
     make_arguments,
+    poisoned,
 )
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
-from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import AttentionTuning
 from pallas_kernels.pages import AttentionOptions
+from tests.helpers.kernels import attention_error, fitting, interpreted, lowered
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
-run_reference = jax.jit(
-    functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames="options",
-    compiler_options=FAST_COMPILE,
-)
 NARROW = AttentionTuning(block=64, stages=2)
-TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
+TWO_HEADS = dataclasses.replace(NARROW, heads=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
 PING_PONG = dataclasses.replace(WIDE, ping_pong=True)
+CONFIGS = {
+    "tuned": None,
+    "narrow": NARROW,
+    "long blocks": AttentionTuning(block=128, stages=2),
+    "two heads": TWO_HEADS,
+    "two heads and splits": dataclasses.replace(TWO_HEADS, splits=2),
+    "ping-pong": PING_PONG,
+    "no ping-pong": WIDE,
+    "two splits": dataclasses.replace(NARROW, splits=2),
+    "eight splits": AttentionTuning(block=64, stages=5, splits=8),
+    "eight splits of two warpgroups": dataclasses.replace(WIDE, splits=8),
+    "ping-pong and splits": AttentionTuning(
+        block=64, stages=2, warpgroups=2, splits=4, ping_pong=True
+    ),
+}
+# Contexts that end inside a block and a page, and at their ends; left edges in the last block too.
+EDGES = (
+    (Case("one query", (70, 127), 1, 4, 1, 128, 64), NARROW),
+    (Case("padded tree", (70, 0), 6, 4, 1, 128, 16, tree=True, real_tokens=4), NARROW),
+    (Case("padded chunk", (10, 120), 24, 4, 1, 64, 16, real_tokens=5), PING_PONG),
+    (Case("window", (200, 9), 2, 4, 1, 128, 16, window=20), NARROW),
+    (Case("window under a tree", (330,), 40, 4, 1, 64, 64, tree=True, window=200), PING_PONG),
+    (Case("first slot, two heads", (3, 200), 2, 4, 2, 128, 16, first_slot=1), TWO_HEADS),
+    (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
+)
+INTERPRETED = (
+    *((case, PING_PONG if case.num_tokens > 16 else NARROW) for case in KERNEL_CASES),
+    *EDGES,
+    (KERNEL_CASES[2], TWO_HEADS),
+    (KERNEL_CASES[4], TWO_HEADS),
+    (KERNEL_CASES[4], CONFIGS["long blocks"]),
+)
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
-FAST = {"K: window under a tree"}
-INTERPRETED = [
-    pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
-    for case in KERNEL_CASES
-]
-
-
-def error(case: Case, found: jax.Array, arguments: Any) -> float:
-    """Relative, against the reference in float32."""
-
-    def widen(x: Any) -> Any:
-        return np.asarray(x).astype(np.float32) if x is not None and x.dtype == jnp.bfloat16 else x
-
-    with jax.default_matmul_precision("highest"):
-        reference = np.asarray(run_reference(*jax.tree.map(widen, arguments), options=case.options))
-    return float(np.linalg.norm(widen(found) - reference) / np.linalg.norm(reference))
-
-
-def interpret(arguments: Any, options: AttentionOptions, config: AttentionTuning) -> jax.Array:
-    """Without splits: the interpreter cannot read another CTA's shared memory.
-
-    Its callbacks run jax: they and the caller's operations would wait for each other for ever.
-    """
-    return jax.block_until_ready(
-        paged_attention_mosaic(
-            *arguments, options=options, config=config, interpret=plgpu.InterpretGPUParams()
-        )
+FAST = {"K: window under a tree", "first slot, two heads"}
+FAST_TO_LOWER = {"tuned", "two splits"}
+# Left edges with more blocks than the ring holds, and with fewer.
+LEFT_EDGES = tuple(
+    dataclasses.replace(case, name=f"{case.name}, {context}", context_lens=(context, 40))
+    for context in (100, 700)
+    for case in (
+        Case("left edge of one query", (), 1, 8, 2, 128, 64, first_slot=5),
+        Case("left edge of a tree", (), 6, 8, 2, 128, 16, tree=True, window=150),
+        Case("two left edges", (), 70, 8, 2, 128, 64, window=90, first_slot=3, real_tokens=50),
     )
-
-
-def interpreted(case: Case, config: AttentionTuning) -> jax.Array:
-    """The kernel's result, which is the reference's."""
-    arguments = make_arguments(case, jnp.bfloat16)
-    found = interpret(arguments, case.options, config)
-    assert error(case, found, arguments) < 4e-3
-    return found
+)
 
 
 def named(name: str) -> Case:
     return next(case for case in KERNEL_CASES if case.name == name)
 
 
+def assert_is_the_reference(case: Case, config: AttentionTuning) -> jax.Array:
+    """The interpreted kernel's result, where slots that no query sees hold NaN or infinity."""
+    arguments = make_arguments(case, jnp.bfloat16)
+    spoiled = poisoned(case, arguments, np.inf if case.real_tokens else np.nan)
+    found = interpreted(paged_attention_mosaic, *spoiled, options=case.options, config=config)
+    assert attention_error(case, found, arguments) < 4e-3
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [pytest.param(*one, marks=() if one[0].name in FAST else pytest.mark.slow)
+     for one in INTERPRETED],
+    ids=lambda one: getattr(one, "name", ""),
+)  # fmt: skip
+def test_interpreted_it_is_the_reference(case: Case, config: AttentionTuning):
+    assert_is_the_reference(case, config)
+
+
 @pytest.mark.slow
-def test_scores_may_have_a_scale_of_their_own():
-    """With twice the usual scale, it is what it is for twice the queries."""
-    case = named("K: window under a tree")
-    q, *others = make_arguments(case, jnp.bfloat16)
-    scaled = interpret(
-        (q, *others), dataclasses.replace(case.options, scale=2 * case.head_dim**-0.5), NARROW
-    )
-    assert jnp.array_equal(scaled, interpret((2 * q, *others), case.options, NARROW))
+@pytest.mark.parametrize("config", [WIDE, AttentionTuning(block=64, stages=2, warpgroups=2)])
+def test_ping_pong_scheduling_changes_nothing(config: AttentionTuning):
+    case = named("K: window")
+    alternating = assert_is_the_reference(case, dataclasses.replace(config, ping_pong=True))
+    assert jnp.array_equal(alternating, assert_is_the_reference(case, config))
 
 
 def test_a_soft_cap_is_left_to_the_reference():
@@ -104,72 +126,34 @@ def test_a_soft_cap_is_left_to_the_reference():
     assert np.abs(np.asarray(auto - plain, np.float32)).max() > 0.01
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_interpreted_it_is_the_reference(case: Case):
-    interpreted(case, PING_PONG if case.num_tokens > 16 else NARROW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [KERNEL_CASES[2], KERNEL_CASES[4]], ids=str)
-def test_a_block_of_threads_may_serve_two_heads(case: Case):
-    interpreted(case, TWO_HEADS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [WIDE, AttentionTuning(block=64, stages=2, warpgroups=2)])
-def test_ping_pong_scheduling_changes_nothing(config: AttentionTuning):
-    case = named("K: window")
-    alternating = interpreted(case, dataclasses.replace(config, ping_pong=True))
-    assert jnp.array_equal(alternating, interpreted(case, config))
-
-
-@pytest.mark.slow
-def test_blocks_of_128_slots_suit_one_warpgroup_too():
-    interpreted(named("K: pages of 16, a tree"), AttentionTuning(block=128, stages=2))
-
-
 @pytest.mark.parametrize(
-    "config",
-    [
-        None,
-        slow(AttentionTuning(block=64, stages=5, splits=8)),
-        slow(AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, ping_pong=True)),
-    ],
+    "name", [name if name in FAST_TO_LOWER else slow(name) for name in CONFIGS]
 )
 @first_is_fast(KERNEL_CASES[::-1], 5)  # the last ones: windows, first slots, chunks
-def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
+def test_it_lowers_for_cuda(case: Case, name: str):
+    case = fitting(case, CONFIGS[name])
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
-    function = functools.partial(paged_attention_mosaic, options=case.options, config=config)
-    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    how = {"options": case.options, "config": CONFIGS[name]}
+    lowered(functools.partial(paged_attention_mosaic, **how), *arguments)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 2])
-def test_on_the_device_two_heads_share_a_block_of_threads(splits: int):
-    for case in (KERNEL_CASES[2], KERNEL_CASES[4], LONG_CASES[1]):
-        arguments = make_arguments(case, jnp.bfloat16)
-        config = dataclasses.replace(TWO_HEADS, splits=splits)
-        found = jax.jit(
-            functools.partial(paged_attention_mosaic, options=case.options, config=config)
-        )(*arguments)
-        assert error(case, found, arguments) < 4e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("splits", [None, 1, 2, 8])
-@pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES], ids=str)
-def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(case, name) for case in (*KERNEL_CASES, *LONG_CASES, *LEFT_EDGES) for name in CONFIGS],
+    ids=str,
+)
+def test_on_the_device_it_is_the_reference(case: Case, name: str):
+    case = fitting(case, CONFIGS[name])
     arguments = make_arguments(case, jnp.bfloat16)
-    config = None
-    if splits is not None:
-        config = WIDE if case.num_tokens > 16 else NARROW
-        config = dataclasses.replace(config, splits=splits)
-    function = jax.jit(
-        functools.partial(paged_attention_mosaic, options=case.options, config=config)
-    )
+    function = functools.partial(paged_attention_mosaic, options=case.options, config=CONFIGS[name])
     found = function(*arguments)
-    assert error(case, found, arguments) < 4e-3
+    assert attention_error(case, found, arguments) < 4e-3
     assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
+    for poison in (np.nan, np.inf):
+        spoiled = poisoned(case, arguments, poison)
+        for _ in range(3):
+            np.testing.assert_array_equal(function(*spoiled), found)
 
 
 @pytest.mark.gpu
@@ -189,24 +173,7 @@ def test_devices_attend_with_their_own_heads(case: Case):
         out_specs=heads,
         check_vma=False,
     )
-    assert error(case, jax.jit(sharded)(*arguments), arguments) < 4e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [KERNEL_CASES[0], KERNEL_CASES[4]], ids=str)
-def test_it_has_its_references_gradient(case: Case):
-    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
-    arguments: Any = make_arguments(case, jnp.bfloat16)
-    q, others = arguments[0], arguments[1:]
-
-    def gradient(implementation: Any) -> jax.Array:
-        def total(q: jax.Array) -> jax.Array:
-            out = paged_attention(q, *others, options=case.options, implementation=implementation)
-            return out.astype(jnp.float32).sum()
-
-        return jax.grad(total)(q)
-
-    assert jnp.array_equal(gradient("mosaic_gpu"), gradient("reference"))
+    assert attention_error(case, jax.jit(sharded)(*arguments), arguments) < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -219,7 +186,7 @@ def test_it_has_its_references_gradient(case: Case):
     ],
     ids=["head", "dtype", "page", "group"],
 )
-def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
+def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     q, pages, _ = arguments = make_arguments(case, dtype)
     assert message in str(misfit(q, pages.k, pages.v, order_invariant=False))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):

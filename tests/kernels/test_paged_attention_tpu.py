@@ -3,7 +3,6 @@
 tests/compiled/test_compiled_for_tpu.py compiles it.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -23,14 +22,10 @@ from pallas_kernels.paged_attention.cases import (
     poisoned,
 )
 from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic
-from pallas_kernels.paged_attention.reference import paged_attention_reference
+from tests.helpers.kernels import attention_error, run_reference
+from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
-run_reference = jax.jit(
-    functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames="options",
-    compiler_options=FAST_COMPILE,
-)
 # The others take some seconds each.
 FAST = {"window under a tree", "K: padded chunk", "K: pages of 16, a tree"}
 CASES = [
@@ -39,63 +34,27 @@ CASES = [
 ]
 
 
-def widened(x: Any) -> Any:
-    return np.asarray(x).astype(np.float32) if x is not None and x.dtype == jnp.bfloat16 else x
-
-
 def attend(case: Case, arguments: Any, interpret: Any = True) -> np.ndarray:
     found = paged_attention_mosaic(*arguments, options=case.options, interpret=interpret)
     return np.asarray(found)
-
-
-def error(case: Case, found: np.ndarray, arguments: Any) -> float:
-    """Relative, against the reference in float32."""
-    reference = np.asarray(run_reference(*jax.tree.map(widened, arguments), options=case.options))
-    return float(np.linalg.norm(widened(found) - reference) / np.linalg.norm(reference))
 
 
 def named(name: str) -> Case:
     return next(case for case in (*TEST_CASES, *KERNEL_CASES) if case.name == name)
 
 
-@pytest.mark.slow
-def test_scores_may_have_a_scale_of_their_own():
-    """With twice the usual scale, it is what it is for twice the queries."""
-    case = named("K: window under a tree")
-    q, *others = make_arguments(case, jnp.bfloat16)
-    run = functools.partial(paged_attention_mosaic, interpret=True)
-    doubled = dataclasses.replace(case.options, scale=2 * case.head_dim**-0.5)
-    scaled = run(q, *others, options=doubled)
-    assert jnp.array_equal(scaled, run(2 * q, *others, options=case.options))
-
-
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32)])
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted_it_is_the_reference(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    assert error(case, attend(case, arguments), arguments) < 4e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", (*TEST_CASES, *KERNEL_CASES, *LONG_CASES), ids=str)
-def test_in_float32_too(case: Case):
-    arguments = make_arguments(case)
-    expected = run_reference(*arguments, options=case.options)
-    np.testing.assert_allclose(attend(case, arguments), expected, atol=2e-6, rtol=1e-5)
-
-
-UNSEEN = [
-    pytest.param(case, marks=() if case.name == "K: padded chunk" else pytest.mark.slow)
-    for case in (*TEST_CASES, *KERNEL_CASES)
-]
-
-
-@pytest.mark.parametrize("case", UNSEEN, ids=str)
-def test_unseen_slots_may_hold_nan_or_infinity(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    expected = attend(case, arguments)
-    for poison in (np.nan, np.inf):
-        spoiled = poisoned(case, arguments, poison)
-        np.testing.assert_array_equal(attend(case, spoiled), expected)
+def test_interpreted_it_is_the_reference(case: Case, dtype: Any):
+    """Slots that no query sees hold NaN or infinity."""
+    arguments = make_arguments(case, dtype)
+    if dtype == jnp.bfloat16:
+        found = attend(case, poisoned(case, arguments, np.nan))
+        assert attention_error(case, found, arguments) < 4e-3
+    else:
+        found = attend(case, poisoned(case, arguments, np.inf))
+        expected = run_reference(*arguments, options=case.options)
+        np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -123,21 +82,6 @@ def test_a_sequence_may_end_before_its_context():
     assert np.isfinite(found).all()
     expected = run_reference(*arguments, options=case.options)
     np.testing.assert_allclose(found[2], expected[2], atol=2e-6, rtol=1e-5)
-
-
-def test_it_has_its_references_gradient():
-    case = named("K: one query")
-    arguments: Any = make_arguments(case, jnp.bfloat16)
-    q, others = arguments[0], arguments[1:]
-
-    def gradient(implementation: Any) -> jax.Array:
-        def total(q: jax.Array) -> jax.Array:
-            out = paged_attention(q, *others, options=case.options, implementation=implementation)
-            return out.astype(jnp.float32).sum()
-
-        return jax.grad(total)(q)
-
-    assert jnp.array_equal(gradient("mosaic_tpu"), gradient("reference"))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ tests/parallel/test_sequence_parallel.py has the tests of its reference.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.cases import (
     KERNEL_CASES,
@@ -32,18 +31,21 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention,
     partial_attention_reference,
 )
-from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import AttentionTuning
+from tests.helpers.kernels import (
+    attention_error,
+    fitting,
+    interpreted,
+    lowered,
+    relative_error,
+    widened,
+)
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
-OPTIONS = ("page_size", "options")
-run_reference = jax.jit(
-    partial_attention_reference, static_argnames=OPTIONS, compiler_options=FAST_COMPILE
-)
-run_whole = jax.jit(
-    functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames=OPTIONS[1:],
+run_part = jax.jit(
+    partial_attention_reference,
+    static_argnames=("page_size", "options"),
     compiler_options=FAST_COMPILE,
 )
 NARROW = AttentionTuning(block=64, stages=2)
@@ -69,21 +71,6 @@ INTERPRETED = (
 )
 
 
-def widened(x: Any) -> Any:
-    return np.asarray(x).astype(np.float32) if x is not None and x.dtype == jnp.bfloat16 else x
-
-
-def fitting(case: Case, config: AttentionTuning | None) -> Case:
-    """The case, with another KV head if the configuration needs an even number."""
-    if config is None or case.kv_heads % config.heads == 0:
-        return case
-    return dataclasses.replace(case, kv_heads=2, num_heads=2 * case.num_heads)
-
-
-def error(found: Any, expected: Any) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
 def check(case: Case, devices: int, attend: Callable[..., PartialAttention]) -> None:
     """Each device's part is the reference's in float32, and merged they are whole attention.
 
@@ -97,14 +84,14 @@ def check(case: Case, devices: int, attend: Callable[..., PartialAttention]) -> 
     ]
     wide: Any = jax.tree.map(widened, arguments)
     with jax.default_matmul_precision("highest"):
-        whole = run_whole(*wide, options=case.options)
-        expected = [run_reference(*part, **options) for part in parts_of(wide, devices)]
+        expected = [run_part(*part, **options) for part in parts_of(wide, devices)]
     for one, wanted in zip(found, expected, strict=True):
         check_part(one, wanted)
-    merged = merge_partials(PartialAttention(*map(jnp.stack, zip(*found, strict=True))))
-    sees = np.linalg.norm(whole, axis=(2, 3)) > 0  # all but the tokens of a sequence without slots
-    assert np.isfinite(np.asarray(merged)).all()
-    assert error(np.asarray(merged)[sees], np.asarray(whole)[sees]) < 4e-3
+    assert attention_error(case, merged(found), arguments) < 4e-3
+
+
+def merged(parts: Sequence[PartialAttention]) -> jax.Array:
+    return merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
 
 
 def check_part(found: PartialAttention, expected: PartialAttention) -> None:
@@ -121,6 +108,10 @@ def check_part(found: PartialAttention, expected: PartialAttention) -> None:
         assert error(out[sees], wanted[sees]) < 4e-3
 
 
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
 @pytest.mark.parametrize(
     ("case", "config"),
     [
@@ -129,36 +120,18 @@ def check_part(found: PartialAttention, expected: PartialAttention) -> None:
     ],
 )
 def test_interpreted_parts_are_those_of_the_reference(case: Case, config: AttentionTuning):
-    def attend(*arguments: Any, **options: Any) -> PartialAttention:
-        # The interpreter's callbacks run jax, too: they and the caller's operations would wait for
-        # each other for ever.
-        interpret = plgpu.InterpretGPUParams()
-        found = partial_attention_mosaic(*arguments, **options, config=config, interpret=interpret)
-        return jax.block_until_ready(found)
-
-    check(case, 2, attend)
+    check(case, 2, functools.partial(interpreted, partial_attention_mosaic, config=config))
 
 
 @pytest.mark.parametrize(
     "name", [name if name in FAST_TO_LOWER else slow(name) for name in CONFIGS]
 )
-@first_is_fast([INTERPRETED[index][0] for index in (3, 0, 1, 2)])
+@first_is_fast([*(INTERPRETED[i][0] for i in (3, 0, 1, 2)), *PARTIAL_BENCHMARK_CASES])
 def test_it_lowers_for_cuda(case: Case, name: str):
-    check_lowers(fitting(case, CONFIGS[name]), CONFIGS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PARTIAL_BENCHMARK_CASES, ids=str)
-def test_what_is_timed_lowers_for_cuda(case: Case):
-    check_lowers(case, None)
-
-
-def check_lowers(case: Case, config: AttentionTuning | None) -> None:
+    case, config = fitting(case, CONFIGS[name]), CONFIGS[name]
     shapes = jax.eval_shape(lambda: parts_of(make_arguments(case, jnp.bfloat16), 2)[1])
-    function = functools.partial(
-        partial_attention_mosaic, options=case.options, page_size=case.page_size, config=config
-    )
-    assert jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    how = {"options": case.options, "page_size": case.page_size, "config": config}
+    lowered(functools.partial(partial_attention_mosaic, **how), *shapes)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +188,11 @@ def test_on_the_device_the_kernel_and_jnp_agree_on_long_contexts(tree: bool):
     case = Case("", (32768,), 60 if tree else 1024, 32, 8, 128, 128, tree=tree)
     arguments = make_arguments(case, jnp.bfloat16)
     run = functools.partial(partial_attention, page_size=case.page_size, options=case.options)
-    merged = []
-    for implementation in ("auto", "reference"):
-        parts = [run(*part, implementation=implementation) for part in parts_of(arguments, 2)]
-        merged.append(merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True)))))
-    assert error(*map(np.asarray, merged)) < 4e-3
+    by_kernel, by_reference = (
+        merged([run(*part, implementation=how) for part in parts_of(arguments, 2)])
+        for how in ("auto", "reference")
+    )
+    assert relative_error(by_kernel, by_reference) < 4e-3
 
 
 @pytest.mark.gpu
@@ -234,6 +207,6 @@ def test_each_of_two_devices_attends_to_its_part(tree: bool, number: int):
     options = {"options": case.options, "page_size": case.page_size}
     wide: Any = jax.tree.map(widened, part)
     with jax.default_matmul_precision("highest"):
-        expected = run_reference(*wide, **options)
+        expected = run_part(*wide, **options)
     placed = jax.device_put(part, jax.devices()[number])
     check_part(jax.device_get(partial_attention_mosaic(*placed, **options)), expected)

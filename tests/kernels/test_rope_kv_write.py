@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pages import LayerPages
 from pallas_kernels.rope_kv_write import misfit, rope_kv_write
 from pallas_kernels.rope_kv_write.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
-from pallas_kernels.rope_kv_write.reference import HeadNorms, rope_kv_write_reference
+from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast
 from tests.helpers.programs import FAST_COMPILE
 
@@ -62,15 +62,13 @@ def test_heads_are_normed_rotated_and_written(case: Case):
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
-    found = rope_kv_write_mosaic(*arguments, eps=EPS, interpret=plgpu.InterpretGPUParams())
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-    assert_same(found, case)
+    assert_same(interpreted(rope_kv_write_mosaic, *arguments, eps=EPS), case)
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
-    assert jax.jit(kernel).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(kernel, *arguments)
 
 
 @pytest.mark.gpu
@@ -110,21 +108,3 @@ def test_only_the_first_entries_are_rotated():
     k, v = (x.astype(jnp.bfloat16) for x in (pages.k, pages.v))
     problem = misfit(partials, k, v, jnp.dtype(jnp.bfloat16), part.shape[-1])
     assert "heads of 128 of which 48 entries are rotated" in str(problem)
-
-
-@pytest.mark.slow
-def test_the_kernel_has_its_references_gradient():
-    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
-    case = next(case for case in TEST_CASES if case.norms)
-    partials, rope, norms, pages, slots = make_arguments(case, jnp.bfloat16)
-
-    def gradients(function: Any) -> Any:
-        def total(partials: jax.Array, norms: HeadNorms, pages: LayerPages) -> jax.Array:
-            outputs = function(partials, rope, norms, pages, slots)
-            squares = [(out.astype(jnp.float32) ** 2).sum() for out in outputs]
-            return jnp.stack(squares).sum()
-
-        return jax.tree.leaves(jax.grad(total, argnums=range(3))(partials, norms, pages))
-
-    for found, expected in zip(gradients(kernel), gradients(reference), strict=True):
-        np.testing.assert_array_equal(found, expected)

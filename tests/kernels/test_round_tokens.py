@@ -1,5 +1,6 @@
 """Rounding to 8-bit floats: the reference, and the Hopper kernel interpreted, lowered, run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,11 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.benchmark import noise
 from pallas_kernels.round_tokens import round_gated, round_tokens
 from pallas_kernels.round_tokens.mosaic_gpu import round_gated_mosaic, round_tokens_mosaic
+from tests.helpers.kernels import interpreted, lowered
 
 CASES = ((1, 512), (5, 4096), (3, 3072), (2, 2048), (33, 14336))
 
@@ -19,12 +20,6 @@ CASES = ((1, 512), (5, 4096), (3, 3072), (2, 2048), (33, 14336))
 def rows_of(case: tuple[int, int]) -> Any:
     x = noise(0, 0, case, jnp.bfloat16)
     return x.at[-1].multiply(0 if case[0] > 1 else 1e4)
-
-
-def assert_same(found: Any, wanted: Any, rows: int) -> None:
-    ours, theirs = (np.asarray(one[0]).view(np.uint8) for one in (found, wanted))
-    np.testing.assert_array_equal(ours, theirs)
-    np.testing.assert_array_equal(found[1][:, :rows], wanted[1][:, :rows])
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -50,29 +45,6 @@ def test_rows_of_tiny_and_of_huge_numbers_stay_finite(largest: float):
     np.testing.assert_allclose(found, x, rtol=1e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=str)
-def test_interpreted_it_is_the_reference(case: tuple[int, int]):
-    x = rows_of(case)
-    found = round_tokens_mosaic(x, 32, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-    assert_same(found, round_tokens(x), case[0])
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_lowers_for_cuda(case: tuple[int, int]):
-    function = jax.jit(lambda x: round_tokens(x, implementation="mosaic_gpu"))
-    x = jax.ShapeDtypeStruct(case, jnp.bfloat16)
-    assert function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_the_device_it_is_the_reference(case: tuple[int, int]):
-    x = rows_of(case)
-    function = jax.jit(lambda x: round_tokens(x, implementation="mosaic_gpu"))
-    assert_same(function(x), jax.jit(round_tokens)(x), case[0])
-
-
 def gate_up_of(case: tuple[int, int]) -> Any:
     rows, width = case
     return 3 * noise(1, 0, (rows, 2, width), jnp.bfloat16)
@@ -95,31 +67,48 @@ def test_units_are_rounded(case: tuple[int, int]):
     assert_units(round_gated(gate_up), gate_up)
 
 
+def assert_same(found: Any, x: Any) -> None:
+    """As the reference: rows, and their scales but for the padding."""
+    for one, other in zip(found, jax.jit(round_tokens)(x), strict=True):
+        one, other = (y[:, : len(x)] if y.dtype == jnp.float32 else y for y in (one, other))
+        np.testing.assert_array_equal(*(np.asarray(y).view(np.uint8) for y in (one, other)))
+
+
+# What each operation takes, its function, its kernel, and what its results are checked by.
+OPERATIONS: dict[str, Any] = {
+    "rows": (rows_of, round_tokens, round_tokens_mosaic, assert_same),
+    "units": (gate_up_of, round_gated, round_gated_mosaic, assert_units),
+}
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@each_operation
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
-def test_units_are_rounded_by_the_interpreted_kernel(case: tuple[int, int]):
-    gate_up = gate_up_of(case)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = round_gated_mosaic(gate_up, 32, interpret=interpret)
-    jax.block_until_ready(found)
-    assert_units(found, gate_up)
+def test_interpreted_it_rounds(case: tuple[int, int], name: str):
+    make, _, kernel, check = OPERATIONS[name]
+    x = make(case)
+    check(interpreted(kernel, x, 32, detect_races=True), x)
 
 
+@each_operation
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_of_units_lowers_for_cuda(case: tuple[int, int]):
-    function = jax.jit(lambda x: round_gated(x, implementation="mosaic_gpu"))
-    gate_up = jax.eval_shape(lambda: gate_up_of(case))
-    assert function.trace(gate_up).lower(lowering_platforms=("cuda",)).as_text()
+def test_it_lowers_for_cuda(case: tuple[int, int], name: str):
+    make, function, *_ = OPERATIONS[name]
+    x = jax.eval_shape(lambda: make(case))
+    lowered(functools.partial(function, implementation="mosaic_gpu"), x)
 
 
 @pytest.mark.gpu
+@each_operation
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_the_device_units_are_rounded(case: tuple[int, int]):
-    gate_up = gate_up_of(case)
-    function = jax.jit(lambda x: round_gated(x, implementation="mosaic_gpu"))
-    first = function(gate_up)
-    assert_units(first, gate_up)
+def test_on_the_device_it_rounds(case: tuple[int, int], name: str):
+    make, function, _, check = OPERATIONS[name]
+    x = make(case)
+    run = jax.jit(functools.partial(function, implementation="mosaic_gpu"))
+    first = run(x)
+    check(first, x)
     for _ in range(20):
-        again = function(gate_up)
+        again = run(x)
         assert jnp.array_equal(first[0].view(jnp.uint8), again[0].view(jnp.uint8)), "a race"
 
 

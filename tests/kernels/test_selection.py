@@ -95,11 +95,6 @@ def test_without_a_device_the_default_one_counts(monkeypatch: pytest.MonkeyPatch
         assert Kernels.for_device() == Kernels()
 
 
-def test_no_variable_changes_the_choice(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAXSPEC_KERNELS", "none")
-    assert Kernels.for_device(HOPPERS[0]) == AUTO
-
-
 def test_names_choose_operations():
     chosen = Kernels.parse("top_k, add_rms_norm", HOPPERS[0])
     assert chosen == Kernels(frozenset({"top_k", "add_rms_norm"}))

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
 from pallas_kernels.top_k.mosaic_gpu import top_k_mosaic
 from pallas_kernels.top_k.reference import by_counting
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
@@ -79,24 +79,20 @@ def test_the_reference_takes_the_largest_and_sums_all(case: Case):
 def test_interpreted_the_kernel_does_the_same(case: Case):
     """Without clusters, which the interpreter does not know."""
     x = hard_rows(case)
-    found = top_k_mosaic(x, k=case.k, shares=1, interpret=plgpu.InterpretGPUParams())
-    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
-    assert_is_top_k(found, x, case.k)
+    assert_is_top_k(interpreted(top_k_mosaic, x, k=case.k, shares=1), x, case.k)
 
 
 def test_interpreted_indices_stay_in_range_beside_nan():
     x = np.zeros((2, 512), np.float32)
     x[0] = x[1, 7] = np.nan
-    found = top_k_mosaic(jnp.asarray(x), k=5, shares=1, interpret=plgpu.InterpretGPUParams())
-    _, indices, _ = jax.device_get(found)
+    _, indices, _ = jax.device_get(interpreted(top_k_mosaic, jnp.asarray(x), k=5, shares=1))
     assert ((indices >= 0) & (indices < 512)).all()
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
-    function = functools.partial(top_k_mosaic, k=case.k)
-    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(functools.partial(top_k_mosaic, k=case.k), *arguments)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.truncate import truncation_threshold
 from pallas_kernels.truncate.cases import (
@@ -23,6 +22,7 @@ from pallas_kernels.truncate.cases import (
 )
 from pallas_kernels.truncate.mosaic_gpu import truncation_threshold_mosaic
 from pallas_kernels.truncate.reference import ordered_keys, search_digits
+from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast
 from tests.helpers.programs import FAST_COMPILE
 
@@ -60,11 +60,8 @@ def assert_are_thresholds(found: Any, case: Case, arguments: tuple[jax.Array, ..
         assert (np.isneginf(own) | (logits[row] == own[:, None]).any(axis=-1)).all(), rule
 
 
-def interpreted(*arguments: jax.Array, held: int = 96) -> jax.Array:
-    """Without clusters, which the interpreter does not know."""
-    interpret = plgpu.InterpretGPUParams()
-    found = truncation_threshold_mosaic(*arguments, shares=1, held=held, interpret=interpret)
-    return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+# Without clusters, which the interpreter does not know.
+run_interpreted = functools.partial(interpreted, truncation_threshold_mosaic, shares=1)
 
 
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES[:2]], ids=str)
@@ -76,13 +73,13 @@ def test_the_reference_takes_what_sorting_takes(case: Case):
 @first_is_fast([*SMALL_CASES, LARGE_CASES[0]])
 def test_interpreted_the_kernel_does_the_same(case: Case):
     arguments = make_arguments(case)
-    assert_are_thresholds(interpreted(*arguments), case, arguments)
+    assert_are_thresholds(run_interpreted(*arguments), case, arguments)
 
 
 def test_interpreted_with_entries_that_registers_do_not_hold():
     case = Case("", 1024, MIXED, nodes=1)
     arguments = make_arguments(case)
-    assert_are_thresholds(interpreted(*arguments, held=3), case, arguments)
+    assert_are_thresholds(run_interpreted(*arguments, held=3), case, arguments)
 
 
 def test_interpreted_it_ends_for_rows_without_an_answer():
@@ -91,7 +88,7 @@ def test_interpreted_it_ends_for_rows_without_an_answer():
     rows = [np.full(256, value) for value in (np.nan, np.inf, -np.inf)] + [broken]
     case = Case("broken", 256, rules, nodes=len(rows))
     logits = jnp.asarray(np.tile(np.stack(rows).astype(np.float32), (len(rules), 1, 1)))
-    assert interpreted(logits, *make_arguments(case)[1:]).shape == (len(rules), len(rows))
+    assert run_interpreted(logits, *make_arguments(case)[1:]).shape == (len(rules), len(rows))
 
 
 def test_a_row_of_nan_does_not_change_other_rows():
@@ -99,7 +96,7 @@ def test_a_row_of_nan_does_not_change_other_rows():
     logits, *parameters = jax.device_get(make_arguments(case))
     spoiled = logits.copy()
     spoiled[0] = np.nan
-    functions: Any = (run, interpreted)
+    functions: Any = (run, run_interpreted)
     for function in functions:
         alone, beside = jax.device_get(
             [function(jnp.asarray(rows), *parameters) for rows in (logits, spoiled)]
@@ -116,9 +113,7 @@ def test_a_row_of_nan_does_not_change_other_rows():
     ids=str,
 )
 def test_it_lowers_for_cuda(case: Case):
-    arguments = jax.eval_shape(lambda: make_arguments(case))
-    function = jax.jit(truncation_threshold_mosaic)
-    assert function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered(truncation_threshold_mosaic, *jax.eval_shape(lambda: make_arguments(case)))
 
 
 @pytest.mark.gpu

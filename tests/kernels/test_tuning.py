@@ -3,11 +3,14 @@
 import pytest
 
 from pallas_kernels.expert_product.tuning import ExpertTuning
+from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.packed_product.tuning import PackedTuning, packed_tuning
 from pallas_kernels.paged_attention.tuning import AttentionTuning, attention_tuning
-from pallas_kernels.policy import MULTIPROCESSORS, fewest_rows, top_k_shares, truncate_shares
-from pallas_kernels.selection import Kernels
+from pallas_kernels.ring import ring_stages
+from pallas_kernels.selection import Kernels, fewest_rows
 from pallas_kernels.split_k import choose_split_k
+from pallas_kernels.top_k.mosaic_gpu import top_k_shares
+from pallas_kernels.truncate.mosaic_gpu import truncate_shares
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 128])
@@ -82,8 +85,12 @@ def test_threads_cannot_ask_for_more_registers_than_there_are():
 
 
 def test_rings_are_as_deep_as_they_were_timed():
-    kib = 1 << 10
-    assert packed_tuning(72, 4096, 4096).stages(13 * kib, 36 * kib) == 8, "though 14 would fit"
-    assert PackedTuning().stages(kib, 0) == 8
-    assert ExpertTuning().stages(kib, 0) == 16
-    assert ExpertTuning(ctas=1).stages(33 * kib, 0) == 6, "as many as fit"
+    def stages(config: PackedTuning | ExpertTuning, stage: int, results: int = 0) -> int:
+        return ring_stages(config.ctas, stage << 10, results << 10, config.most_stages)
+
+    assert stages(packed_tuning(72, 4096, 4096), 13, 36) == 8, "though 14 would fit"
+    assert stages(PackedTuning(), 1) == 8
+    assert stages(ExpertTuning(), 1) == 16
+    assert stages(ExpertTuning(ctas=1), 33) == 6, "as many as fit"
+    with pytest.raises(ValueError, match="two blocks of 204800 bytes do not fit"):
+        stages(ExpertTuning(), 200)

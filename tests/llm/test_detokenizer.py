@@ -13,14 +13,6 @@ from jaxspec.llm.tokenizer.detokenizer import Detokenizer, common_length
 from tests.helpers.small_tokenizers import byte_level, metaspace, sentencepiece_like
 
 PROMPTS = ["the quick brown", "hello", "the fox 😀😀😀😀", "日本"]
-CONTINUATIONS = [
-    " fox jumps over the dog",
-    "s over  two spaces and\n\ta tab",
-    " naïve café 😀 日本語 e\u0301",
-    "😀😀 end",
-    "本語",
-    " literal \ufffd inside and at the end \ufffd",
-]
 MAKERS = {"bytes": byte_level, "sentencepiece": sentencepiece_like, "metaspace": metaspace}
 
 
@@ -41,29 +33,6 @@ def split_tokens(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int
         (i for i, (a, b) in enumerate(zip(first, both, strict=False)) if a != b), len(first)
     )
     return both[:same], both[same:]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("text", CONTINUATIONS)
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_pieces_join_to_what_follows_the_prompt(tokenizer, prompt, text, size):
-    before, new = split_tokens(tokenizer, prompt, text)
-    decode = decoder(tokenizer)
-    detokenizer = Detokenizer(decode, before)
-    pieces = [
-        detokenizer.push(new[start : start + size], last=start + size >= len(new))
-        for start in range(0, len(new), size)
-    ]
-    assert decode(before) + "".join(pieces) == decode(before + new)
-    assert Detokenizer(decode, before).push(new, last=True) == "".join(pieces)
-
-
-def test_a_character_in_several_tokens_comes_whole(tokenizer):
-    before, new = split_tokens(tokenizer, "hello", " 😀 and")
-    detokenizer = Detokenizer(decoder(tokenizer), before)
-    pieces = [detokenizer.push([token]) for token in new]
-    assert [piece for piece in pieces if "\ufffd" in piece] == []
-    assert sum("😀" in piece for piece in pieces) == 1 and "" in pieces
 
 
 def test_a_character_that_the_prompt_begins_is_shown(tokenizer):
@@ -95,7 +64,7 @@ def test_a_word_keeps_its_space_after_tokens_without_text():
 
 
 SIZES = st.lists(st.one_of(st.integers(1, 5), st.integers(30, 100)), min_size=1, max_size=8)
-SCRIPTS = st.text(st.sampled_from("aé ’“жÜ日本語한글नमस्तेمرحبا😀👩🏽‍🚀🇩🇪\ufffd"), max_size=60)
+SCRIPTS = st.text(st.sampled_from("aé \n\t’“жÜ日本語한글नमस्तेمرحبا😀👩🏽‍🚀🇩🇪\ufffd"), max_size=60)
 
 
 def pushed(detokenizer: Detokenizer, tokens: list[int], sizes: list[int]) -> list[str]:

@@ -1,12 +1,8 @@
 """The progress bar of a batch."""
 
-import io
-
-from rich.console import Console
-
 from jaxspec import SamplingParams
 from jaxspec.engine.generation import Generation, RequestStatistics
-from jaxspec.llm.progress_bar import progress_bar, speed
+from jaxspec.llm.progress_bar import speed
 
 
 def generations() -> list[Generation]:
@@ -19,10 +15,3 @@ def generations() -> list[Generation]:
 def test_speed_is_that_of_all_and_leaves_out_tokens_of_no_round():
     assert speed(generations(), 2.0) == "6 tokens/s, 2.50 tokens a round"
     assert speed(generations()[1:], 0.0) == "0 tokens/s"
-
-
-def test_the_bar_counts_requests_that_have_ended():
-    text = io.StringIO()
-    with progress_bar(generations(), Console(file=text, width=80)) as update:
-        update()
-    assert "1/2" in text.getvalue() and "2.50 tokens a round" in text.getvalue()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 from jax import Array
 
 from jaxspec import SamplingParams
@@ -17,7 +16,7 @@ from jaxspec import load as load_engine
 from jaxspec.cache import Geometry, page_slots
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.config.rope import RopeConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.models import attention, decoder
@@ -26,13 +25,11 @@ from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from tests.helpers.checkpoints import TINY, hf_logits, save_random_model
+from tests.helpers.families import LENGTH
 from tests.helpers.marks import slow
 from tests.helpers.parity import load, paged_logits
 from tests.helpers.programs import FAST_COMPILE
-from tests.models.test_latent_attention import SMALL, VARIANTS
 
-LENGTH = 30
 # A layer of DeepSeek-V3 with fewer heads and a narrower input.
 DEEPSEEK = LatentConfig(
     num_heads=4,
@@ -57,19 +54,11 @@ def form(monkeypatch: pytest.MonkeyPatch):
     return choose
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    config = transformers.DeepseekV3Config(**TINY | SMALL | VARIANTS["all"])
-    directory = save_random_model(tmp_path_factory.mktemp("expanded"), config)
-    tokens = np.random.default_rng(1).integers(0, 320, (2, LENGTH))
-    return directory, tokens, hf_logits(directory, tokens)
-
-
 @pytest.mark.parametrize(
-    ("page_size", "step"), [(7, 10), slow(1, 15), slow(3, 1), slow(5, 6), slow(40, 30)]
+    ("page_size", "step"), [(7, 10), slow(1, 20), slow(3, 1), slow(5, 8), slow(40, 40)]
 )
 def test_both_forms_have_the_logits_of_transformers(checkpoint, form, page_size: int, step: int):
-    directory, tokens, expected = checkpoint
+    directory, tokens, expected = checkpoint("deepseek_v3")
     model, found = load(directory), []
     for expanded in (True, False):
         form(expanded)
@@ -79,7 +68,7 @@ def test_both_forms_have_the_logits_of_transformers(checkpoint, form, page_size:
 
 
 def test_without_a_cache_too(checkpoint, form):
-    directory, tokens, expected = checkpoint
+    directory, tokens, expected = checkpoint("deepseek_v3")
     model, found = load(directory), []
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
 
@@ -190,7 +179,7 @@ def texts(directory: Any, drafter: str, page_size: int) -> list[list[int]]:
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_texts_are_those_of_the_other_form(checkpoint, form, monkeypatch, drafter: str):
     """Other pages, so that no program is traced before the form is chosen."""
-    directory, widths = checkpoint[0], []
+    directory, widths = checkpoint("deepseek_v3")[0], []
     own = attention.expanded_attention
 
     def spied(q: Array, *arguments: Any, **options: Any) -> Array:

@@ -1,6 +1,5 @@
 """The gated delta rule as a mixer: transformers' layer, and exactness in an engine."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,34 +11,24 @@ from jax import Array
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from jaxspec import functional
 from jaxspec.cache import Geometry
-from jaxspec.config.gated_delta import GatedDeltaConfig
-from jaxspec.config.model import LayerConfig
-from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.decoding.drafters import NGramDrafter
-from jaxspec.decoding.state import EngineState, Status
-from jaxspec.functional import EngineParams
-from jaxspec.models import decoder
-from jaxspec.models.attention import PagedAttend, dense_causal_attend
+from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE
 from pallas_kernels.selection import NO_KERNELS
-from tests.helpers.programs import new_jit
-from tests.helpers.random_models import CONFIG, make_drafter, padded, random_prompts, random_target
+from tests.helpers.admitted_rows import (
+    assert_rows_have_texts,
+    drafted_texts,
+    greedy_texts,
+    with_mixer,
+)
+from tests.helpers.random_models import CONFIG, make_drafter, random_target
 
 HIDDEN, EPS = CONFIG.hidden_size, 1e-6
 DELTA = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, folded=8)
-CAPACITY = SpeculationConfig(num_nodes=7, max_depth=3, top_k=2)
-SHAPES = (None, TreeShape(3, 2), PLAIN)
-PROMPTS = random_prompts((9, 3, 14, 6), seed=11)
-ROWS, LENGTH, WIDTH = 2, 48, 4
-
-admit, release = new_jit(functional.admit), new_jit(functional.release)
-prefill = new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds", "shape", "checked")
 
 
 def theirs(seed: int = 0) -> Qwen3NextGatedDeltaNet:
@@ -123,76 +112,20 @@ def test_outputs_equal_transformers(step: int):
 @pytest.fixture(scope="module")
 def target() -> Decoder:
     """Attention, then the recurrence."""
-    model = random_target()
-    description: Any = DELTA
-    layers = (model.layers[0], model.layers[1].replace(mixer=ours(theirs())))
-    own = LayerConfig(description, CONFIG.layers[1].mlp)
-    config = dataclasses.replace(model.config, layers=(model.config.layers[0], own))
-    return model.replace(layers=layers, config=config)
+    return with_mixer(ours(theirs()), DELTA)
 
 
 @pytest.fixture(scope="module")
 def expected(target: Decoder) -> list[list[int]]:
-    """Greedy texts, each token by a pass over all tokens before it that keeps nothing."""
-
-    @jax.jit
-    def following(tokens: Array) -> Array:
-        places = jnp.arange(LENGTH)[None]
-        hidden, _, _ = decoder.run(
-            target, tokens[None], places, target.no_states(), dense_causal_attend
-        )
-        return jnp.argmax(decoder.logits(target, hidden)[0], axis=-1)
-
-    results = []
-    for prompt in PROMPTS:
-        tokens = padded([prompt], LENGTH)[0]
-        for place in range(len(prompt), LENGTH):
-            tokens[place] = following(tokens)[place - 1]
-        results.append(tokens.tolist())
-    return results
+    return greedy_texts(target)
 
 
 @pytest.mark.slow
 def test_rows_admitted_at_any_time_have_the_same_texts(target: Decoder, expected: list[list[int]]):
-    params = EngineParams(target=target, drafter=NGramDrafter(), speculation=CAPACITY)
-    state: EngineState = functional.init_state(params, ROWS, LENGTH, page_size=4)
-    rng, waiting, accepted = np.random.default_rng(0), list(range(len(PROMPTS))), 0
-    owner: list[int | None] = [None] * ROWS
-    for _ in range(200):
-        status = np.asarray(state.rows.status)
-        for row, request in enumerate(owner):
-            if request is not None and status[row] == Status.DONE:
-                assert np.asarray(state.rows.tokens)[row].tolist() == expected[request]
-                state, owner[row] = release(params, state, np.array([row])), None
-            if owner[row] is None and waiting:
-                owner[row] = request = waiting.pop()
-                tokens, lens = padded([PROMPTS[request]], LENGTH), [len(PROMPTS[request])]
-                state = admit(params, state, np.array([row]), tokens, np.array(lens))
-        if owner == [None] * ROWS:
-            break
-        listed = rng.permutation([0, 1, -1, ROWS])[:2].astype(np.int32)
-        counts = rng.integers(0, WIDTH + 1, 2).astype(np.int32)
-        state, _ = prefill(params, state, listed, counts, width=WIDTH)
-        shape = SHAPES[rng.integers(len(SHAPES))]
-        state, emitted = decode(
-            params, state, int(rng.integers(3)), max_rounds=2, shape=shape, checked=False
-        )
-        accepted += int(emitted.accepted.sum())
-    assert owner == [None] * ROWS and not waiting, "requests that never end"
-    print(f"{accepted} drafted tokens accepted")
-    assert accepted > 0, "this run tested little"
+    assert_rows_have_texts(target, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_texts_are_those_of_plain_decoding(target: Decoder, expected: list[list[int]], name: str):
-    drafter = make_drafter(name, random_target())
-    params = EngineParams(target=target, drafter=drafter, speculation=CAPACITY)
-    state = functional.init_state(params, len(PROMPTS), LENGTH, page_size=4)
-    lens = np.array([len(prompt) for prompt in PROMPTS])
-    state = admit(params, state, np.arange(len(PROMPTS)), padded(PROMPTS, LENGTH), lens)
-    for _ in range(4):
-        state, _ = prefill(params, state, width=WIDTH)
-    state, emitted = decode(params, state, LENGTH, max_rounds=LENGTH, shape=None, checked=False)
-    assert np.asarray(state.rows.tokens).tolist() == expected
-    assert emitted.accepted.sum() > 0, "this run tested little"
+    assert drafted_texts(target, make_drafter(name, random_target())) == expected

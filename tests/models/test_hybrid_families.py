@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen 3.5: transformers' logits, and what is refused."""
+"""Qwen3-Next and Qwen 3.5: their checkpoints in all forms, and what is refused."""
 
 import json
 from pathlib import Path
@@ -11,69 +11,17 @@ import pytest
 
 from jaxspec.checkpoints.mtp import load_mtp_head
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_tree
-from jaxspec.config.gated_delta import GatedDeltaConfig
-from jaxspec.config.mixers import AttentionConfig
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
+from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.linear import Linear
 from jaxspec.models.tensors import joining, splitting
 from jaxspec.quantize.scoring import score
 from tests.helpers.checkpoints import add_mtp_layer, hf_logits
-from tests.helpers.hybrid_checkpoints import VARIANTS, contents, save_hybrid, save_with_images
+from tests.helpers.hybrid_checkpoints import contents, save_with_images
 from tests.helpers.marks import slow
-from tests.helpers.parity import assert_close, load, paged_logits
+from tests.helpers.parity import load
 from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
-
-LENGTH = 40
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """name of a variant -> (its directory, tokens [2, T], transformers' logits [2, T, V])"""
-    made: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
-
-    def make(name: str) -> tuple[Path, np.ndarray, np.ndarray]:
-        if name not in made:
-            directory = save_hybrid(tmp_path_factory.mktemp(name), name)
-            tokens = np.random.default_rng(1).integers(0, 320, (2, LENGTH))
-            made[name] = directory, tokens, hf_logits(directory, tokens)
-        return made[name]
-
-    return make
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers(checkpoint, name: str):
-    directory, tokens, expected = checkpoint(name)
-    model = load(directory)
-    positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-
-    @jax.jit
-    def run(model, tokens):
-        hidden, _, _ = decoder.run(model, tokens, positions, model.no_states(), dense_causal_attend)
-        return decoder.logits(model, hidden)
-
-    found = run(model, jnp.asarray(tokens))
-    print(f"{name}: {np.abs(found - expected).max():.1e} of {np.abs(expected).max():.1f}")
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "page_size", "step"),
-    [
-        ("qwen3_next", 3, 1),
-        *(slow(name, 7, LENGTH) for name in VARIANTS),
-        *(slow(name, 5, 10) for name in VARIANTS),
-        *(slow(name, 1, 1) for name in VARIANTS),
-        *(slow(name, 3, 1) for name in VARIANTS if name != "qwen3_next"),
-    ],
-)
-def test_paged_logits_equal_transformers(checkpoint, name: str, page_size: int, step: int):
-    directory, tokens, expected = checkpoint(name)
-    assert_close(paged_logits(load(directory), tokens, page_size, step), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", slow("qwen3_5_text-tied")])
@@ -109,7 +57,6 @@ def raw_config(checkpoint, name: str = "qwen3_5_text") -> dict[str, Any]:
             "num_nextn_predict_layers is 2, and mtp_num_hidden_layers 1",
         ),
         ({"linear_num_key_heads": 0}, "linear_num_key_heads must be a positive integer, got 0"),
-        ({"linear_num_value_heads": 6}, r"num_value_heads \(6\) must be a multiple of"),
         ({"linear_conv_kernel_dim": 1}, "taps must be at least 2, got 1"),
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 4 kinds"),
         ({"layer_types": ["mamba"] * 4}, "layer_types: 'mamba' is not supported"),
@@ -128,7 +75,6 @@ def test_unsupported_configs_are_named(checkpoint, change: dict[str, Any], messa
     [
         ({"text_config": None}, "text_config must be an object, got None"),
         ({"text_config": {"model_type": "x"}}, "text_config: model_type 'x' is not supported"),
-        ({"audio_config": {}}, "unknown key 'audio_config'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True, and not so in text_config"),
     ],
 )
@@ -203,12 +149,3 @@ def test_quantized_checkpoints_are_read(checkpoint, form: str, tmp_path: Path):
         assert not isinstance(own, Linear)
         weights = (one.dense(jnp.dtype(jnp.float32)) for one in (own, other))
         np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-6)
-
-
-def test_projections_in_two_formats_are_named(checkpoint, tmp_path: Path):
-    directory, _, _ = checkpoint("qwen3_5_text")
-    model, _ = quantize_checkpoint(
-        directory, tmp_path, FORMATS["compressed"], lambda name: name.endswith("in_proj_qkv.weight")
-    )
-    with pytest.raises(ValueError, match=r"in_proj_qkv is quantized and .*in_proj_z is not"):
-        load(model)

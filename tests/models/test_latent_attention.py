@@ -1,12 +1,10 @@
-"""DeepSeek-V3: latent attention in transformers' terms, with experts, and MTP layers on top."""
+"""DeepSeek-V3 in engines: latent attention with experts, and MTP layers on top."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import transformers
 
 from jaxspec import SamplingParams, SpeculationConfig
 from jaxspec import load as load_engine
@@ -16,68 +14,15 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.parallel import make_mesh
-from tests.helpers.checkpoints import TINY, add_mtp_layer, hf_logits, save_random_model
+from tests.helpers.checkpoints import add_mtp_layer
 from tests.helpers.engines import seal
-from tests.helpers.marks import slow
-from tests.helpers.mtp_families import CONFIGS, save_with_mtp
-from tests.helpers.parity import assert_close, load, paged_logits
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 128,
-}
-SMALL: dict[str, Any] = CONFIGS["deepseek_v3"] | {
-    "num_hidden_layers": 2,
-    "moe_intermediate_size": 48,
-    "num_mtp_layers": 0,
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "all": {"rope_parameters": YARN},
-    "no query latent": {"q_lora_rank": None, "attention_bias": True},
-    "halves": {"rope_interleave": False, "first_k_dense_replace": 2},
-}
-LENGTH = 30
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """name of a variant -> (its directory, tokens [2, T], transformers' logits [2, T, V])"""
-    made: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
-
-    def make(name: str) -> tuple[Path, np.ndarray, np.ndarray]:
-        if name not in made:
-            config = transformers.DeepseekV3Config(**TINY | SMALL | VARIANTS[name])
-            directory = save_random_model(tmp_path_factory.mktemp("latent"), config)
-            tokens = np.random.default_rng(1).integers(0, 320, (2, LENGTH))
-            made[name] = directory, tokens, hf_logits(directory, tokens)
-        return made[name]
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("name", "page_size", "step"),
-    [
-        ("all", 3, 1),
-        ("all", 7, LENGTH),
-        *(slow(name, 3, 1) for name in ("no query latent", "halves")),
-        *(slow(name, 1, step) for name in ("no query latent", "halves") for step in (1, LENGTH)),
-    ],
-)
-def test_paged_logits_equal_transformers(checkpoint, name: str, page_size: int, step: int):
-    directory, tokens, expected = checkpoint(name)
-    assert_close(paged_logits(load(directory), tokens, page_size, step), expected)
+from tests.helpers.families import save_family
+from tests.helpers.mtp_families import save_with_mtp
 
 
 def test_a_token_keeps_one_vector(checkpoint):
     """Of latent and rotated key, in each layer, whatever the number of heads."""
-    params = load_engine(checkpoint("all")[0], "ngram", dtype="float32")
+    params = load_engine(checkpoint("deepseek_v3")[0], "ngram", dtype="float32")
     engine = Engine(params, CacheConfig(page_size=4, max_length=16), EngineConfig(max_rows=1))
     state = engine.programs.state.pool.target.layers
     assert all(isinstance(own, PagedLatent) for own in state)
@@ -118,8 +63,7 @@ TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.DeepseekV3Config(**TINY | SMALL)
-    path = save_random_model(tmp_path_factory.mktemp("mtp"), config)
+    path = save_family(tmp_path_factory.mktemp("mtp"), "deepseek_v3", rope_parameters=None)
     return add_mtp_layer(path, "deepseek")
 
 
@@ -192,44 +136,18 @@ def test_sequences_are_not_spread(with_mtp: Path):
             {"qk_rope_head_dim": 7, "qk_head_dim": None, "head_dim": None},
             "rotary embedding needs an even head_dim, not 7",
         ),
-        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ({"first_k_dense_replace": None}, "first_k_dense_replace must be an integer"),
         ({"first_k_dense_replace": -1}, "must be an integer from 0 on, got -1"),
         ({"index_topk": 64}, "unknown key 'index_topk'"),
     ],
 )
 def test_unsupported_configs_are_named(checkpoint, change: dict[str, Any], message: str):
-    raw = json.loads((checkpoint("halves")[0] / "config.json").read_text())
+    raw = json.loads((checkpoint("deepseek_v3-halves")[0] / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
         parse_model_config(raw | change)
 
 
 def test_eagle_heads_have_layers_of_another_kind(checkpoint):
-    layer = load_model_config(checkpoint("halves")[0]).layers[0]
+    layer = load_model_config(checkpoint("deepseek_v3-halves")[0]).layers[0]
     with pytest.raises(ValueError, match="LatentConfig are not supported here"):
         _ = layer.attention
-
-
-def test_published_configs_are_read():
-    """The sizes of DeepSeek-V3, as its config.json has them."""
-    config = parse_model_config(
-        {
-            "model_type": "deepseek_v3",
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "hidden_size": 7168,
-            "num_hidden_layers": 61,
-            "num_nextn_predict_layers": 1,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "moe_layer_freq": 1,
-            "ep_size": 1,
-            "aux_loss_alpha": 0.001,
-            "seq_aux": True,
-            "rope_scaling": YARN | {"type": "yarn", "factor": 40, "mscale": 1.0},
-        }
-    )
-    mixer: Any = config.layers[0].mixer
-    assert mixer.stored_dim == 576 and config.mtp is not None and config.mtp.num_layers == 1
-    assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)

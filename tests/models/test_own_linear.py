@@ -4,7 +4,6 @@ Nothing of the package knows it. It stands here as the proof that quantized kind
 the one of GPTQ: eight inputs in a word, zeros packed along the outputs.
 """
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Linear, Product
 from jaxspec.models.tensors import Piece, Source, Split, TensorMap, Tensors, splitting
+from jaxspec.models.wrapped_tensors import Wrapped
 from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -34,15 +34,8 @@ GROUP = 16
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
 
 
-@dataclasses.dataclass(frozen=True)
-class InputsFirst:
-    """The tensors of another source, stored as [in, out]."""
-
-    source: Source
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.source.names
+class InputsFirst(Wrapped):
+    """Stored as [in, out]."""
 
     def split(self, kind: str) -> Split:
         inner = self.source.split(kind)
@@ -206,9 +199,3 @@ def test_it_is_written_as_it_was_read(checkpoints: tuple[Path, Path], tmp_path: 
     assert set(written) == set(read)
     for name, tensor in read.items():
         np.testing.assert_array_equal(written[name], tensor)
-
-
-def test_integers_are_not_read_as_weights(checkpoints: tuple[Path, Path]):
-    directory, _ = checkpoints
-    with pytest.raises(ValueError, match=r"qweight is packed, but config.json has no quant"):
-        load(directory)

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,33 +15,26 @@ from jax import Array
 
 from jaxspec import functional
 from jaxspec.cache import CommittedPath, Geometry
-from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import RopeConfig
-from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
-from jaxspec.decoding.drafters import DraftModelDrafter, NGramDrafter
-from jaxspec.decoding.state import EngineState, Status
+from jaxspec.decoding.drafters import DraftModelDrafter
 from jaxspec.decoding.trees.tree import unpack_mask
 from jaxspec.functional import EngineParams
-from jaxspec.models import decoder
-from jaxspec.models.attention import PagedAttend, dense_causal_attend
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
-from tests.helpers.programs import new_jit
-from tests.helpers.random_models import CONFIG, padded, random_prompts, random_target
+from tests.helpers.admitted_rows import (
+    CAPACITY,
+    assert_rows_have_texts,
+    greedy_texts,
+    with_mixer,
+)
+from tests.helpers.random_models import CONFIG, random_target
 
 DECAY = 0.7
-CAPACITY = SpeculationConfig(num_nodes=7, max_depth=3, top_k=2)
-SHAPES = (None, TreeShape(3, 2), PLAIN)
-PROMPTS = random_prompts((9, 3, 14, 6), seed=11)
-ROWS, LENGTH, WIDTH = 2, 48, 4
-
-admit, release = new_jit(functional.admit), new_jit(functional.release)
-prefill = new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds", "shape", "checked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,73 +130,18 @@ def recurrence(start: Array, inputs: Array, ancestors: Array, depth: Array) -> A
 @pytest.fixture(scope="module")
 def target() -> Decoder:
     """Attention, then the recurrence."""
-    model, hidden = random_target(), CONFIG.hidden_size
-    rng = np.random.default_rng(5)
+    hidden, rng = CONFIG.hidden_size, np.random.default_rng(5)
     weights = [jnp.asarray(rng.standard_normal((hidden, hidden)) / 8, jnp.float32) for _ in "uo"]
-    mixer: Any = Decay(
-        u=Linear(weight=weights[0], axes=("hidden", "hidden")),
-        o=Linear(weight=weights[1], axes=("hidden", "hidden")),
-        config=DecayConfig(),
-    )
-    description: Any = DecayConfig()
-    layers = (model.layers[0], model.layers[1].replace(mixer=mixer))
-    own = LayerConfig(description, CONFIG.layers[1].mlp)
-    config = dataclasses.replace(model.config, layers=(model.config.layers[0], own))
-    return model.replace(layers=layers, config=config)
+    u, o = (Linear(weight=weight, axes=("hidden", "hidden")) for weight in weights)
+    return with_mixer(Decay(u=u, o=o, config=DecayConfig()), DecayConfig())
 
 
-@pytest.fixture(scope="module")
-def expected(target: Decoder) -> list[list[int]]:
-    """Greedy texts, each token by a pass over all tokens before it that keeps nothing."""
-
-    @jax.jit
-    def following(tokens: Array) -> Array:
-        places = jnp.arange(LENGTH)[None]
-        hidden, _, _ = decoder.run(
-            target, tokens[None], places, target.no_states(), dense_causal_attend
-        )
-        return jnp.argmax(decoder.logits(target, hidden)[0], axis=-1)
-
-    results = []
-    for prompt in PROMPTS:
-        tokens = padded([prompt], LENGTH)[0]
-        for place in range(len(prompt), LENGTH):
-            tokens[place] = following(tokens)[place - 1]
-        results.append(tokens.tolist())
-    return results
-
-
-def test_rows_admitted_at_any_time_have_the_same_texts(target: Decoder, expected: list[list[int]]):
-    params = EngineParams(target=target, drafter=NGramDrafter(), speculation=CAPACITY)
-    state: EngineState = functional.init_state(params, ROWS, LENGTH, page_size=4)
-    rng, waiting, accepted = np.random.default_rng(0), list(range(len(PROMPTS))), 0
-    owner: list[int | None] = [None] * ROWS
-    for _ in range(200):
-        status = np.asarray(state.rows.status)
-        for row, request in enumerate(owner):
-            if request is not None and status[row] == Status.DONE:
-                assert np.asarray(state.rows.tokens)[row].tolist() == expected[request]
-                state, owner[row] = release(params, state, np.array([row])), None
-            if owner[row] is None and waiting:
-                owner[row] = request = waiting.pop()
-                tokens, lens = padded([PROMPTS[request]], LENGTH), [len(PROMPTS[request])]
-                state = admit(params, state, np.array([row]), tokens, np.array(lens))
-        if owner == [None] * ROWS:
-            break
-        listed = rng.permutation([0, 1, -1, ROWS])[:2].astype(np.int32)
-        counts = rng.integers(0, WIDTH + 1, 2).astype(np.int32)
-        state, _ = prefill(params, state, listed, counts, width=WIDTH)
-        shape = SHAPES[rng.integers(len(SHAPES))]
-        state, emitted = decode(
-            params, state, int(rng.integers(3)), max_rounds=2, shape=shape, checked=False
-        )
-        accepted += int(emitted.accepted.sum())
-    assert owner == [None] * ROWS and not waiting, "requests that never end"
-    assert accepted > 0, "this run tested little"
+def test_rows_admitted_at_any_time_have_the_same_texts(target: Decoder):
+    assert_rows_have_texts(target, greedy_texts(target))
 
 
 def test_a_draft_model_whose_layers_cannot_read_again_is_refused(target: Decoder):
     drafter = DraftModelDrafter(model=target)
     params = EngineParams(target=random_target(), drafter=drafter, speculation=CAPACITY)
     with pytest.raises(ValueError, match="cannot draft: its layers keep DecayState"):
-        functional.init_state(params, ROWS, LENGTH)
+        functional.init_state(params, 2, 48)

@@ -93,28 +93,19 @@ TEMPLATES: dict[str, tuple[dict[str, Any], tuple[int | None, ...], dict[str, Any
          "torch_dtype": "float16", "head_dim": 128, "rope_theta": 500000.0,
          "rope_scaling": LLAMA3_ROPE},
     ),
-    "SpecForge qwen2.5-0.5b": (FORGE_QWEN25, (896, 4864, 14, 2, 24), {}),
     "SpecForge qwen2.5-7b": (FORGE_QWEN25, (3584, 18944, 28, 4, 28), BIG_VOCAB),
-    "SpecForge qwen3-4b": (FORGE_QWEN3, (2560, 9728, 32, 8, 36), {}),
     "SpecForge qwen3-8b": (FORGE_QWEN3, (4096, 12288, 32, 8, 36), {}),
-    "SpecForge qwen3-32b": (FORGE_QWEN3, (5120, 25600, 64, 8, 64), {}),
     "SpecForge qwq-32B": (
         FORGE, (5120, 27648, 40, 8, 64),
         BIG_VOCAB | {"model_type": "qwen2", "rms_norm_eps": 1e-5, "sliding_window": 32768,
                      "max_position_embeddings": 40960},
     ),
-    "AngelSlim qwen2.5-0.5b": (SLIM_QWEN25, (896, 4864, 14, 2, 24), SHORT),
-    "AngelSlim qwen2.5-1.5b": (SLIM_QWEN25, (1536, 8960, 12, 2, 28), LONG),
     "AngelSlim qwen2.5-3b": (SLIM_QWEN25, (2048, 11008, 16, 2, 36), SHORT),
     "AngelSlim qwen2.5-7b": (
         SLIM_QWEN25, (3584, 18944, 28, 4, 28), LONG | BIG_VOCAB | UNTIED,
     ),
-    "AngelSlim qwen3-0.6b": (SLIM_QWEN3, (1024, 3072, 16, 8, 28), {}),
-    "AngelSlim qwen3-1.7b": (SLIM_QWEN3, (2048, 6144, 16, 8, 28), {}),
     "AngelSlim qwen3-4b": (SLIM_QWEN3, (2560, 9728, 32, 8, 36), {}),
     "AngelSlim qwen3-8b": (SLIM_QWEN3, (4096, 12288, 32, 8, 36), UNTIED),
-    "AngelSlim qwen3-14b": (SLIM_QWEN3, (5120, 17408, 40, 8, 40), UNTIED),
-    "AngelSlim qwen3-32b": (SLIM_QWEN3, (5120, 25600, 64, 8, 64), UNTIED),
 }  # fmt: skip
 
 
@@ -150,7 +141,3 @@ def test_a_published_template_is_understood(name: str):
     assert (own.window, own.qkv_bias, own.o_bias, own.qk_norm) == (None, False, False, False)
     assert layer.mlp.intermediate_size == raw["intermediate_size"]
     assert not (head.fc_norm or head.norm_before_fc or head.norm_output)
-
-
-def test_all_templates_are_here():
-    assert len(TEMPLATES) == 18

@@ -1,6 +1,7 @@
 """Reductions over a sharded last dimension give what they give over the whole one."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +46,16 @@ def split_and_whole(function, x: jax.Array) -> tuple[Any, Any]:
         return parts, function(x, WHOLE)
 
     return jax.device_get(both(x))
+
+
+def on_mesh(function: Callable[[jax.Array], jax.Array], x: np.ndarray) -> np.ndarray:
+    """What ``function`` gives on each device of a mesh, whose collectives drop NaN."""
+    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")
+    mapped = jax.shard_map(
+        lambda part: function(part)[None],
+        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
+    )  # fmt: skip
+    return jax.device_get(jax.jit(mapped, compiler_options=FAST_COMPILE)(x))
 
 
 @pytest.mark.parametrize("size", [40, 1000, 4000])
@@ -95,12 +106,7 @@ def test_the_argmax_of_a_row_with_a_nan_is_an_index_all_the_same():
     assert whole.tolist() == [0, 0, 0, 5, 7, 0]
     off_the_cpu = collectives.one_reduction_argmax(jnp.asarray(x))
     assert off_the_cpu.tolist() == [13, 39, 0, 5, 7, 0], "the first NaN's"
-    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
-    on_mesh = jax.shard_map(
-        lambda part: collectives.argmax(part, SPLIT)[None],
-        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
-    )  # fmt: skip
-    found = jax.device_get(jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x))
+    found = on_mesh(lambda part: collectives.argmax(part, SPLIT), x)
     assert (found == found[0]).all() and ((found >= 0) & (found < 40)).all()
     assert found[0, 3:].tolist() == [5, 7, 0]
 
@@ -110,12 +116,7 @@ def test_a_row_is_finite_while_its_largest_entry_is():
     x[0, 13], x[1, 39], x[3, 2] = np.nan, np.inf, -np.inf
     expected = [False, False, True, True, True, False]
     assert collectives.all_finite(jnp.asarray(x), WHOLE).tolist() == expected
-    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
-    on_mesh = jax.shard_map(
-        lambda part: collectives.all_finite(part, SPLIT)[None],
-        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
-    )  # fmt: skip
-    found = jax.device_get(jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x))
+    found = on_mesh(lambda part: collectives.all_finite(part, SPLIT), x)
     assert found.tolist() == [expected] * SHARDS
 
 
@@ -150,12 +151,7 @@ def test_an_argmax_says_what_rows_are_finite():
     index, finite = jax.device_get(collectives.finite_argmax(jnp.asarray(x), jnp.asarray(x), WHOLE))
     assert finite.tolist() == [False] * 4 + [True, False]
     assert index[4] == np.argmax(x[4])
-    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
-    on_mesh = jax.shard_map(
-        lambda part: jnp.stack(collectives.finite_argmax(part, part, SPLIT))[None],
-        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
-    )  # fmt: skip
-    found = jax.device_get(jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x))
+    found = on_mesh(lambda part: jnp.stack(collectives.finite_argmax(part, part, SPLIT)), x)
     assert (found == found[0]).all(), "devices agree"
     assert found[0, 0].tolist() == [0, 0, 0, 0, index[4], 0]
     assert found[0, 1].astype(bool).tolist() == finite.tolist()

@@ -16,7 +16,8 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import EagleDrafter, NGramDrafter
 from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
-from jaxspec.models.mlps.expert_linear import expert_linears
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
 from tests.decoding.test_exactness_of_experts import FAMILIES, SIZES
@@ -100,9 +101,9 @@ def empty_state(params: EngineParams) -> EngineState:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text"])
 def test_each_device_holds_half_of_the_experts(loaded: Any, family: str):
     one, two = loaded(family, 1), loaded(family, DEVICES)
-    linears = expert_linears(two)
+    linears = nodes_of(two, ExpertLinear)
     assert len(linears) >= 2, "gate and up, and down"
-    for linear, whole in zip(linears, expert_linears(one), strict=True):
+    for linear, whole in zip(linears, nodes_of(one, ExpertLinear), strict=True):
         assert linear.weight.shape[0] == 8, "all experts, whole"
         check_split(linear.weight, 0, whole.weight)
         if linear.bias is not None:
@@ -113,7 +114,7 @@ def test_each_device_holds_half_of_the_experts(loaded: Any, family: str):
         check_split(mlp.shared.down.weight, 0)  # by hidden units
     if family == "deepseek_v3":
         assert isinstance(two.drafter, EagleDrafter)
-        assert len(expert_linears(two.drafter)) == 2, "the MTP layer's are split, too"
+        assert len(nodes_of(two.drafter, ExpertLinear)) == 2, "the MTP layer's are split, too"
 
 
 def check_latents(state: EngineState) -> None:

@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.pages import LayerPages, QueryContext
 from pallas_kernels.selection import Kernels
 from tests.helpers.layouts import on_mesh
-from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.marks import first_is_fast, slow, slow_by_name
 from tests.helpers.programs import decode_hlo, new_jit, prefill_hlo
 from tests.helpers.random_models import make_params, random_target, tiny_config
 from tests.parallel.test_tensor_parallel import (
@@ -98,41 +98,39 @@ def test_devices_merge_their_parts(tree: bool, implementation: Any):
 # Prompts of 9 tokens are padded for 2 and 4 devices. Pages of 2 and 4 slots are one slot a device.
 @pytest.mark.parametrize(
     ("name", "sequence", "model", "data", "shard_drafter", "page_size"),
-    [
-        slow("eagle3 tree", 2, 1, 1, False, 16),
-        slow("none", 2, 1, 1, False, 2),
-        slow("none", 4, 1, 1, False, 64),
-        slow("ngram", 2, 1, 1, False, 16),
-        slow("ngram", 4, 1, 1, False, 4),
-        slow("eagle3", 2, 1, 1, False, 64),
-        slow("eagle3", 4, 1, 1, False, 16),
-        slow("eagle3 tree", 2, 1, 1, False, 2),
-        slow("eagle3 tree", 4, 1, 1, False, 4),
-        slow("eagle3 tree", 4, 1, 1, False, 64),
-        slow("eagle3 tree", 8, 1, 1, False, 16),
-        slow("eagle3 rejection", 2, 1, 1, False, 16),
-        slow("eagle1", 2, 1, 1, False, 16),
-        slow("eagle1", 4, 1, 1, False, 4),
-        slow("draft_model", 2, 1, 1, False, 2),
-        slow("draft_model", 4, 1, 1, False, 16),
-        slow("draft_model rejection", 2, 1, 1, False, 64),
-        slow("mixed", 2, 1, 1, False, 16),
-        slow("mixed", 4, 1, 1, False, 4),
-        # Beside tensor parallelism, of which there are grids, too, and data parallelism.
-        slow("eagle3", 2, 2, 1, False, 16),
-        slow("eagle3 tree", 2, 2, 1, True, 16),
-        slow("eagle3 tree", 2, 2, 2, False, 4),
-        slow("eagle3 tree", 2, 1, 2, False, 16),
-        slow("eagle3 tree", 2, (2, 2), 1, True, 16),
-        slow("eagle1", 2, 4, 1, True, 16),
-        slow("draft_model", 2, 2, 1, True, 16),
-        slow("draft_model", 4, 2, 1, False, 4),
-        slow("mixed rejection", 2, 2, 1, True, 16),
-        slow("dflash tree", 2, 1, 1, False, 4),
-        slow("dflash", 4, 1, 1, False, 16),
-        slow("dspark tree", 2, 2, 1, True, 4),
-        slow("dspark rejection", 2, 1, 1, False, 2),
-    ],
+    slow_by_name(
+        {
+            "eagle3 tree": [
+                (2, 1, 1, False, 16),
+                (2, 1, 1, False, 2),
+                (4, 1, 1, False, 4),
+                (4, 1, 1, False, 64),
+                (8, 1, 1, False, 16),
+                (2, 2, 1, True, 16),
+                (2, 2, 2, False, 4),
+                (2, 1, 2, False, 16),
+                (2, (2, 2), 1, True, 16),
+            ],
+            "none": [(2, 1, 1, False, 2), (4, 1, 1, False, 64)],
+            "ngram": [(2, 1, 1, False, 16), (4, 1, 1, False, 4)],
+            "eagle3": [(2, 1, 1, False, 64), (4, 1, 1, False, 16), (2, 2, 1, False, 16)],
+            "eagle3 rejection": [(2, 1, 1, False, 16)],
+            "eagle1": [(2, 1, 1, False, 16), (4, 1, 1, False, 4), (2, 4, 1, True, 16)],
+            "draft_model": [
+                (2, 1, 1, False, 2),
+                (4, 1, 1, False, 16),
+                (2, 2, 1, True, 16),
+                (4, 2, 1, False, 4),
+            ],
+            "draft_model rejection": [(2, 1, 1, False, 64)],
+            "mixed": [(2, 1, 1, False, 16), (4, 1, 1, False, 4)],
+            "mixed rejection": [(2, 2, 1, True, 16)],
+            "dflash tree": [(2, 1, 1, False, 4)],
+            "dflash": [(4, 1, 1, False, 16)],
+            "dspark tree": [(2, 2, 1, True, 4)],
+            "dspark rejection": [(2, 1, 1, False, 2)],
+        }
+    ),
 )
 def test_spreading_sequences_changes_nothing(
     name: str, sequence: int, model: Any, data: int, shard_drafter: bool, page_size: int

@@ -11,58 +11,28 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.sampling import Sampling, make_controls, make_sampling
 from jaxspec.decoding.state import Emitted, Ending, EngineState, Rows, Status
 from jaxspec.evaluation.benchmarks.collective_volume import parse_collectives, totals
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import TensorParallel, make_mesh
-from tests.helpers.block_heads import KINDS, block_params, block_target
+from tests.helpers.block_heads import block_target
 from tests.helpers.layouts import on_mesh
-from tests.helpers.marks import slow
+from tests.helpers.marks import slow, slow_by_name
 from tests.helpers.programs import decode_hlo, new_jit, traces
 from tests.helpers.random_models import make_params, random_target, tiny_config
+from tests.helpers.split_models import SPECULATIONS, is_of_blocks, params_of
 
 # On four and on eight devices the two KV heads are repeated and the vocabulary is padded.
 TARGET = tiny_config(vocab_size=98, num_heads=8, qkv_bias=True)
-SPECULATIONS = {
-    "none": SpeculationConfig.chain(1),
-    "ngram": SpeculationConfig.chain(2),
-    "draft_model": SpeculationConfig.chain(2),
-    "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    "eagle3": SpeculationConfig.chain(2),
-    "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
-    "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
-    "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
-    "dflash": SpeculationConfig.chain(3),
-    "dflash tree": SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
-    "dflash rejection": SpeculationConfig.chain(3, "rejection"),
-    "dspark": SpeculationConfig.chain(3),
-    "dspark tree": SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
-    "dspark rejection": SpeculationConfig.chain(3, "rejection"),
-    "mixed": SpeculationConfig.chain(2),
-    "mixed rejection": SpeculationConfig.chain(2, "rejection"),
-    "ngram+dflash": SpeculationConfig.chain(3),
-    "ngram+dspark tree": SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
-    "suffix": SpeculationConfig.chain(3),
-    "suffix mixed tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-}
 BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
-
-
-def is_of_blocks(name: str) -> bool:
-    return any(kind in name for kind in KINDS)
 
 
 @functools.cache
 def one_device(name: str) -> EngineParams:
-    drafter = name.removesuffix(" tree").removesuffix(" rejection")
     if name == "none, target of blocks":
         return make_params("none", SPECULATIONS["none"], block_target(TARGET))
-    if is_of_blocks(name):
-        return block_params(drafter, SPECULATIONS[name], block_target(TARGET))
-    return make_params(drafter, SPECULATIONS[name], random_target(TARGET))
+    return params_of(name, random_target(TARGET))
 
 
 def empty_state(params: EngineParams, page_size: int = PAGE_SIZE) -> EngineState:
@@ -121,50 +91,31 @@ def run(
 
 @pytest.mark.parametrize(
     ("name", "model", "data", "shard_drafter"),
-    [
-        slow("none", 4, 1, True),
-        slow("eagle3", 4, 1, True),
-        slow("eagle3 tree", 2, 2, False),
-        slow("eagle3 rejection", 4, 1, True),
-        slow("eagle3 rejection", 2, 2, False),
-        slow("draft_model rejection", 2, 1, True),
-        slow("draft_model rejection", 4, 1, False),
-        slow("none", 2, 1, True),
-        slow("none", 1, 4, True),
-        ("ngram", 2, 2, True),
-        slow("eagle1", 4, 1, True),
-        slow("eagle1", 2, 2, False),
-        slow("eagle3", 2, 1, True),
-        slow("eagle3", 4, 1, False),
-        slow("eagle3", 2, 2, False),
-        slow("eagle3", 2, 2, True),
-        slow("eagle3 tree", 2, 1, True),
-        slow("eagle3 tree", 4, 1, True),
-        slow("eagle3 tree", 4, 1, False),
-        slow("eagle3 tree", 2, 2, True),
-        slow("draft_model", 2, 1, True),
-        slow("draft_model", 4, 1, True),
-        slow("draft_model", 4, 1, False),
-        slow("draft_model", 2, 2, False),
-        slow("dflash", 2, 1, False),
-        slow("dflash tree", 2, 1, True),
-        slow("dflash tree", 4, 1, False),
-        slow("dflash", 2, 2, True),
-        slow("dflash rejection", 2, 1, True),
-        slow("dflash rejection", 4, 1, True),
-        slow("dspark", 2, 1, True),
-        slow("dspark tree", 4, 1, True),
-        slow("dspark tree", 2, 1, True),
-        slow("dspark tree", 2, 2, False),
-        slow("dspark rejection", 2, 1, False),
-        slow("mixed", 4, 1, False),
-        slow("mixed", 2, 2, True),
-        slow("mixed rejection", 2, 2, True),
-        slow("ngram+dflash", 2, 1, True),
-        slow("ngram+dspark tree", 2, 1, False),
-        slow("suffix", 2, 1, True),
-        slow("suffix mixed tree", 2, 1, True),
-    ],
+    slow_by_name(
+        {
+            "none": [(4, 1, True), (2, 1, True), (1, 4, True)],
+            "eagle3": [(4, 1, True), (2, 1, True), (4, 1, False), (2, 2, False), (2, 2, True)],
+            "eagle3 tree": [(2, 2, False), (2, 1, True), (4, 1, True), (4, 1, False), (2, 2, True)],
+            "eagle3 rejection": [(4, 1, True), (2, 2, False)],
+            "draft_model rejection": [(2, 1, True), (4, 1, False)],
+            "ngram": [(2, 2, True)],
+            "eagle1": [(4, 1, True), (2, 2, False)],
+            "draft_model": [(2, 1, True), (4, 1, True), (4, 1, False), (2, 2, False)],
+            "dflash": [(2, 1, False), (2, 2, True)],
+            "dflash tree": [(2, 1, True), (4, 1, False)],
+            "dflash rejection": [(2, 1, True), (4, 1, True)],
+            "dspark": [(2, 1, True)],
+            "dspark tree": [(4, 1, True), (2, 1, True), (2, 2, False)],
+            "dspark rejection": [(2, 1, False)],
+            "mixed": [(4, 1, False), (2, 2, True)],
+            "mixed rejection": [(2, 2, True)],
+            "ngram+dflash": [(2, 1, True)],
+            "ngram+dspark tree": [(2, 1, False)],
+            "suffix": [(2, 1, True)],
+            "suffix mixed tree": [(2, 1, True)],
+        },
+        fast=[("ngram", 2, 2, True)],
+    ),
 )
 def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafter: bool):
     check_changes_nothing(name, model, data, shard_drafter)
@@ -174,29 +125,33 @@ def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafte
 # is split is: a head over all devices, a draft model as its target.
 @pytest.mark.parametrize(
     ("name", "grid", "data", "shard_drafter", "page_size"),
-    [
-        slow("none", (2, 2), 1, True, 4),
-        slow("eagle3", (2, 2), 1, True, 16),
-        slow("eagle3", (2, 2), 1, False, 1),
-        slow("eagle3 tree", (2, 2), 1, True, 1),
-        slow("eagle3 tree", (2, 2), 1, False, 16),
-        slow("eagle3 rejection", (2, 2), 1, True, 4),
-        slow("eagle1", (2, 2), 1, True, 16),
-        slow("eagle1", (2, 2), 1, False, 1),
-        slow("draft_model", (2, 2), 1, True, 1),
-        slow("draft_model", (2, 2), 1, False, 16),
-        slow("draft_model rejection", (2, 2), 1, True, 4),
-        slow("ngram", (2, 2), 1, True, 16),
-        slow("dflash tree", (2, 2), 1, True, 4),
-        slow("dspark", (2, 2), 1, False, 16),
-        slow("mixed", (2, 2), 1, True, 4),
-        slow("eagle3 tree", (2, 2), 2, True, 4),  # beside data parallelism
-        slow("draft_model", (2, 1), 2, True, 4),  # no second axis
-        slow("eagle3 tree", (2, 4), 1, True, 4),
-        slow("draft_model", (2, 4), 1, True, 4),
-        slow("eagle3 tree", (4, 2), 1, True, 4),
-        slow("draft_model", (4, 2), 1, True, 4),
-    ],
+    slow_by_name(
+        {
+            "none": [((2, 2), 1, True, 4)],
+            "eagle3": [((2, 2), 1, True, 16), ((2, 2), 1, False, 1)],
+            "eagle3 tree": [
+                ((2, 2), 1, True, 1),
+                ((2, 2), 1, False, 16),
+                ((2, 2), 2, True, 4),
+                ((2, 4), 1, True, 4),
+                ((4, 2), 1, True, 4),
+            ],
+            "eagle3 rejection": [((2, 2), 1, True, 4)],
+            "eagle1": [((2, 2), 1, True, 16), ((2, 2), 1, False, 1)],
+            "draft_model": [
+                ((2, 2), 1, True, 1),
+                ((2, 2), 1, False, 16),
+                ((2, 1), 2, True, 4),
+                ((2, 4), 1, True, 4),
+                ((4, 2), 1, True, 4),
+            ],
+            "draft_model rejection": [((2, 2), 1, True, 4)],
+            "ngram": [((2, 2), 1, True, 16)],
+            "dflash tree": [((2, 2), 1, True, 4)],
+            "dspark": [((2, 2), 1, False, 16)],
+            "mixed": [((2, 2), 1, True, 4)],
+        }
+    ),
 )
 def test_two_dimensional_sharding_changes_nothing(
     name: str, grid: tuple[int, int], data: int, shard_drafter: bool, page_size: int

@@ -1,13 +1,11 @@
 """Layers by themselves: what runs through them, and what the methods make of them."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models import decoder
@@ -27,36 +25,10 @@ from jaxspec.quantize.layers import (
 from jaxspec.quantize.methods import apply_scale, exact_scale, quantize_layer
 from jaxspec.quantize.rounding import Grid
 from jaxspec.quantize.scoring import score
-from tests.helpers.checkpoints import (
-    TINY,
-    hf_logits,
-    save_random_model,
-    tiny_llama,
-    tiny_mistral,
-    tiny_qwen2,
-    tiny_qwen3,
-)
+from tests.helpers.checkpoints import hf_logits, tiny_llama
+from tests.helpers.families import save_family
 from tests.helpers.marks import slow
 
-FAMILIES = {
-    "llama": tiny_llama,
-    "mistral": lambda folder: tiny_mistral(folder, sliding_window=5),
-    "qwen2": tiny_qwen2,
-    "qwen3": tiny_qwen3,
-    "granite": lambda folder: tiny(
-        folder,
-        transformers.GraniteConfig,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.3,
-        attention_multiplier=0.4,
-        logits_scaling=2.0,
-    ),
-}
-OTHERS = {
-    "gemma2": (transformers.Gemma2Config, {"eos_token_id": 2, "pad_token_id": 0}),
-    "olmo2": (transformers.Olmo2Config, {"eos_token_id": 2}),
-    "phi3": (transformers.Phi3Config, {"eos_token_id": 2, "pad_token_id": 0}),
-}
 TOKENS = np.random.default_rng(0).integers(0, 320, (4, 24))  # two batches of one shape
 VALID = np.ones(TOKENS.shape, bool)
 GRID = Grid(3, 32, False)
@@ -72,16 +44,12 @@ def states_of(checkpoint: Checkpoint) -> list[Batch]:
     return embedded(checkpoint.embedding(), TOKENS, VALID, 2)
 
 
-def tiny(folder: Path, kind: type, **overrides: Any) -> Path:
-    return save_random_model(folder, kind(**TINY | overrides))
-
-
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", slow("mistral"), slow("qwen2"), slow("granite")]
+    "family", ["llama-gqa", "qwen3", slow("mistral-window"), slow("qwen2"), slow("granite")]
 )
 def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
     """Through the quantizer's layers, and through those of the perplexity."""
-    checkpoint = Checkpoint(FAMILIES[family](tmp_path))
+    checkpoint = Checkpoint(save_family(tmp_path, family))
     assert checkpoint.config is not None
     batches = states_of(checkpoint)
     kinds, units = layer_kinds(checkpoint.config), checkpoint.units(lm_head=False)
@@ -108,8 +76,7 @@ def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
 @pytest.mark.parametrize("family", ["gemma2", slow("olmo2"), slow("phi3")])
 def test_layers_that_no_method_is_written_for_are_refused(family: str, tmp_path: Path):
     """Their perplexity is that of the model all the same."""
-    kind, changes = OTHERS[family]
-    tiny(tmp_path, kind, num_hidden_layers=1, **changes)
+    save_family(tmp_path, family, num_hidden_layers=1)
     config = load_model_config(tmp_path)
     with pytest.raises(ValueError, match="no method is written for"):
         layer_kinds(config)[0].check()

@@ -6,21 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.commands import measure_perplexity, quantize
-from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_byte_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts") / "data"  # held out are files by their names
-    folder.mkdir()
-    for i in range(8):
-        (folder / f"{i}.py").write_text("".join(f"value_{i * j} = {j} + {i}\n" for j in range(20)))
-    return folder
+from tests.helpers.checkpoints import tiny_llama
 
 
 def options(data: Path, *models: Path) -> list[str]:
@@ -44,17 +30,6 @@ def test_models_are_compared_with_the_first(
     assert low < other["worse"] < high and other["tokens"] == first["tokens"] > 0
     assert other["worse"] == pytest.approx(other["nats"] - first["nats"])
     assert f"{other['perplexity']:.3f}" in output.err
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [("--batch", "--batch must be at least 1"), ("--length", "--length must be at least 1")],
-)
-def test_bad_values_are_named(
-    model: Path, data: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert measure_perplexity.main([*options(data, model), word, "0"]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_models_must_share_a_vocabulary(

@@ -1,11 +1,7 @@
-"""A device with the costs of an H100 and synthetic acceptance, to judge policies by.
-
-Run ``python -m tests.scheduling.adaptive_simulation`` for the tables.
-"""
+"""A device with the costs of an H100 and synthetic acceptance, to judge policies by."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +11,6 @@ from jaxspec.scheduling.tree_policy import RoundCosts, TreePolicy
 CHAINS = tuple(TreeShape.parse(f"chain:{tokens}") for tokens in (1, 3, 5, 7))
 TREE = TreeShape(60, 7, 10)
 SHAPES = (PLAIN, *CHAINS, TREE)
-NAMES = {PLAIN: "plain", **{c: f"chain {c.max_depth}" for c in CHAINS}, TREE: "tree 60"}
 
 # Milliseconds a round of the 8B shape on an H100. Plain and the chain of 5 up to 64 rows and the
 # tree up to 32 are measured (docs/benchmarks.md). The rest is modelled: other chains on a line
@@ -50,41 +45,6 @@ class Phase:
     tokens: int
 
 
-class Policy(Protocol):
-    """What the simulation asks of a policy: TreePolicy, or Fixed."""
-
-    @property
-    def most_rounds(self) -> int | None: ...
-
-    def choose(self, rows: Sequence[int], costs: RoundCosts, *, rounds: int = 1) -> TreeShape: ...
-
-    def observe(
-        self, rows: Sequence[int], shape: TreeShape, accepted: np.ndarray, committed: np.ndarray
-    ) -> None: ...
-
-    def forget(self, row: int) -> None: ...
-
-
-class Fixed:
-    """Always the same shape."""
-
-    most_rounds = None
-
-    def __init__(self, shape: TreeShape):
-        self.shape = shape
-
-    def choose(self, rows: Sequence[int], costs: RoundCosts, *, rounds: int = 1) -> TreeShape:
-        return self.shape
-
-    def observe(
-        self, rows: Sequence[int], shape: TreeShape, accepted: np.ndarray, committed: np.ndarray
-    ) -> None:
-        pass
-
-    def forget(self, row: int) -> None:
-        pass
-
-
 def draw_accepted(
     random: np.random.Generator, levels: np.ndarray, shape: TreeShape, rounds: int
 ) -> np.ndarray:
@@ -101,7 +61,7 @@ def cut(accepted: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 def simulate(
-    policy: Policy,
+    policy: TreePolicy | TreeShape,
     phases: Sequence[Phase],
     *,
     rounds: int = 8,
@@ -110,7 +70,7 @@ def simulate(
     fixed: int = 1,
     call: float = 0.0,
 ) -> list[float]:
-    """Tokens a second of each phase.
+    """Tokens a second of each phase, by a policy or always with the same shape.
 
     Calls have so many rounds, and are observed one call late, as in the engine. A request that has
     ended is replaced before the next call; texts have between half of ``length`` tokens and all.
@@ -127,19 +87,24 @@ def simulate(
         room = random.integers(1, length + 1, phase.rows)  # they began at different times
         tokens, seconds = 0, 0.0
         while tokens < phase.tokens:
-            count = min(rounds, policy.most_rounds or rounds)
-            shape = policy.choose(keys.tolist(), costs, rounds=count)
+            count = rounds
+            if isinstance(policy, TreeShape):
+                shape = policy
+            else:
+                count = min(rounds, policy.most_rounds or rounds)
+                shape = policy.choose(keys.tolist(), costs, rounds=count)
             accepted = draw_accepted(random, levels, shape, count)
             committed = cut(accepted, room)
             launches = count // fixed + count % fixed if call else 0
             seconds += count * costs.seconds(phase.rows, shape) + launches * call
             tokens += int(committed.sum())
             room = room - committed.sum(axis=0)
-            if late is not None:
-                policy.observe(*late)
+            if late is not None and isinstance(policy, TreePolicy):
+                policy.estimate.observe(*late)
             late = keys.tolist(), shape, accepted, committed
             for place in np.flatnonzero(room == 0):
-                policy.forget(int(keys[place]))
+                if isinstance(policy, TreePolicy):
+                    policy.estimate.forget(int(keys[place]))
                 keys[place], next_row = next_row, next_row + 1
                 levels[place] = random.choice(phase.levels)
                 room[place] = random.integers(length // 2, length + 1)
@@ -170,30 +135,3 @@ def overall(rates: Sequence[float], phases: Sequence[Phase]) -> float:
     """Tokens a second of all phases together."""
     tokens = [phase.tokens for phase in phases]
     return sum(tokens) / sum(t / rate for t, rate in zip(tokens, rates, strict=True))
-
-
-def main() -> None:
-    print("rows  level  plain tok/s  best fixed           adaptive  of best  of plain")
-    for level in (0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97):
-        for rows in (1, 2, 4, 8, 16, 32, 64, 128):
-            phases = [steady(rows, level, seconds=120 if rows <= 8 else 40)]
-            fixed = {shape: simulate(Fixed(shape), phases)[0] for shape in SHAPES}
-            best = max(SHAPES, key=lambda shape: fixed[shape])
-            (rate,) = simulate(TreePolicy(SHAPES), phases)
-            print(
-                f"{rows:4}  {level:5}  {fixed[PLAIN]:11,.0f}  {NAMES[best]:8} {fixed[best]:10,.0f} "
-                f"{rate:10,.0f} {rate / fixed[best]:8.3f} {rate / fixed[PLAIN]:8.3f}"
-            )
-    print("\nmixed load: tok/s of each phase, and of all together")
-    for phase in MIXED:
-        print(f"  {phase.rows} rows, level {phase.levels}, {phase.tokens:,} tokens")
-    for name, policy in [
-        *((NAMES[s], Fixed(s)) for s in SHAPES),
-        ("adaptive", TreePolicy(SHAPES)),
-    ]:
-        rates = simulate(policy, MIXED)
-        print(f"{name:9}", *(f"{r:8,.0f}" for r in rates), f"{overall(rates, MIXED):9,.0f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,16 +9,31 @@ import random
 import zlib
 
 from jaxspec.config.cache import pages_for
+from jaxspec.scheduling.pages import PageAllocator
 from jaxspec.scheduling.plan import Limits, Plan, RowResult
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request, Sequence
-from tests.scheduling.allocator_state import free_pages, is_writable
 
 STOP = 0
 ENDLESS = "endless"  # as a request's payload: it never generates STOP
 VOCABULARY = 40
 POISON = "poison"
 SCRATCH = "scratch"
+
+
+def holders(allocator: PageAllocator, page: int) -> int:
+    """Number of sequences that hold the page."""
+    return allocator._holders[page]
+
+
+def is_writable(allocator: PageAllocator, page: int) -> bool:
+    """Whether the page has one holder, and the prefix cache does not know it."""
+    return allocator._holders[page] == 1 and not allocator._kept[page]
+
+
+def free_pages(allocator: PageAllocator) -> list[int]:
+    """Pages without content."""
+    return list(allocator._free)
 
 
 def next_token(request: Request, tokens: list[int]) -> int:
@@ -141,35 +156,37 @@ class FakeDevice:
 
     def _change_tables(self, plan: Plan) -> None:
         for back in plan.swap_in:
-            assert back.row not in self.rows
+            row, table = back.sequence.row, tuple(back.sequence.pages)
+            assert row not in self.rows
             state, saved = self.host.pop(back.sequence.request_id)
             assert pages_for(state.context, self.limits.page_size) <= back.restored <= len(saved)
-            for page, content in zip(back.table, saved[: back.restored], strict=False):
-                self.pages[self._shard(back.row)][page] = content
-            self.rows[back.row] = dataclasses.replace(state, table=back.table)
+            for page, content in zip(table, saved[: back.restored], strict=False):
+                self.pages[self._shard(row)][page] = content
+            self.rows[row] = dataclasses.replace(state, table=table)
         for step in plan.copies:
             pages = self.pages[step.shard]
             pages[step.destination] = _copied(pages[step.source])
         for new in plan.admissions:
-            assert new.row not in self.rows
+            row = new.sequence.row
+            assert row not in self.rows
             assert new.sequence.is_new or not self.limits.swaps_only
             tokens = list(new.sequence.tokens)
             context = max(0, new.cached - self.limits.prefix_tokens_read_again)
-            self.rows[new.row] = Row(
+            self.rows[row] = Row(
                 sequence=new.sequence,
                 tokens=tokens,
                 goal=len(tokens),
                 cached=new.cached,
                 context=context,
                 drafted=context,
-                table=new.table,
+                table=tuple(new.sequence.pages),
             )
-            self._check_context(new.row, new.cached, new.cached)
+            self._check_context(row, new.cached, new.cached)
             if self.limits.snapshots is not None and context:
                 assert new.snapshot is not None
-                assert self.snapshots[new.snapshot] == self._recurrent(self.rows[new.row])
-        for change in plan.tables:
-            self.rows[change.row].table = change.table
+                assert self.snapshots[new.snapshot] == self._recurrent(self.rows[row])
+        for sequence in plan.tables:
+            self.rows[sequence.row].table = tuple(sequence.pages)
 
     def _recurrent(self, state: Row) -> tuple[int, object]:
         """What a row keeps outside of pages: something of all its tokens."""
@@ -283,7 +300,7 @@ class FakeDevice:
 
 
 def is_empty(plan: Plan) -> bool:
-    """Whether the device has nothing to do. ``ended`` and ``dropped`` may be set."""
+    """Whether the device has nothing to do. ``timed_out`` and ``dropped`` may be set."""
     steps = (plan.swap_out, plan.catch_up, plan.release, plan.swap_in, plan.copies)
     return not (any(steps) or plan.admissions or plan.tables or plan.runs_model)
 
@@ -318,15 +335,20 @@ class Run:
         self.texts[name] = []
         return name
 
+    def cancel(self, name: str) -> None:
+        """End a request, if it has not ended."""
+        self.scheduler.cancel(name)
+        self.endings.setdefault(name, "cancelled")
+
     def step(self, lag: int = 0) -> Plan:
         """Make a plan and launch it; then take in what came out of all but the last ``lag``."""
         self.now += 1
         plan = self.scheduler.plan(self.now)
-        could_go_on = self._launched or not is_empty(plan) or plan.ended
+        could_go_on = self._launched or not is_empty(plan) or plan.timed_out
         assert could_go_on or not self.scheduler.num_waiting, "nothing happens any more"
         results = self.device.run(plan)
-        for ended in plan.ended:
-            self._end(ended.request_id, ended.reason)
+        for request_id in plan.timed_out:
+            self._end(request_id, "timeout")
         if not is_empty(plan):
             self.plans.append(plan)
         if plan.runs_model:

@@ -5,7 +5,7 @@ import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate, count_rounds
-from tests.scheduling.adaptive_simulation import cut, draw_accepted
+from tests.scheduling.adaptive_simulation import draw_accepted
 
 SHORT, LONG, TREE = (TreeShape.parse(text) for text in ("chain:3", "chain:7", "60:7:10"))
 SHAPES = (PLAIN, SHORT, LONG, TREE)
@@ -136,77 +136,3 @@ def test_many_rows_keep_their_own_estimates():
     others.observe(list(range(200, 230)), LONG, later, later + 1)
     np.testing.assert_array_equal(estimate.hazards(rows[1::2]), others.hazards(rows[1::2]))
     np.testing.assert_array_equal(estimate.hazards([105]), others.hazards([205]))
-
-
-def test_texts_that_end_at_random_are_cut_as_the_engine_cuts_them():
-    accepted = np.array([[3], [2], [1]])
-    np.testing.assert_array_equal(cut(accepted, np.array([6])), [[4], [2], [0]])
-
-
-@pytest.mark.parametrize("memory", [0, -1, 0.5])
-def test_a_bad_memory_is_refused(memory: float):
-    with pytest.raises(ValueError, match="memory"):
-        AcceptanceEstimate(SHAPES, memory=memory)
-
-
-def test_arrays_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"\[rounds, 2\]"):
-        AcceptanceEstimate(SHAPES).observe(["a", "b"], LONG, np.zeros((1, 3)), np.zeros((1, 3)))
-
-
-# What the drafter says itself.
-
-
-def test_a_confidence_counts_at_the_depths_that_a_round_reached():
-    said = np.array([[[0.9, 0.8, 0.7, 0.6]], [[0.5, np.nan, 0.3, 0.2]]])
-    accepted, committed = np.array([[1], [3]]), np.array([[2], [4]])
-    counted = count_rounds(accepted, committed, 4, 0.5, said)
-    np.testing.assert_allclose(counted.tries, [[1.5, 1.5, 1, 1]])
-    np.testing.assert_allclose(counted.asked, [[1.5, 0.5, 1, 1]])  # NaN: nothing was said
-    np.testing.assert_allclose(counted.told, [[0.95, 0.4, 0.3, 0.2]])
-    nothing = count_rounds(accepted, committed, 4)
-    assert not nothing.asked.any() and not nothing.told.any()
-
-
-def test_depths_past_the_last_token_of_a_round_cannot_change_an_estimate():
-    """There the noise of drafts is that of the next round: to look would decide what it may be."""
-    estimates = [AcceptanceEstimate(SHAPES) for _ in range(2)]
-    accepted, said = np.array([[0, 2]]), np.full((1, 2, 3), 0.7)
-    for estimate, other in zip(estimates, (0.1, 0.9), strict=True):
-        told = np.where(np.arange(3) > accepted[..., None], other, said)
-        estimate.observe("ab", SHORT, accepted, accepted + 1, told)
-    first, second = (estimate.hazards("abc") for estimate in estimates)
-    np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.parametrize("bias", [0.0, -1.0, 1.0])
-def test_rows_are_told_apart_by_a_confidence_that_is_biased(bias: float):
-    """Two rounds of each: the drafter's word brings the estimates nearer to what is true."""
-    random, estimate = np.random.default_rng(0), AcceptanceEstimate(SHAPES)
-    blind = AcceptanceEstimate(SHAPES)
-    levels = np.repeat([0.9, 0.4], 20)
-    said = np.log(levels / (1 - levels))[:, None] + bias + random.normal(0, 0.5, (2, 40, 3))
-    accepted = draw_accepted(random, levels, SHORT, 2)
-    for one, told in ((estimate, 1 / (1 + np.exp(-said))), (blind, None)):
-        one.observe(range(40), SHORT, accepted, accepted + 1, told)
-    errors = [
-        np.abs(one.hazards(range(40))[:, 0, :3] - levels[:, None]).mean()
-        for one in (estimate, blind)
-    ]
-    assert errors[0] < 0.95 * errors[1]
-
-
-def test_what_is_accepted_decides_in_the_end():
-    random, estimate = np.random.default_rng(1), remembering()
-    levels = np.array([0.3, 0.9])
-    for _ in range(50):
-        accepted = draw_accepted(random, levels, LONG, 40)
-        wrong = np.broadcast_to((1 - levels)[:, None], (*accepted.shape, 7))
-        estimate.observe("ab", LONG, accepted, accepted + 1, wrong)
-    np.testing.assert_allclose(estimate.hazards("ab")[:, 0, 0], levels, atol=0.03)
-
-
-def test_a_confidence_of_other_depths_is_refused():
-    ones = np.ones((2, 1), int)
-    with pytest.raises(ValueError, match="confidence must be"):
-        AcceptanceEstimate(SHAPES).observe("a", SHORT, ones, ones, np.ones((2, 1, 4)))

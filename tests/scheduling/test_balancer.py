@@ -51,15 +51,6 @@ def test_samples_count_as_requests():
     assert place_all(balancer, [prompt(i) for i in range(1, 4)]) == [1, 1, 1]
 
 
-def test_work_that_ended_counts_no_more():
-    balancer = new_balancer()
-    first = balancer.place(prompt(0), 8)
-    balancer.place(prompt(1), 8)
-    balancer.end(first)
-    assert balancer.requests == [0, 1] and balancer.tokens == [0, 40]
-    assert balancer.place(prompt(2), 8).engine == 0
-
-
 def test_a_known_beginning_is_preferred_to_less_load():
     balancer = new_balancer()
     conversation = prompt(0)
@@ -228,7 +219,12 @@ def test_any_history(engines: int, steps: list[tuple]):
     """Loads are those of what is under way, and a failed engine has no turn before its time."""
     balancer, clock = clocked(engines)
     under_way: list[Share] = []
+    in_a_row = [0] * engines  # failures
     rests = [0.0] * engines  # until when an engine that failed must have nothing
+
+    def rest(engine: int) -> None:
+        rests[engine] = clock.now + min(PAUSE * 2 ** (in_a_row[engine] - 1), LONGEST_PAUSE)
+
     for what, *values in steps:
         if what == "wait":
             clock.now += values[0]
@@ -238,13 +234,16 @@ def test_any_history(engines: int, steps: list[tuple]):
             balancer.end(share, works)
             if balancer.failures[share.engine] > before:
                 assert works is False and share.failures == before
-                rests[share.engine] = clock.now + PAUSE
+                in_a_row[share.engine] += 1
+                rest(share.engine)
             elif works and share.failures == before:
-                rests[share.engine] = 0.0
+                in_a_row[share.engine], rests[share.engine] = 0, 0.0
         elif what == "place":
             share = balancer.place(prompt(values[0]), 8)
             under_way.append(share)
-            assert clock.now >= rests[share.engine] or all(clock.now < rest for rest in rests)
+            assert clock.now >= rests[share.engine] or all(clock.now < until for until in rests)
+            if in_a_row[share.engine]:  # it gets one prompt in each such while
+                rest(share.engine)
         for engine in range(engines):
             own = [share for share in under_way if share.engine == engine]
             assert balancer.requests[engine] == len(own)

@@ -1,39 +1,12 @@
 """The page allocator: holders, sharing, eviction, and what the pages are used for."""
 
-import random
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.pages import OutOfPages, PageAllocator, page_usage
-from tests.helpers.marks import slow
-from tests.scheduling.allocator_state import free_pages, holders, is_writable
-
-
-def test_the_null_page_is_never_given_out():
-    assert sorted(PageAllocator(5).allocate(5)) == [1, 2, 3, 4, 5]
-
-
-def test_too_large_an_allocation_changes_nothing():
-    allocator = PageAllocator(3)
-    allocator.allocate(1)
-    with pytest.raises(OutOfPages, match="3 pages are needed, 2 are available"):
-        allocator.allocate(3)
-    assert allocator.available == 2
-
-
-def test_a_shared_page_is_free_after_its_last_holder_only():
-    allocator = PageAllocator(1)
-    pages = allocator.allocate(1)
-    allocator.share(pages)
-    assert not is_writable(allocator, pages[0])
-    allocator.release(pages)
-    assert (is_writable(allocator, pages[0]), allocator.available) == (True, 0)
-    allocator.release(pages)
-    assert allocator.available == 1
+from tests.scheduling.fake_device import free_pages, holders, is_writable
 
 
 def test_double_free_and_sharing_of_a_free_page_are_refused():
@@ -46,14 +19,6 @@ def test_double_free_and_sharing_of_a_free_page_are_refused():
         allocator.share(pages)
     with pytest.raises(ValueError, match=f"page {pages[0]} is kept, but nobody holds it"):
         allocator.keep(pages[0])
-
-
-def test_a_fork_shares_full_pages_and_copies_the_partly_filled_one():
-    allocator = PageAllocator(8)
-    pages = allocator.allocate(4)
-    assert allocator.fork(pages, filled=20, page_size=8) == (pages[:2], pages[2])
-    assert [holders(allocator, page) for page in pages] == [2, 2, 1, 1]
-    assert allocator.fork(pages, filled=16, page_size=8) == (pages[:2], 0)
 
 
 def test_kept_pages_stay_until_they_are_needed_and_the_end_of_a_chain_goes_first():
@@ -83,19 +48,6 @@ def test_an_idle_page_that_is_shared_again_is_evicted_late():
     allocator.release(first)
     allocator.allocate(1)
     assert evicted == second
-
-
-def test_waste_of_the_usual_mix_is_below_8_percent():
-    lengths, page_size = (60, 200, 35), 16
-    allocator = PageAllocator(64)
-    held = [(allocator.allocate(pages_for(n + 8, page_size)), n) for n in lengths]
-    usage = page_usage([(allocator, held)], page_size)
-    assert usage.waste <= 0.08
-    assert (usage.context, usage.tokens) == (20, 295)
-    assert usage.lookahead == sum(
-        pages_for(n + 8, page_size) - pages_for(n, page_size) for n in lengths
-    )
-    assert usage.free + usage.idle + usage.context + usage.lookahead == usage.total
 
 
 def test_a_shared_page_counts_once():
@@ -181,36 +133,3 @@ class Allocations(RuleBasedStateMachine):
 
 TestAllocations = Allocations.TestCase
 TestAllocations.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-@pytest.mark.parametrize("operations", [10**5, slow(10**6)])
-def test_random_operations_leak_nothing(operations: int):
-    choose = random.Random(operations)
-    kept: set[int] = set()
-    allocator = PageAllocator(500, on_evict=kept.remove)
-    tables: list[list[int]] = []
-    for step in range(operations):
-        action = choose.random()
-        if action < 0.4 or not tables:
-            count = choose.randrange(1, 12)
-            if count <= allocator.available:
-                tables.append(allocator.allocate(count))
-                assert all(is_writable(allocator, page) for page in tables[-1])
-        elif action < 0.6:
-            table = choose.choice(tables)
-            tables.append(allocator.fork(table, choose.randrange(16 * len(table) + 1), 16)[0])
-        elif action < 0.7:
-            page = choose.choice(choose.choice(tables) or [0])
-            if page:
-                allocator.keep(page)
-                kept.add(page)
-        else:
-            index = choose.randrange(len(tables))
-            tables[index], tables[-1] = tables[-1], tables[index]
-            allocator.release(tables.pop())
-        if step % 20_000 == 0:
-            check(allocator, tables, kept)
-    for table in tables:
-        allocator.release(table)
-    check(allocator, [], kept)
-    assert allocator.available == allocator.num_pages

@@ -68,13 +68,6 @@ def test_a_removed_page_is_not_found_and_its_number_can_return():
     assert cache.match(range(8), PLAIN) == []
 
 
-def test_statistics_are_in_tokens():
-    cache = PrefixCache(K)
-    cache.count(queries=10, hits=8)
-    cache.count(queries=3, hits=0)
-    assert (cache.queries, cache.hits) == (13, 8)
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=14), st.booleans()), max_size=30),

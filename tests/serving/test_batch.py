@@ -133,15 +133,6 @@ def test_shards_in_order_are_the_whole(files: Batch, loads: list[str], monkeypat
     assert len(loads) == 4
 
 
-def test_too_many_engines_are_refused_and_fewer_go_on(files: Batch, loads: list[str], capsys):
-    files.write(MANY[:2])
-    assert files.run("--dp", "9") == files.run("--dp", "0") == 2
-    many, none = capsys.readouterr().err.splitlines()
-    assert "tp 1, dp 9, sp 1 needs 9 devices, this process has 8" in many
-    assert "parallel sizes must be >= 1, got tp 1, dp 0, sp 1" in none
-    assert loads == [] and files.run("--dp", "1") == 0
-
-
 @pytest.mark.usefixtures("loads")
 def test_a_line_that_cannot_be_served_says_why(files: Batch, capsys):
     files.write(

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from jaxspec import LLM
-from tests.helpers.served import MODEL, TEMPLATE, with_client
+from tests.helpers.served import MODEL, TEMPLATE, ask
 
 MESSAGES = [{"role": "user", "content": "abcabc"}]
 SAMPLED = {
@@ -35,24 +35,9 @@ def tool(name: str) -> dict[str, Any]:
 TOOLS = {**SAMPLED, "tools": [tool("weather"), tool("time")], "max_completion_tokens": 150}
 
 
-def answers(llm: LLM, *requests: dict[str, Any], **options: Any) -> list[Any]:
-    async def test(client: Any) -> list[Any]:
-        return [await client.chat.completions.create(**request) for request in requests]
-
-    return with_client(llm, test, **options)
-
-
-def streamed(llm: LLM, request: dict[str, Any], **options: Any) -> list[Any]:
-    async def test(client: Any) -> list[Any]:
-        stream = await client.chat.completions.create(**request, stream=True)
-        return [chunk async for chunk in stream]
-
-    return with_client(llm, test, **options)
-
-
 def test_an_answer_is_that_of_the_library(llm: LLM):
     from_parts = [{"role": "user", "content": [{"type": "text", "text": "abcabc"}]}]
-    found = answers(llm, SAMPLED, {**SAMPLED, "messages": from_parts})
+    found = ask(llm, SAMPLED, {**SAMPLED, "messages": from_parts})
     prompt = llm.chat_prompts(MESSAGES, TEMPLATE)[0]
     assert [len(prompt)] * 2 == [answer.usage.prompt_tokens for answer in found]
     first, second = (answer.choices[0] for answer in found)
@@ -62,8 +47,8 @@ def test_an_answer_is_that_of_the_library(llm: LLM):
 
 def test_a_stream_is_the_whole_answer_in_pieces(llm: LLM):
     request = {**SAMPLED, "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["e"]}
-    [whole] = answers(llm, request)
-    chunks = streamed(llm, {**request, "stream_options": {"include_usage": True}})
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    whole, chunks = ask(llm, request, {**request, **stream})
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     for choice in whole.choices:
         own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
@@ -101,7 +86,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(llm: LLM):
     ids=["json_schema", "regex", "choice"],
 )
 def test_a_structured_output_matches(llm: LLM, fields: dict[str, Any], pattern: str):
-    [answer] = answers(llm, {**SAMPLED, "max_completion_tokens": 100, **fields})
+    [answer] = ask(llm, {**SAMPLED, "max_completion_tokens": 100, **fields})
     [choice] = answer.choices
     assert choice.finish_reason == "stop"
     assert re.fullmatch(pattern, choice.message.content, re.DOTALL)
@@ -120,7 +105,7 @@ def test_a_tool_is_called(llm: LLM, form: str, choice: str):
         "parallel_tool_calls": False,
         "logit_bias": bias,
     }
-    [answer] = answers(llm, request, tool_format=form)
+    answer, chunks = ask(llm, request, {**request, "stream": True}, tool_format=form)
     [found] = answer.choices
     assert found.message.content is None and found.finish_reason == "tool_calls"
     [call] = found.message.tool_calls
@@ -128,7 +113,7 @@ def test_a_tool_is_called(llm: LLM, form: str, choice: str):
     assert call.function.name in (("weather", "time") if choice == "required" else ("time",))
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
 
-    deltas = [c.delta for chunk in streamed(llm, request, tool_format=form) for c in chunk.choices]
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     parts = [part for delta in deltas for part in delta.tool_calls or []]
     assert parts[0].id and parts[0].function.name == call.function.name
     assert "".join(part.function.arguments for part in parts) == call.function.arguments
@@ -137,7 +122,7 @@ def test_a_tool_is_called(llm: LLM, form: str, choice: str):
 
 def test_text_is_free_where_a_tool_may_be_called(llm: LLM):
     short = {**TOOLS, "max_completion_tokens": 10}
-    [auto, none] = answers(llm, short, {**short, "tool_choice": "none"})
+    [auto, none] = ask(llm, short, {**short, "tool_choice": "none"})
     for answer in (auto, none):
         [choice] = answer.choices
         assert choice.message.tool_calls is None and choice.message.content
@@ -153,12 +138,12 @@ def test_the_answer_of_a_tool_is_part_of_the_conversation(llm: LLM):
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
     body = {"return_token_ids": True}
-    [answer] = answers(llm, {**SAMPLED, "messages": messages, "extra_body": body})
+    [answer] = ask(llm, {**SAMPLED, "messages": messages, "extra_body": body})
     text = llm.detokenize(answer.choices[0].prompt_token_ids)
     assert text == "<system>be brief<user>abcabc<assistant>Rome<tool>sunny<assistant>"
 
 
 def test_a_model_without_a_template_says_what_to_do(llm: LLM):
     with pytest.raises(openai.BadRequestError, match="--chat-template") as caught:
-        answers(llm, SAMPLED, chat_template=None)
+        ask(llm, SAMPLED, chat_template=None)
     assert caught.value.code == "no_chat_template"

@@ -4,13 +4,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.llm.async_llm import AsyncLLM
 from tests.helpers.engines import tiny_llm
-from tests.helpers.served import MODEL, Served, idle_pages, run, with_client
+from tests.helpers.served import MODEL, Served, ask, idle_pages, run, with_client
 
 PROMPT = "abcabcabcabc"
 SAMPLED = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 3}
@@ -18,11 +17,7 @@ SAMPLED = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.
 
 def test_a_text_is_that_of_the_library(llm: LLM):
     [expected] = llm.generate([PROMPT], SamplingParams(temperature=0.8, seed=3, max_tokens=20))
-
-    async def test(client: Any) -> Any:
-        return await client.completions.create(**SAMPLED, extra_body={"return_speculation": True})
-
-    answer = with_client(llm, test)
+    [answer] = ask(llm, {**SAMPLED, "extra_body": {"return_speculation": True}})
     [choice] = answer.choices
     assert (choice.text, choice.finish_reason) == (expected.text, "length")
     assert answer.model == MODEL and answer.id.startswith("cmpl-")
@@ -34,13 +29,8 @@ def test_a_text_is_that_of_the_library(llm: LLM):
 
 def test_usage_counts_all_that_was_generated_for_the_best(llm: LLM):
     """Of two prompts: three samples of each, of which one comes back."""
-
-    async def test(client: Any) -> Any:
-        request = {**SAMPLED, "prompt": [PROMPT, "xyz"], "max_tokens": 7}
-        more = {"n": 1, "best_of": 3, "extra_body": {"ignore_eos": True}}
-        return await client.completions.create(**request, **more)
-
-    answer = with_client(llm, test)
+    request = {**SAMPLED, "prompt": [PROMPT, "xyz"], "max_tokens": 7}
+    [answer] = ask(llm, {**request, "n": 1, "best_of": 3, "extra_body": {"ignore_eos": True}})
     usage = answer.usage
     assert len(answer.choices) == 2
     assert (usage.prompt_tokens, usage.completion_tokens) == (12 + 3, 2 * 3 * 7)
@@ -48,26 +38,16 @@ def test_usage_counts_all_that_was_generated_for_the_best(llm: LLM):
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM):
-    async def test(client: Any) -> list[int]:
-        request = {"model": MODEL, "prompt": "x" * 41, "max_tokens": 1, "temperature": 0}
-        answers = [await client.completions.create(**request) for _ in range(2)]
-        return [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
-
-    assert with_client(llm, test) == [0, 40]
+    request = {"model": MODEL, "prompt": "x" * 41, "max_tokens": 1, "temperature": 0}
+    answers = ask(llm, request, request)
+    assert [one.usage.prompt_tokens_details.cached_tokens for one in answers] == [0, 40]
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"stop": ["a", "\n"]}, {"n": 2, "echo": True}])
 def test_a_stream_is_the_whole_answer_in_pieces(llm: LLM, more: dict[str, Any]):
-    prompts = ["abcabc", "xyz"]
-
-    async def test(client: Any) -> Any:
-        request = {**SAMPLED, "prompt": prompts, **more}
-        whole = await client.completions.create(**request)
-        options = {"include_usage": True}
-        stream = await client.completions.create(**request, stream=True, stream_options=options)
-        return whole, [chunk async for chunk in stream]
-
-    whole, chunks = with_client(llm, test)
+    request = {**SAMPLED, "prompt": ["abcabc", "xyz"], **more}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    whole, chunks = ask(llm, request, {**request, **stream})
     texts, reasons = [""] * len(whole.choices), [[] for _ in whole.choices]
     *chunks, last = chunks
     for chunk in chunks:
@@ -83,13 +63,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(llm: LLM, more: dict[str, Any]):
 
 
 def test_logprobs_of_the_text_and_of_an_echoed_prompt(llm: LLM):
-    async def test(client: Any) -> Any:
-        request = {**SAMPLED, "logprobs": 1}
-        whole = await client.completions.create(**request, echo=True)
-        stream = await client.completions.create(**request, stream=True)
-        return whole, [chunk.choices[0].logprobs async for chunk in stream]
-
-    answer, streamed = with_client(llm, test)
+    request = {**SAMPLED, "logprobs": 1}
+    answer, chunks = ask(llm, {**request, "echo": True}, {**request, "stream": True})
+    streamed = [chunk.choices[0].logprobs for chunk in chunks]
     [choice] = answer.choices
     found = choice.logprobs
     assert "".join(found.tokens) == choice.text
@@ -113,47 +89,30 @@ def test_parts_of_characters_have_their_bytes_and_places(llm: LLM):
     """Characters of four tokens, each of a byte."""
     body = {"structured_outputs": {"regex": "[😀🚀]{4}"}}
     fields = {"model": MODEL, "max_tokens": 16, "seed": 1, "extra_body": body}
-
-    async def test(client: Any) -> Any:
-        chats, prompt = client.chat.completions, [{"role": "user", "content": "😀"}]
-        chat = await chats.create(messages=prompt, logprobs=True, **fields)
-        text = await client.completions.create(prompt="😀", echo=True, logprobs=0, **fields)
-        return chat.choices[0], text.choices[0]
-
-    chat, text = with_client(llm, test)
+    asked = {"messages": [{"role": "user", "content": "😀"}], "logprobs": True}
+    completion = {"prompt": "😀", "echo": True, "logprobs": 0}
+    chat, text = (one.choices[0] for one in ask(llm, asked | fields, completion | fields))
     entries = [bytes(entry.bytes) for entry in chat.logprobs.content]
     assert len(entries) == 16 and b"".join(entries).decode() == chat.message.content
     assert text.logprobs.text_offset == [place for place in range(5) for _ in range(4)]
 
 
 def test_a_stop_string_ends_the_text_and_may_be_kept(llm: LLM):
-    async def test(client: Any) -> list[Any]:
-        whole = (await client.completions.create(**SAMPLED)).choices[0].text
-        stop = whole[5:7]
-        kept = {"include_stop_str_in_output": True}
-        answers = [
-            await client.completions.create(**SAMPLED, stop=stop, extra_body=body)
-            for body in ({}, kept)
-        ]
-        return [whole, stop, *(answer.choices[0] for answer in answers)]
-
-    whole, stop, cut, kept = with_client(llm, test)
+    [whole] = ask(llm, SAMPLED)
+    whole = whole.choices[0].text
+    stop = whole[5:7]
+    body = {"include_stop_str_in_output": True}
+    answers = ask(llm, {**SAMPLED, "stop": stop}, {**SAMPLED, "stop": stop, "extra_body": body})
+    cut, kept = (answer.choices[0] for answer in answers)
     assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
     assert kept.text == cut.text + stop
 
 
 def test_prompts_may_be_token_ids(llm: LLM):
     [ids] = llm.tokenize([PROMPT])
-
-    async def test(client: Any) -> list[Any]:
-        prompts = [PROMPT, ids, [PROMPT, PROMPT], [ids, ids]]
-        body = {"return_token_ids": True}
-        return [
-            await client.completions.create(**{**SAMPLED, "prompt": one}, extra_body=body)
-            for one in prompts
-        ]
-
-    answers = with_client(llm, test)
+    fields = {**SAMPLED, "extra_body": {"return_token_ids": True}}
+    prompts = [PROMPT, ids, [PROMPT, PROMPT], [ids, ids]]
+    answers = ask(llm, *({**fields, "prompt": prompt} for prompt in prompts))
     choices = [choice for answer in answers for choice in answer.choices]
     assert len(choices) == 6 and len({choice.text for choice in choices}) == 1
     assert all(choice.prompt_token_ids == ids for choice in choices)
@@ -168,23 +127,6 @@ def test_the_text_is_that_of_plain_decoding(llm: LLM, model: Path):
         return [choice.text for answer in answers for choice in answer.choices]
 
     assert with_client(llm, test) == with_client(plain, test)
-
-
-def test_while_the_server_ends_what_is_under_way_is_answered(llm: LLM):
-    async def test() -> None:
-        async with Served(llm) as server, server.client() as client:
-            request = {**SAMPLED, "max_tokens": 100}
-            task = asyncio.create_task(client.completions.create(**request))
-            serving = server.service.llm
-            assert isinstance(serving, AsyncLLM)
-            while await serving.run(lambda engine: engine.is_idle):
-                await asyncio.sleep(0.01)
-            server.service.state = "ending"
-            with pytest.raises(openai.InternalServerError, match="the server is ending"):
-                await client.completions.create(**request)
-            assert (await task).choices[0].finish_reason in ("length", "stop")
-
-    run(test())
 
 
 def test_a_client_that_goes_away_frees_its_pages(llm: LLM):

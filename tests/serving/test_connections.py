@@ -9,13 +9,9 @@ import pytest
 
 from jaxspec import LLM
 from jaxspec.serving import lifecycle
-from tests.helpers.served import Served, idle_pages, run
+from tests.helpers.served import HEAD, Served, idle_pages, run
 
 BODY = {"prompt": "abcabc", "max_tokens": 8, "temperature": 0}
-HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    b"Content-Length: %d\r\n\r\n"
-)
 
 
 async def slowly(address: tuple[str, int], request: bytes, pause: float) -> bytes:

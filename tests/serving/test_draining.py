@@ -17,16 +17,12 @@ from jaxspec import LLM
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.lifecycle import serve
-from tests.helpers.served import MODEL, Served, idle_pages, run
+from tests.helpers.served import HEAD, MODEL, Served, idle_pages, run
 
 FIELDS = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 LONG = {**FIELDS, "prompt": "abcabc"}
 CHAT = {**FIELDS, "messages": [{"role": "user", "content": "abc"}]}
 ROWS = 4
-UNFINISHED = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    b"Content-Length: 100\r\n\r\n{"
-)
 
 
 @contextlib.asynccontextmanager
@@ -82,7 +78,7 @@ async def half_a_request(address: str) -> bytes:
     """The answer to a request whose body never comes."""
     host, _, port = address.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(UNFINISHED)
+    writer.write(HEAD % 100 + b"{")
     try:
         return await reader.read()
     finally:

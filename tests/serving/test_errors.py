@@ -1,21 +1,16 @@
 """What is refused, and how: in OpenAI's shape, by name, without paths and stack traces."""
 
-import asyncio
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from jaxspec import LLM
-from tests.helpers.served import MODEL, Served, run, with_client
+from tests.helpers.served import MODEL, Served, ask, run, with_client, with_http
 
 TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
-
-
-async def post(server: Served, path: str, **options: Any) -> Any:
-    async with server.http() as http:
-        return await http.post(path, **options)
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +18,8 @@ def refuse(llm: LLM):
     """The error that a request gets, with its status."""
 
     def refuse(path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        async def test() -> Any:
-            async with Served(llm) as server:
-                options = {"content": body} if isinstance(body, bytes) else {"json": body}
-                return await post(server, path, **options)
-
-        answer = run(test())
+        options: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+        answer = with_http(llm, lambda http: http.post(path, **options))
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert not any(word in error["message"] for word in ("/tmp", ".py", "Traceback"))
@@ -107,10 +98,9 @@ def test_a_bad_field_is_refused_by_name(refuse: Any, path: str, fields: Any, par
 @pytest.mark.parametrize(
     "body",
     [
-        *(rb'{"prompt": "\ud800"}', b"{", b'{"prompt": "\xff"}', b"[1]", b""),
-        *(b"[" * 100_000, b'{"prompt": ' + b"[" * 5000),
+        *(rb'{"prompt": "\ud800"}', b"{", b"[1]", b"", b"[" * 100_000),
     ],
-    ids=["surrogate", "cut", "no UTF-8", "a list", "empty", "deep", "deep field"],
+    ids=["surrogate", "cut", "a list", "empty", "deep"],
 )
 def test_a_body_that_is_no_request_is_refused(refuse: Any, body: bytes):
     status, _ = refuse("/v1/completions", body)
@@ -118,24 +108,18 @@ def test_a_body_that_is_no_request_is_refused(refuse: Any, body: bytes):
 
 
 def test_fields_of_routers_and_hints_are_tolerated(llm: LLM):
-    async def test(client: Any) -> Any:
-        body = {
-            **{"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True},
-            **{"continue_final_message": False, "return_hidden_states": False, "logprobs": False},
-            **{"skip_special_tokens": True, "ignore_eos": False, "suffix": None},
-        }
-        return await client.completions.create(**TEXT, user="me", extra_body=body)
-
-    assert with_client(llm, test).choices[0].text
+    body = {
+        **{"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True},
+        **{"continue_final_message": False, "return_hidden_states": False, "logprobs": False},
+        **{"skip_special_tokens": True, "ignore_eos": False, "suffix": None},
+    }
+    [answer] = ask(llm, {**TEXT, "user": "me", "extra_body": body})
+    assert answer.choices[0].text
 
 
 def test_a_tiny_temperature_is_none(llm: LLM):
-    async def test(client: Any) -> Any:
-        answers = [client.completions.create(**TEXT, temperature=own) for own in (0, 1e-38)]
-        return [(await answer).choices[0].text for answer in answers]
-
-    first, second = with_client(llm, test)
-    assert first == second
+    first, second = ask(llm, *({**TEXT, "temperature": own} for own in (0, 1e-38)))
+    assert first.choices[0].text == second.choices[0].text
 
 
 def test_another_model_is_not_found(llm: LLM):
@@ -150,33 +134,17 @@ def test_another_model_is_not_found(llm: LLM):
     with_client(llm, test)
 
 
-def test_a_key_is_needed_where_there_is_one(llm: LLM):
-    async def test() -> None:
-        async with Served(llm, api_keys=["right", "also right"]) as server:
-            async with server.client("wrong") as client:
-                with pytest.raises(openai.AuthenticationError):
-                    await client.completions.create(**TEXT)
-            async with server.client("also right") as client:
-                await client.completions.create(**TEXT)
-            async with server.http() as http:
-                assert (await http.get("/health")).status_code == 200
-
-    run(test())
-
-
 def test_a_large_body_is_refused(llm: LLM):
-    async def test() -> None:
-        async with Served(llm, max_body=1000) as server:
+    async def pieces():
+        for _ in range(10):
+            yield b" " * 200
 
-            async def pieces():
-                for _ in range(10):
-                    yield b" " * 200
+    async def test(http: httpx.AsyncClient) -> None:
+        for content in (b" " * 2000, pieces()):
+            answer = await http.post("/v1/completions", content=content)
+            assert answer.status_code == 413
 
-            for content in (b" " * 2000, pieces()):
-                answer = await post(server, "/v1/completions", content=content)
-                assert answer.status_code == 413
-
-    run(test())
+    with_http(llm, test, max_body=1000)
 
 
 def test_a_full_queue_is_429(llm: LLM):
@@ -193,14 +161,13 @@ def test_a_full_queue_is_429(llm: LLM):
 
 
 def test_a_time_limit_is_504(llm: LLM):
-    async def test() -> None:
-        async with Served(llm, request_timeout=1e-9) as server:
-            answer = await post(server, "/v1/completions", json=TEXT)
-            assert answer.status_code == 504
-            answer = await post(server, "/v1/completions", json={**TEXT, "stream": True})
-            assert answer.status_code in (200, 504) and "took too long" in answer.text
+    async def test(http: httpx.AsyncClient) -> None:
+        answer = await http.post("/v1/completions", json=TEXT)
+        assert answer.status_code == 504
+        answer = await http.post("/v1/completions", json={**TEXT, "stream": True})
+        assert answer.status_code in (200, 504) and "took too long" in answer.text
 
-    run(test())
+    with_http(llm, test, request_timeout=1e-9)
 
 
 def test_before_it_is_ready_it_says_so(llm: LLM):
@@ -213,6 +180,5 @@ def test_before_it_is_ready_it_says_so(llm: LLM):
             assert (await http.get("/version")).status_code == 200
             assert (await http.get("/metrics")).status_code == 200
             assert (await http.get("/nothing")).json()["error"]["type"]
-            await asyncio.sleep(0)
 
     run(test())

@@ -10,8 +10,8 @@ import pytest
 from jaxspec import LLM
 from jaxspec.serving.messages import template_messages
 from jaxspec.serving.tools import FORMATS
-from tests.helpers.served import MODEL, TEMPLATE, with_client
-from tests.serving.test_chat import MESSAGES, TOOLS, streamed
+from tests.helpers.served import MODEL, TEMPLATE, ask, with_client
+from tests.serving.test_chat import MESSAGES, TOOLS
 
 REQUEST: dict[str, Any] = {
     **TOOLS,
@@ -89,8 +89,9 @@ def test_an_answer_that_is_cut_anywhere_may_be_sent_back(llm: LLM, form: str):
 def test_a_stream_that_is_cut_in_a_name_shows_what_was_written(llm: LLM, form: str):
     tokens = len(FORMATS[form].opening) + 2  # of a byte each
     bias = without_blanks(llm)
-    request = {**REQUEST, "max_completion_tokens": tokens, "logit_bias": bias}
-    choices = [c for chunk in streamed(llm, request, tool_format=form) for c in chunk.choices]
+    request = {**REQUEST, "max_completion_tokens": tokens, "logit_bias": bias, "stream": True}
+    [chunks] = ask(llm, request, tool_format=form)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
     text = "".join(choice.delta.content or "" for choice in choices)
     assert text.startswith(FORMATS[form].opening) and len(text) == tokens
     assert choices[-1].finish_reason == "length"

@@ -19,20 +19,19 @@ from jaxspec.__main__ import main
 from jaxspec.commands.serve import size
 from jaxspec.serving import lifecycle
 from tests.helpers.serve_process import ROOT, ServeProcess, serve_process
-from tests.helpers.served import MODEL
+from tests.helpers.served import HEAD, MODEL
 
 LIMIT = 120  # seconds
 
 
 def server(
-    model: Path, cache: Path, engines: int = 1, options: tuple[str, ...] = ()
+    model: Path, cache: Path, engines: int = 1
 ) -> contextlib.AbstractContextManager[ServeProcess]:
     """A process that serves two rows, with each of its engines."""
     return serve_process(
         *("--model", str(model), "--max-rows", "2", "--served-model-name", MODEL),
         *("--drafter", "ngram", "--kv-memory", "64MiB", "--max-length", "256"),
         *("--warm-up", "none", "--compilation-cache", str(cache), "--dp", str(engines)),
-        *options,
         devices=engines,
     )
 
@@ -105,44 +104,6 @@ def test_the_process_ends_at_once_while_the_model_loads(monkeypatch: pytest.Monk
     assert statuses == [0]
 
 
-@pytest.mark.slow  # test_draining.py has the same without a process
-def test_at_the_end_of_the_time_to_drain_a_request_that_waits_is_told(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    with server(model, tmp_path, options=("--drain-seconds", "2")) as own:
-        with unfinished_request(own.address) as waiting:
-            time.sleep(0.2)
-            own.process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-            for path in ("/health", "/v1/models"):
-                answer = httpx.get(f"{own.address}{path}")
-                assert answer.status_code == 503 and answer.headers["Retry-After"]
-            assert waiting.makefile("rb").read().startswith(b"HTTP/1.1 503 ")
-        assert own.process.wait(LIMIT) == 0
-    assert "after 1 s requests under way were cut: 1" in (shown := capsys.readouterr().err)
-    assert "Traceback" not in shown, shown
-
-
-@pytest.mark.slow
-def test_at_the_end_of_the_time_to_drain_a_stream_is_told(model: Path, tmp_path: Path, capsys):
-    """The stream waits for a compiler, as the server has no program of rounds yet."""
-    request = {"prompt": "abc", "max_tokens": 200, "stream": True}
-    with server(model, tmp_path, options=("--drain-seconds", "2")) as own:
-        address = f"{own.address}/v1/completions"
-        with httpx.stream("POST", address, json=request, timeout=LIMIT) as stream:
-            lines = stream.iter_lines()
-            assert "choices" in next(lines)
-            own.process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-            answer = httpx.post(address, json=request)
-            assert answer.status_code == 503 and answer.headers["Retry-After"]
-            *_, event, last = [line for line in lines if line]
-        assert "shutting_down" in event and last == "data: [DONE]"
-        assert own.process.wait(LIMIT) == 0
-    assert "after 1 s requests under way were cut: 1" in (shown := capsys.readouterr().err)
-    assert "Traceback" not in shown, shown
-
-
 @pytest.mark.slow
 def test_after_kill_9_it_serves_again(model: Path, tmp_path: Path):
     """The stored programs are used again."""
@@ -186,10 +147,7 @@ def unfinished_request(address: str) -> socket.socket:
     """A connection with the beginning of a request."""
     host, _, port = address.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)))
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: 100\r\n\r\n{"
-    )
+    connection.sendall(HEAD % 100 + b"{")
     return connection
 
 

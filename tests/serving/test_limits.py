@@ -1,7 +1,6 @@
 """What a client may ask for: rates, sizes, times and origins."""
 
 import asyncio
-from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ from jaxspec.__main__ import main
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.rates import MOST_CLIENTS, Rates
 from jaxspec.serving.security import OPEN
-from tests.helpers.served import MODEL, Served, idle_pages, run
+from tests.helpers.served import MODEL, Served, idle_pages, run, with_http
 
 TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4, "temperature": 0}
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -123,27 +122,25 @@ def test_what_was_generated_for_a_client_that_has_gone_counts(llm: LLM, path: st
 
 
 def test_without_keys_the_rate_is_that_of_an_address(llm: LLM):
-    async def test() -> list[int]:
-        async with Served(llm, rates=Rates(requests=2)) as server, server.http() as http:
-            return [(await http.get("/v1/models")).status_code for _ in range(3)]
+    async def test(http: httpx.AsyncClient) -> list[int]:
+        return [(await http.get("/v1/models")).status_code for _ in range(3)]
 
-    assert run(test()) == [200, 200, 429]
+    assert with_http(llm, test, rates=Rates(requests=2)) == [200, 200, 429]
 
 
 def test_a_text_has_at_most_so_many_tokens(llm: LLM):
-    async def test() -> None:
-        async with Served(llm, max_new_tokens=5) as server, server.http() as http:
-            for more in ({}, {"max_tokens": None}, {"max_tokens": 5}):
-                body = {**TEXT, "ignore_eos": True, **more}
-                usage = (await http.post("/v1/completions", json=body)).json()["usage"]
-                assert usage["completion_tokens"] == (4 if more == {} else 5)
-            answer = await http.post("/v1/completions", json={**TEXT, "max_tokens": 6})
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
-            body = {"messages": MESSAGES, "ignore_eos": True}
-            usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
-            assert usage["completion_tokens"] == 5
+    async def test(http: httpx.AsyncClient) -> None:
+        for more in ({}, {"max_tokens": None}, {"max_tokens": 5}):
+            body = {**TEXT, "ignore_eos": True, **more}
+            usage = (await http.post("/v1/completions", json=body)).json()["usage"]
+            assert usage["completion_tokens"] == (4 if more == {} else 5)
+        answer = await http.post("/v1/completions", json={**TEXT, "max_tokens": 6})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+        body = {"messages": MESSAGES, "ignore_eos": True}
+        usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
+        assert usage["completion_tokens"] == 5
 
-    run(test())
+    with_http(llm, test, max_new_tokens=5)
 
 
 def test_other_origins_may_ask_if_they_are_named(llm: LLM):
@@ -154,18 +151,18 @@ def test_other_origins_may_ask_if_they_are_named(llm: LLM):
     }
     allowed = "access-control-allow-origin"
 
-    async def test(**options: Any) -> list[httpx.Response]:
-        async with Served(llm, api_keys=["x"], **options) as server, server.http() as http:
-            path, own = "/v1/completions", {"Origin": origin}
-            return [
-                await http.options(path, headers={**own, **ask}),
-                await http.post(path, json=TEXT, headers={**own, "Authorization": "Bearer x"}),
-                await http.post(path, json=TEXT, headers=own),
-            ]
+    async def test(http: httpx.AsyncClient) -> list[httpx.Response]:
+        path, own = "/v1/completions", {"Origin": origin}
+        return [
+            await http.options(path, headers={**own, **ask}),
+            await http.post(path, json=TEXT, headers={**own, "Authorization": "Bearer x"}),
+            await http.post(path, json=TEXT, headers=own),
+        ]
 
     for options in ({}, {"cors_origins": ["https://other.org"]}):
-        assert not any(allowed in answer.headers for answer in run(test(**options)))
-    answers = run(test(cors_origins=[origin]))
+        found = with_http(llm, test, api_keys=["x"], **options)
+        assert not any(allowed in answer.headers for answer in found)
+    answers = with_http(llm, test, api_keys=["x"], cors_origins=[origin])
     assert [answer.status_code for answer in answers] == [200, 200, 401]
     assert all(answer.headers[allowed] == origin for answer in answers)
 

@@ -1,7 +1,4 @@
-"""Many clients at once, some of which are killed, on the built-in model.
-
-`python -m tests.helpers.http_load` runs the same for 1,000 requests, or for minutes, on more rows.
-"""
+"""Many clients at once, some of which are killed, on the built-in model."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +17,7 @@ REQUESTS, DIFFERENT = 96, 16  # of which 8 have other options each, twice
 @pytest.mark.slow
 def test_all_who_are_not_killed_get_their_text(tmp_path: Path):
     with serve_process(*SERVER, *ROWS, "--compilation-cache", str(tmp_path)) as server:
-        report = asyncio.run(load(server, REQUESTS, seconds=0, clients=64, different=DIFFERENT))
+        report = asyncio.run(load(server, REQUESTS, clients=64, different=DIFFERENT))
         assert (report.wrong, report.compiled) == ([], 0)
         assert report.requests >= REQUESTS and report.killed > 5
         assert server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0
@@ -37,7 +34,7 @@ def test_weights_of_4_bits_and_an_8_bit_cache_serve_the_texts_of_plain_decoding(
     with serve_process(*options, "--drafter", "none") as server:
         plain = asyncio.run(answers(server, DIFFERENT))
     with serve_process(*options, "--drafter", str(BUILT_IN_HEAD)) as server:
-        report = asyncio.run(load(server, REQUESTS, seconds=0, clients=64, different=DIFFERENT))
+        report = asyncio.run(load(server, REQUESTS, clients=64, different=DIFFERENT))
         assert report.alone == plain
         assert (report.wrong, report.compiled) == ([], 0)
         assert report.requests >= REQUESTS and report.killed > 5

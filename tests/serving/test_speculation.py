@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import LLM
 from tests.helpers.engines import FULL, seal, tiny_llm
-from tests.helpers.served import MODEL, Served, run, with_client
+from tests.helpers.served import MODEL, Served, ask, run
 
 pytestmark = pytest.mark.slow
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "temperature": 0}
@@ -32,23 +32,13 @@ def committed_text(rounds: list[dict[str, Any]]) -> str:
 
 def streamed(llm: LLM, chat: bool, **extra: Any) -> tuple[str, list[dict[str, Any]], Any]:
     """Text, rounds, and the last speculation of a stream."""
-
-    async def ask(client: Any) -> tuple[str, list[dict[str, Any]], Any]:
-        text, rounds, last = "", [], None
-        options = {**BODY, "stream": True, "extra_body": {"return_speculation": True, **extra}}
-        if chat:
-            messages = [{"role": "user", "content": PROMPT}]
-            stream = await client.chat.completions.create(messages=messages, **options)
-        else:
-            stream = await client.completions.create(prompt=PROMPT, **options)
-        async for chunk in stream:
-            [choice] = chunk.choices
-            text += (choice.delta.content if chat else choice.text) or ""
-            last = getattr(choice, "speculation", None)
-            rounds += (last or {}).get("trees", [])
-        return text, rounds, last
-
-    return with_client(llm, ask)
+    prompt = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    extra_body = {"return_speculation": True, **extra}
+    [chunks] = ask(llm, {**BODY, **prompt, "stream": True, "extra_body": extra_body})
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    text = "".join((one.delta.content if chat else one.text) or "" for one in choices)
+    told = [getattr(one, "speculation", None) or {} for one in choices]
+    return text, [tree for one in told for tree in one.get("trees", [])], told[-1]
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
@@ -64,11 +54,9 @@ def test_a_stream_has_the_tree_of_each_round(showing: LLM, chat: bool):
 
 
 def test_a_whole_answer_has_the_trees_too(showing: LLM):
-    async def ask(client: Any) -> Any:
-        extra = {"return_speculation": True}
-        return await client.completions.create(prompt=PROMPT, extra_body=extra, **BODY)
-
-    [choice] = with_client(showing, ask).choices
+    extra = {"return_speculation": True}
+    [answer] = ask(showing, {**BODY, "prompt": PROMPT, "extra_body": extra})
+    [choice] = answer.choices
     assert len(choice.speculation["trees"]) == choice.speculation["rounds"]
 
 
@@ -78,11 +66,11 @@ def test_an_engine_without_trees_gives_the_figures_alone(llm: LLM):
 
 
 def test_the_page_needs_no_key(llm: LLM):
-    async def ask() -> list[tuple[int, str]]:
+    async def look() -> list[tuple[int, str]]:
         async with Served(llm, api_keys=("secret",)) as server, server.http() as http:
             answers = [await http.get(path) for path in ("/", "/app.js", "/style.css", "/tree.js")]
             answers.append(await http.get("/v1/models"))
             return [(one.status_code, one.headers["content-type"].split(";")[0]) for one in answers]
 
     kinds = ["text/html", "text/javascript", "text/css", "text/javascript"]
-    assert run(ask()) == [*((200, kind) for kind in kinds), (401, "application/json")]
+    assert run(look()) == [*((200, kind) for kind in kinds), (401, "application/json")]

@@ -7,45 +7,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec import LLM
 from jaxspec.serving import metrics as own_metrics
-from tests.helpers.served import MODEL, Served, run
+from tests.helpers.served import MODEL, with_http
 
-# Those of vLLM that apply, and ours at the end. A counter's samples end in
-# "_total", which its name here leaves out, as the parser does.
-METRICS: Mapping[str, str] = MappingProxyType(
+OWN: Mapping[str, str] = MappingProxyType(
     {
-        "num_requests_running": "gauge",
-        "num_requests_waiting": "gauge",
-        "num_requests_waiting_by_reason": "gauge",
-        "kv_cache_usage_perc": "gauge",
-        "prefix_cache_queries": "counter",
-        "prefix_cache_hits": "counter",
-        "num_preemptions": "counter",
-        "prompt_tokens": "counter",
-        "prompt_tokens_cached": "counter",
-        "generation_tokens": "counter",
-        "request_success": "counter",
-        "admission_rejections": "counter",
-        "spec_decode_num_drafts": "counter",
-        "spec_decode_num_draft_tokens": "counter",
-        "spec_decode_num_accepted_tokens": "counter",
-        "spec_decode_num_accepted_tokens_per_pos": "counter",
-        "time_to_first_token_seconds": "histogram",
-        "inter_token_latency_seconds": "histogram",
-        "request_time_per_output_token_seconds": "histogram",
-        "e2e_request_latency_seconds": "histogram",
-        "request_queue_time_seconds": "histogram",
-        "request_prefill_time_seconds": "histogram",
-        "request_decode_time_seconds": "histogram",
-        "request_inference_time_seconds": "histogram",
-        "request_prompt_tokens": "histogram",
-        "request_generation_tokens": "histogram",
-        "iteration_tokens_total": "histogram",
-        "request_num_preemptions": "histogram",
         "kv_cache_waste_perc": "gauge",
         "device_idle_share": "gauge",
         "device_busy_seconds": "counter",
@@ -77,16 +48,15 @@ BUCKETS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 
 def test_texts_are_tokenized_as_prompts_are(llm: LLM):
-    async def test() -> list[Any]:
-        async with Served(llm) as server, server.http() as http:
-            text = {"model": MODEL, "prompt": "añb", "return_token_strs": True}
-            chat = {"messages": [{"role": "user", "content": "hi"}]}
-            first = (await http.post("/tokenize", json=text)).json()
-            second = (await http.post("/tokenize", json=chat)).json()
-            back = (await http.post("/detokenize", json={"tokens": first["tokens"]})).json()
-            return [first, second, back]
+    async def test(http: httpx.AsyncClient) -> list[Any]:
+        text = {"model": MODEL, "prompt": "añb", "return_token_strs": True}
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        first = (await http.post("/tokenize", json=text)).json()
+        second = (await http.post("/tokenize", json=chat)).json()
+        back = (await http.post("/detokenize", json={"tokens": first["tokens"]})).json()
+        return [first, second, back]
 
-    first, second, back = run(test())
+    first, second, back = with_http(llm, test)
     assert first["tokens"] == llm.tokenize(["añb"])[0] and first["count"] == 4
     assert first["token_strs"] == ["a", "\ufffd", "\ufffd", "b"]
     assert first["max_model_len"] == 256
@@ -95,18 +65,17 @@ def test_texts_are_tokenized_as_prompts_are(llm: LLM):
 
 
 def test_metrics_count_what_was_served(llm: LLM):
-    async def test() -> tuple[str, str]:
-        async with Served(llm) as server, server.http() as http:
-            body = {"prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
-            before = (await http.get("/metrics")).text
-            await http.post("/v1/completions", json=body)
-            return before, (await http.get("/metrics")).text
+    async def test(http: httpx.AsyncClient) -> tuple[str, str]:
+        body = {"prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
+        before = (await http.get("/metrics")).text
+        await http.post("/v1/completions", json=body)
+        return before, (await http.get("/metrics")).text
 
     def value(text: str, name: str) -> float:
         lines = [line for line in text.splitlines() if line.startswith(f"jaxspec:{name}{{")]
         return sum(float(line.split()[-1]) for line in lines)
 
-    before, after = run(test())
+    before, after = with_http(llm, test)
     assert value(before, "generation_tokens_total") == 0
     assert value(after, "generation_tokens_total") == 12
     assert value(after, "prompt_tokens_total") == 9
@@ -122,6 +91,19 @@ def test_metrics_count_what_was_served(llm: LLM):
     assert value(after, "rounds_total") >= rounds
 
 
+def documented() -> dict[str, str]:
+    """The types of all metrics by their names, as docs/serving.md tells: those of vLLM that apply,
+    and ours. A counter's samples end in "_total", which its name leaves out, as the parser does."""
+    text = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text()
+    _, section = text.split("### Metrics\n")
+    found: dict[str, str] = {}
+    rows = r"^\| (gauge|counter|histogram|its own)s? \| (.*) \|$"
+    for kind, cell in re.findall(rows, section, re.MULTILINE):
+        names = re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cell))
+        found |= {name: OWN[name] if kind == "its own" else kind for name in names}
+    return found
+
+
 def families(text: str) -> dict[str, Metric]:
     return {
         family.name.removeprefix("jaxspec:"): family
@@ -130,23 +112,22 @@ def families(text: str) -> dict[str, Metric]:
 
 
 def test_metrics_have_the_names_types_and_labels_of_vllms(llm: LLM):
-    async def test() -> tuple[str, str]:
-        async with Served(llm) as server, server.http() as http:
-            before = (await http.get("/metrics")).text
-            body = {"prompt": "abcabcabc", "max_tokens": 12}
-            options: list[dict[str, Any]] = [
-                {"temperature": 0},
-                {"n": 2, "logprobs": 1, "presence_penalty": 0.5},
-                {"stream": True, "structured_outputs": {"regex": "[a-c]{3}"}},
-                {"prompt": ["abcabcabcd", "x"], "max_tokens": 1},
-            ]
-            posts = [http.post("/v1/completions", json=body | one) for one in options]
-            assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
-            return before, (await http.get("/metrics")).text
+    async def test(http: httpx.AsyncClient) -> tuple[str, str]:
+        before = (await http.get("/metrics")).text
+        body = {"prompt": "abcabcabc", "max_tokens": 12}
+        options: list[dict[str, Any]] = [
+            {"temperature": 0},
+            {"n": 2, "logprobs": 1, "presence_penalty": 0.5},
+            {"stream": True, "structured_outputs": {"regex": "[a-c]{3}"}},
+            {"prompt": ["abcabcabcd", "x"], "max_tokens": 1},
+        ]
+        posts = [http.post("/v1/completions", json=body | one) for one in options]
+        assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
+        return before, (await http.get("/metrics")).text
 
-    for text in run(test()):
+    for text in with_http(llm, test):
         found = {name: one for name, one in families(text).items() if "_created" not in name}
-        assert {name: one.type for name, one in found.items()} == METRICS
+        assert {name: one.type for name, one in found.items()} == documented()
         for name, family in found.items():
             expected = {"model_name", "engine"} | OWN_LABELS.get(name, set())
             for sample in family.samples:
@@ -170,15 +151,3 @@ def test_metrics_have_the_names_types_and_labels_of_vllms(llm: LLM):
     assert total("rounds") > 0 and total("iteration_tokens_total") > 1
     reasons = {one.labels["finished_reason"] for one in found["request_success"].samples}
     assert reasons == {*own_metrics.REASONS.values()}
-
-
-def test_every_metric_stands_in_the_docs():
-    text = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text()
-    _, section = text.split("### Metrics\n")
-    rows = re.findall(
-        r"^\| (gauges|counters|histograms|its own) \| (.*) \|$", section, re.MULTILINE
-    )
-    found = {
-        name for _, cell in rows for name in re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cell))
-    }
-    assert found == set(METRICS)

@@ -11,7 +11,7 @@ from jaxspec import LLM
 from jaxspec.config.engine import EngineConfig
 from tests.helpers.engines import CHAIN
 from tests.helpers.random_models import save_random_target
-from tests.helpers.served import MODEL, with_client
+from tests.helpers.served import MODEL, ask
 from tests.helpers.small_tokenizers import byte_level, with_markup
 
 TOKENIZER = with_markup(byte_level())
@@ -48,21 +48,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def answer(llm: LLM, **fields: Any) -> Any:
     """The one choice of a chat; a stream of the same request has the same content and calls."""
     request = {**REQUEST, **fields}
-
-    async def test(client: Any) -> Any:
-        whole = await client.chat.completions.create(**request)
-        chunks = [c async for c in await client.chat.completions.create(**request, stream=True)]
-        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-        [choice] = whole.choices
-        content = "".join(delta.content or "" for delta in deltas)
-        assert content == (choice.message.content or "")
-        calls = [part.function for delta in deltas for part in delta.tool_calls or []]
-        wanted = [one.function for one in choice.message.tool_calls or []]
-        assert [one.name for one in calls if one.name] == [one.name for one in wanted]
-        assert "".join(one.arguments for one in calls) == "".join(one.arguments for one in wanted)
-        return choice
-
-    return with_client(llm, test)
+    whole, chunks = ask(llm, request, {**request, "stream": True})
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    [choice] = whole.choices
+    assert "".join(delta.content or "" for delta in deltas) == (choice.message.content or "")
+    calls = [part.function for delta in deltas for part in delta.tool_calls or []]
+    wanted = [one.function for one in choice.message.tool_calls or []]
+    assert [one.name for one in calls if one.name] == [one.name for one in wanted]
+    assert "".join(one.arguments for one in calls) == "".join(one.arguments for one in wanted)
+    return choice
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "weather"])

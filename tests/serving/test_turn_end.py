@@ -20,7 +20,7 @@ from jaxspec.llm.completion import Completion
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.regenerate import regenerate
 from tests.helpers.random_models import save_random_target
-from tests.helpers.served import MODEL, with_client
+from tests.helpers.served import MODEL, ask, with_client
 from tests.helpers.small_tokenizers import one_token_a_byte
 
 END, START, TURN, TOOL = 256, 257, 258, 259  # <|endoftext|>, <|im_start|>, <|im_end|>, <tool>
@@ -140,18 +140,17 @@ def test_answers_to_learn_from_end_with_the_turn(llm: LLM, tmp_path: Path, monke
 def test_a_server_ends_chats_with_the_turn_and_shows_its_stop_tokens(llm: LLM, template):
     end = TURN if template is None else TOOL
     fields = {"model": MODEL, "max_tokens": 6, "temperature": 0, "logit_bias": {str(end): 100}}
-
-    async def ask(client: Any) -> tuple[Any, ...]:
-        create = client.chat.completions.create
-        answer = await create(messages=USER, **fields)
-        more = await create(messages=USER, extra_body={"stop_token_ids": [7]}, **fields)
-        ignoring = await create(messages=USER, extra_body={"ignore_eos": True}, **fields)
-        streamed = [one async for one in await create(messages=USER, stream=True, **fields)]
-        text = await client.completions.create(prompt="hi", **fields)
-        return answer, more, ignoring, streamed[-1], text, await client.models.retrieve(MODEL)
-
-    *found, text, card = with_client(llm, ask, chat_template=template)
-    endings = [one.choices[0].finish_reason for one in found]
+    user = {**fields, "messages": USER}
+    requests = [
+        user,
+        {**user, "extra_body": {"stop_token_ids": [7]}},
+        {**user, "extra_body": {"ignore_eos": True}},
+        {**user, "stream": True},
+        {**fields, "prompt": "hi"},
+    ]
+    *found, chunks, text = ask(llm, *requests, chat_template=template)
+    card = with_client(llm, lambda client: client.models.retrieve(MODEL), chat_template=template)
+    endings = [one.choices[0].finish_reason for one in (*found, chunks[-1])]
     assert endings == ["stop", "stop", "length", "stop"]
     assert found[0].choices[0].message.content == ""
     assert text.choices[0].finish_reason == "length"

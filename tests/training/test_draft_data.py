@@ -176,27 +176,19 @@ def test_unusable_lines_are_counted(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        (None, "cannot read"),
         ([], "is empty"),
         (["{", "{"], "fewer than two usable documents .*2 broken JSON"),
         ([{"text": "only one"}], "fewer than two"),
+        ([chat("a", "b"), chat("c", "d")], "no chat template"),
     ],
 )
 def test_nothing_to_train_on_is_an_error(tokenizer, tmp_path, lines, message):
-    path = write_lines(tmp_path / "bad.jsonl", *lines)
+    tokenizer.chat_template, path = None, tmp_path / "bad.jsonl"
+    if lines is not None:
+        write_lines(path, *lines)
     with pytest.raises(ValueError, match=message):
         read_examples([path], tokenizer, 64)
-
-
-def test_messages_need_a_chat_template(tokenizer, tmp_path):
-    tokenizer.chat_template = None
-    path = write_lines(tmp_path / "chats.jsonl", chat("a", "b"), chat("c", "d"))
-    with pytest.raises(ValueError, match="no chat template"):
-        read_examples([path], tokenizer, 64)
-
-
-def test_a_missing_path_is_an_error(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="cannot read"):
-        read_examples([tmp_path / "no.jsonl"], tokenizer, 64)
 
 
 def test_the_draft_vocabulary_has_the_most_frequent_learned_tokens():

@@ -22,7 +22,7 @@ from jaxspec.models.heads import (
     default_capture,
     head_shapes,
 )
-from jaxspec.training.heads.loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
+from jaxspec.training.heads.loss import DraftBatch, LossConfig, target_states, unroll
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_experts import random_expert_target
@@ -35,7 +35,11 @@ LENGTH, STEPS, PAGE = 14, 4, 4
 TOKENS = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(2, LENGTH)).astype(np.int32)
 
 
-jit_loss = jax.jit(draft_loss, static_argnums=3, compiler_options=FAST_COMPILE)
+@functools.partial(jax.jit, static_argnums=3, compiler_options=FAST_COMPILE)
+def jit_loss(head: DraftHead, target: Decoder, batch: DraftBatch, config: LossConfig):
+    return config(head, target, batch)
+
+
 jit_states = jax.jit(target_states, static_argnums=(2, 3), compiler_options=FAST_COMPILE)
 
 
@@ -207,7 +211,7 @@ def test_sinks_are_trained():
 
     def loss(sinks: jax.Array) -> jax.Array:
         changed = with_mixer(head, mixer.replace(sinks=sinks))
-        return draft_loss(changed, target, batch_of(TOKENS), LossConfig(steps=2))[0]
+        return LossConfig(steps=2)(changed, target, batch_of(TOKENS))[0]
 
     sinks = mixer.sinks
     slopes = np.asarray(jax.jit(jax.grad(loss), compiler_options=FAST_COMPILE)(sinks))
@@ -252,7 +256,7 @@ def test_gradients_agree_with_finite_differences(method, options, config):
         def loss(layers, fc, norm, lm_head):
             front = head.front.replace(fc=fc)
             changed = head.replace(layers=layers, front=front, norm=norm, lm_head=lm_head)
-            return draft_loss(changed, target, batch_of(TOKENS), config)[0]
+            return config(changed, target, batch_of(TOKENS))[0]
 
         parts = (head.layers, head.front.fc, head.norm, head.lm_head)
         check_grads(jax.jit(loss), parts, order=1, modes=("rev",), atol=2e-3, rtol=2e-3, eps=1e-3)
@@ -286,18 +290,6 @@ def test_a_target_outside_the_draft_vocabulary_is_not_learned_but_counted():
     learned[:, 2:] = unknown
     loss, metrics = jit_loss(head, TARGET, batch_of(TOKENS, learned), LossConfig(steps=1))
     assert loss == 0 and metrics["accuracy"] == 0 and 0 < metrics["overlap"] < 1
-
-
-def test_states_given_with_the_batch_are_used():
-    head, batch = random_head("eagle3"), batch_of(TOKENS)
-    features, hidden = jit_states(TARGET, batch, head.capture, dense_causal_attend)
-    given = batch.replace(features=features, hidden=hidden)
-    for one, other in zip(
-        jit_loss(head, TARGET, batch, LossConfig(steps=2))[1].values(),
-        jit_loss(head, TARGET, given, LossConfig(steps=2))[1].values(),
-        strict=True,
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"step_decay": 0.0}])

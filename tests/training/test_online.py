@@ -94,8 +94,6 @@ def test_the_script_measures_before_and_after(model, head, sources, tmp_path, ca
     ("arguments", "message"),
     [
         (["--drafter", "ngram"], "only an EAGLE head learns"),
-        (["--batches", "0"], "must be at least 1"),
-        (["--held-out", "0"], "--held-out must be at least 1"),
         (["--data", "/no/such/data"], "no such file or folder"),
         (["--mode", "tree"], "not plain, chain:K"),
     ],

@@ -28,11 +28,6 @@ def examples(llm: LLM) -> Examples:
     return Examples(rows, np.ones(rows.shape, bool), np.full(5, 6))
 
 
-@pytest.fixture(scope="module")
-def answers(llm: LLM, examples: Examples, tmp_path_factory) -> Examples:
-    return regenerate(llm, examples, tmp_path_factory.mktemp("answers") / "answers.jsonl")
-
-
 @pytest.mark.slow
 def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(llm, examples, tmp_path):
     path, told = tmp_path / "answers.jsonl", []
@@ -48,19 +43,6 @@ def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(llm, exa
     np.testing.assert_array_equal(again.tokens, answers.tokens)
     with pytest.raises(ValueError, match="another model or to other rows"):
         regenerate(llm, examples, path, temperatures=(1.0,))
-
-
-@pytest.mark.slow
-def test_after_the_deadline_there_are_the_first_rows_and_a_later_call_goes_on(
-    llm, examples, answers, tmp_path
-):
-    path = tmp_path / "answers.jsonl"
-    for _ in range(2):  # the first batch is always written, and no other
-        part = regenerate(llm, examples, path, deadline=0.0)
-        np.testing.assert_array_equal(part.tokens, answers.tokens[:2])
-        np.testing.assert_array_equal(part.learned, answers.learned[:2])
-    whole = regenerate(llm, examples, path, deadline=time.monotonic() + 1e6)
-    np.testing.assert_array_equal(whole.tokens, answers.tokens)
 
 
 @pytest.mark.slow

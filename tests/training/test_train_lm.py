@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -17,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec import BUILT_IN_MODEL, SpeculationConfig
 from jaxspec.checkpoints.load import load
 from jaxspec.commands import train_lm
 from jaxspec.config.model import ModelConfig
@@ -25,7 +23,7 @@ from jaxspec.decoding.drafters import DraftModelDrafter
 from jaxspec.training import data
 from jaxspec.training.data import Corpus
 from jaxspec.training.lm.model import TrainConfig
-from jaxspec.training.lm.report import Card, export
+from jaxspec.training.lm.report import LMCard, export
 from jaxspec.training.lm.run import Pretraining, sample
 from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.schedule import Schedule
@@ -71,7 +69,7 @@ def trained(
 @pytest.fixture(scope="module")
 def exported(trained: Pretraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
-    card = Card(
+    card = LMCard(
         name="tiny", device="a CPU", command="train", license_note="Apache-2.0", sample="x = 1"
     )
     export(trained, card, folder)
@@ -305,17 +303,6 @@ def test_a_draft_model_takes_the_tokenizer_of_its_target(draft_model: Path):
     assert isinstance(drafter, DraftModelDrafter) and drafter.model.config.vocab_size == 4096
 
 
-@pytest.mark.slow
-def test_a_draft_model_changes_no_text(draft_model: Path):
-    plain, drafted = (
-        LLM(BUILT_IN_MODEL, drafter=drafter, speculation=SpeculationConfig.chain(2)).generate(
-            ["def f("], SamplingParams(max_tokens=8)
-        )
-        for drafter in ("none", draft_model)
-    )
-    assert plain[0].token_ids == drafted[0].token_ids
-
-
 def test_documents_for_a_draft_model_are_whole_and_begin_as_its_targets_texts(tmp_path: Path):
     shutil.copytree(BUILT_IN_MODEL, tmp_path / "target")
     path, text = str(tmp_path / "target/tokenizer.json"), "one two three four"
@@ -361,16 +348,3 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, cap
     assert train_lm.main([*fixed, *work, "--vocab", "260", *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert line.startswith("jaxspec train-lm: ") and message in line
-
-
-@pytest.mark.slow
-def test_the_script_reports_a_user_error_in_one_line(tmp_path: Path):
-    result = subprocess.run(
-        [sys.executable, ROOT / "scripts/train_lm.py", "--data", tmp_path, "--out", tmp_path / "o",
-         "--steps", "1"],
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert result.stderr.startswith("jaxspec train-lm: no usable text file")
-    assert result.stderr.count("\n") == 1

@@ -27,9 +27,9 @@ from jaxspec.checkpoints.formats.views import (
     check_words,
     checked_scales,
     marker,
-    modules_of,
     packed_integers,
     part_of,
+    with_modules,
     zeros_like_scales,
 )
 from jaxspec.models.json.values import shown
@@ -71,22 +71,16 @@ def read_compressed_tensors(
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
     schemes = read_schemes(config)
-    tensors = dict(stored)
-    for module in modules_of(stored, "weight_packed"):
-        tensors |= _packed(stored, module, _scheme_of(schemes, module, is_float=False))
-        for part in PARTS:
-            tensors.pop(f"{module}.{part}", None)
-    floats = [
-        module
-        for module in modules_of(stored, "weight_scale")
-        if f"{module}.weight_packed" not in stored
-    ]
-    for module in floats:
-        scheme = _scheme_of(schemes, module, is_float=True)
-        tensors |= float8_module(stored, module, "weight_scale", scheme.block)
-        for part in ("weight", "weight_scale"):
-            del tensors[f"{module}.{part}"]
-    return tensors
+
+    def packed(module: str) -> dict[str, CheckpointTensor]:
+        return _packed(stored, module, _scheme_of(schemes, module, is_float=False))
+
+    def floats(module: str) -> dict[str, CheckpointTensor]:
+        block = _scheme_of(schemes, module, is_float=True).block
+        return float8_module(stored, module, "weight_scale", block)
+
+    tensors = with_modules(stored, "weight_packed", PARTS, packed)
+    return with_modules(tensors, "weight_scale", ("weight", "weight_scale"), floats)
 
 
 def read_schemes(config: Mapping[str, Any]) -> list[Scheme]:

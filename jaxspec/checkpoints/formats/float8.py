@@ -14,8 +14,8 @@ from jaxspec.checkpoints.formats.views import (
     check_shape,
     checked_scales,
     checked_values,
-    modules_of,
     part_of,
+    with_modules,
 )
 from jaxspec.models.tensors import CheckpointTensor
 
@@ -35,12 +35,12 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
     fields.must_be("scale_fmt", "float", default="float")
     fields.ignored("quant_method", "modules_to_not_convert", "ignored_layers", "dequantize")
     fields.check_all_read()
-    tensors = dict(stored)
-    for module in modules_of(stored, "weight_scale_inv"):
-        tensors |= float8_module(stored, module, "weight_scale_inv", BLOCK)
-        for part in ("weight", "weight_scale_inv"):
-            del tensors[f"{module}.{part}"]
-    return tensors
+    scales = "weight_scale_inv"
+
+    def module_of(module: str) -> dict[str, CheckpointTensor]:
+        return float8_module(stored, module, scales, BLOCK)
+
+    return with_modules(stored, scales, ("weight", scales), module_of)
 
 
 def float8_module(

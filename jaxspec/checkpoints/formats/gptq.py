@@ -14,23 +14,17 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints.formats.fields import Fields
-from jaxspec.checkpoints.formats.packing import per_word
 from jaxspec.checkpoints.formats.views import (
+    INPUTS_FIRST,
     Tensors,
-    check_divides,
-    check_shape,
-    check_words,
-    checked_scales,
-    modules_of,
-    packed_integers,
+    inputs_first_module,
     part_of,
-    zeros_like_scales,
+    with_modules,
 )
 from jaxspec.models.json.values import shown
 from jaxspec.models.tensors import CheckpointTensor
 
 VERSIONS = ("gptq", "gptq_v2")
-PARTS = ("qweight", "qzeros", "scales", "g_idx")
 # Of the tools that wrote the file.
 HARMLESS = (
     *("quant_method", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential"),
@@ -60,16 +54,21 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
         )
     fields.ignored(*HARMLESS)
     fields.check_all_read()
-    tensors, shifts = dict(stored), dict[int, CheckpointTensor]()
-    for module in modules_of(stored, "qweight"):
+    shifts, is_first = dict[int, CheckpointTensor](), version == "gptq"
+
+    def module_of(module: str) -> dict[str, CheckpointTensor]:
         if ordered:
             part_of(stored, module, "g_idx")
-        tensors |= _module(stored, module, bits, group, add=1 if version == "gptq" else 0)
+        add = 1 if is_first else 0
+        tensors = inputs_first_module(stored, module, bits, group, axis=0, add=add)
         if symmetric:
             zero = tensors.pop(f"{module}.zero")
-            shifts.setdefault(shift_of_zeros(zero, 1 if version == "gptq" else -1), zero)
-        for part in PARTS:
-            tensors.pop(f"{module}.{part}", None)
+            shifts.setdefault(shift_of_zeros(zero, 1 if is_first else -1), zero)
+        groups, size = (tensors[f"{module}.{part}"].shape[1] for part in ("scale", "values"))
+        mixed = mixed_groups(stored.get(f"{module}.g_idx"), size, groups)
+        return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
+
+    tensors = with_modules(stored, "qweight", (*INPUTS_FIRST, "g_idx"), module_of)
     if len(shifts) > 1:
         first, second = (f"{zero.file}: {zero.name}" for zero in shifts.values())
         raise ValueError(
@@ -77,25 +76,6 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
             "the format, and quantization_config has one checkpoint_format"
         )
     return tensors
-
-
-def _module(
-    stored: Tensors, module: str, bits: int, group: int | None, add: int
-) -> dict[str, CheckpointTensor]:
-    words, zeros, scales = (part_of(stored, module, part) for part in PARTS[:3])
-    size, outputs = words.shape[0] * per_word(bits), words.shape[-1]
-    groups = check_divides(module, size, group or size)
-    check_words(words, (words.shape[0], outputs))
-    check_words(zeros, (groups, outputs // per_word(bits)))
-    check_shape(scales, (groups, outputs))
-    zeros_as_stored = packed_integers(zeros, bits, 1, inputs_first=True, add=add)
-    tensors: dict[str, CheckpointTensor] = {
-        f"{module}.values": packed_integers(words, bits, 0, inputs_first=True),
-        f"{module}.zero": zeros_like_scales(zeros_as_stored, scales),
-        f"{module}.scale": checked_scales(scales, inputs_first=True),
-    }
-    mixed = mixed_groups(stored.get(f"{module}.g_idx"), size, groups)
-    return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
 
 
 def mixed_groups(index: CheckpointTensor | None, size: int, groups: int) -> CheckpointTensor | None:

@@ -12,6 +12,7 @@ from jaxspec.models.tensors import CheckpointTensor
 Tensors = Mapping[str, CheckpointTensor]
 Bounds = tuple[int, int]  # start and stop
 FLOAT_SCALES = ("F16", "BF16", "F32")
+INPUTS_FIRST = ("qweight", "qzeros", "scales")  # parts of AWQ's and GPTQ's modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +153,55 @@ def check_shape(tensor: CheckpointTensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{tensor.name} is {list(tensor.shape)}, but must be {list(shape)}")
 
 
-def modules_of(stored: Tensors, suffix: str) -> list[str]:
-    """Names of the modules that have a tensor ``<name>.<suffix>``."""
-    return [name.removesuffix(f".{suffix}") for name in stored if name.endswith(f".{suffix}")]
+def with_modules(
+    stored: Tensors,
+    suffix: str,
+    parts: tuple[str, ...],
+    read: Callable[[str], dict[str, CheckpointTensor]],
+) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint, of modules that have ``<name>.<suffix>`` what ``read`` makes of
+    their ``parts``."""
+    tensors = dict(stored)
+    modules = (n.removesuffix(f".{suffix}") for n in stored if n.endswith(f".{suffix}"))
+    for module in modules:
+        tensors |= read(module)
+        for part in parts:
+            tensors.pop(f"{module}.{part}", None)
+    return tensors
+
+
+def inputs_first_module(
+    stored: Tensors,
+    module: str,
+    bits: int,
+    group: int | None,
+    *,
+    axis: int,
+    order: tuple[int, ...] | None = None,
+    add: int = 0,
+) -> dict[str, CheckpointTensor]:
+    """A module's values, zero and scale of ``qweight``, ``qzeros`` and ``scales``, which are stored
+    as [in, out], with zeros packed along the outputs.
+
+    Args:
+      axis: of qweight, along which words hold several integers.
+      order: see packing.unpack.
+      add: is added to the stored zeros.
+    """
+    words, zeros, scales = (part_of(stored, module, part) for part in INPUTS_FIRST)
+    count = per_word(bits)
+    size = words.shape[0] * (count if axis == 0 else 1)
+    outputs = words.shape[-1] * (count if axis == 1 else 1)
+    groups = check_divides(module, size, group or size)
+    check_words(words, (words.shape[0], words.shape[-1]))
+    check_words(zeros, (groups, outputs // count))
+    check_shape(scales, (groups, outputs))
+    zeros_as_stored = packed_integers(zeros, bits, 1, inputs_first=True, order=order, add=add)
+    return {
+        f"{module}.values": packed_integers(words, bits, axis, inputs_first=True, order=order),
+        f"{module}.zero": zeros_like_scales(zeros_as_stored, scales),
+        f"{module}.scale": checked_scales(scales, inputs_first=True),
+    }
 
 
 def part_of(stored: Tensors, module: str, suffix: str) -> CheckpointTensor:

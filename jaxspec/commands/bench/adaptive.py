@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
-    collect_parts,
     command_parser,
     device_line,
     left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -39,7 +39,7 @@ from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.engine import Engine
 from jaxspec.evaluation.benchmarks.acceptance_levels import AcceptanceLevels
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_draft_head
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.evaluation.closed_loop import Clients, Phase, Requests
 from jaxspec.evaluation.load_test import rounds_by_name
@@ -57,9 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--trees", default="plain,chain:1,chain:3,chain:5", help="trees to choose from, and to "
         "compare with: plain, chain:K or NODES:DEPTH:TOPK, the largest last")  # fmt: skip
-    add("--clients", default="1,8,32,128", help="numbers of clients")
+    add("--clients", type=numbers, default=(1, 8, 32, 128), help="numbers of clients")
     add("--levels", default="0.2,0.5,0.85", help="chances to accept the next token of a chain")
-    add("--prompt-tokens", type=int, default=512, help="tokens of a prompt")
+    add("--prompt-tokens", type=number, default=512, help="tokens of a prompt")
     add("--new-tokens", type=int, default=512, help="most tokens that a request generates; each "
         "has between half of them and all")  # fmt: skip
     add("--seconds", type=float, default=2.0, help="work at a load: so many seconds of plain "
@@ -67,8 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--warm-up", type=float, default=1.0, help="such seconds before that, not counted")
     add("--phase-seconds", type=float, default=1.0, help="such seconds of a phase of the mixed "
         "load; 0: no mixed load")  # fmt: skip
-    add("--rounds-per-call", type=int, default=16, help="most rounds of a call")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add("--rounds-per-call", type=number, default=16, help="most rounds of a call")
+    add("--page-size", type=number, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help=JSON_PARTS)
@@ -85,13 +85,8 @@ class Choices:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Choices":
-        clients = tuple(sorted({int(text) for text in args.clients.split(",")}))
-        counts = (*clients, args.prompt_tokens, args.rounds_per_call, args.page_size)
-        if min(counts) < 1 or args.new_tokens < 2:
-            raise ValueError(
-                "--clients, --prompt-tokens, --rounds-per-call and --page-size must be at least 1, "
-                "and --new-tokens at least 2"
-            )
+        if args.new_tokens < 2:
+            raise ValueError("--new-tokens must be at least 2")
         if min(args.seconds, args.warm_up, args.phase_seconds) < 0:
             raise ValueError("--seconds, --warm-up and --phase-seconds must be at least 0")
         if not (args.seconds or args.phase_seconds):
@@ -100,7 +95,7 @@ class Choices:
         if not trees[0].is_plain or trees[-1].is_plain:
             raise ValueError("--trees must begin with plain and end with the largest tree")
         levels = tuple(sorted(float(text) for text in args.levels.split(",")))
-        return cls(trees, clients, levels)
+        return cls(trees, tuple(sorted(set(args.clients))), levels)
 
 
 def make_engine(args: argparse.Namespace, choices: Choices) -> Engine:
@@ -114,7 +109,7 @@ def make_engine(args: argparse.Namespace, choices: Choices) -> Engine:
     )
     params = EngineParams(
         target=random_decoder(config, dtype, None, seed=0),
-        drafter=EagleDrafter(head=random_head(config, dtype, None, seed=1)),
+        drafter=EagleDrafter(head=random_draft_head(config, dtype, None, seed=1)),
         speculation=speculation,
         kernels=Kernels.parse(args.kernels),
     )
@@ -219,7 +214,7 @@ class Bench:
     def mixed(self) -> dict[str, Any]:
         """Phases of as many tokens for each tree, one after the other without a pause."""
         phases = [
-            (Phase(_at(self.choices.clients, load), _index(self.choices.levels, level)))
+            Phase(_at(self.choices.clients, load), _index(self.choices.levels, level))
             for load, level in MIXED
         ]
         tokens = [self._tokens(phase.clients, self.args.phase_seconds) for phase in phases]
@@ -267,9 +262,8 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
     arguments = results["arguments"]
     title = f"{arguments['shape']}, {device_line(results)}"
     trees = [*results["round_ms"], ADAPTIVE]
-    table = left_table(f"{title}: tokens/s")
-    for name in ("clients", "level", *trees, "best fixed", "of best", "of plain"):
-        table.add_column(name, justify="right")
+    figures = ("clients", "level", *trees, "best fixed", "of best", "of plain")
+    table = left_table(f"{title}: tokens/s", right=figures)
     table.add_column("rounds of adaptive")
     for row in results["steady"]:
         table.add_row(
@@ -286,13 +280,12 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
 
 
 def make_cost_table(results: dict[str, Any]) -> Table:
+    costs = results["round_ms"]
     table = left_table(
         "ms/round, as warm-up measured",
         f"kernels: {results['own_kernels']}\n{results['command']}",
+        right=("tree", *next(iter(costs.values()))),
     )
-    costs = results["round_ms"]
-    for name in ("tree", *next(iter(costs.values()))):
-        table.add_column(name, justify="right")
     for name, by_clients in costs.items():
         table.add_row(name, *(f"{value:.2f}" for value in by_clients.values()))
     return table
@@ -300,11 +293,8 @@ def make_cost_table(results: dict[str, Any]) -> Table:
 
 def make_mixed_table(results: dict[str, Any], trees: Sequence[str]) -> Table:
     mixed = results["mixed"]
-    table = left_table(
-        f"mixed load, tokens/s; adaptive is {mixed['of_best']:.3f} of {mixed['best']}"
-    )
-    for name in ("clients", "level", "tokens", *trees):
-        table.add_column(name, justify="right")
+    title = f"mixed load, tokens/s; adaptive is {mixed['of_best']:.3f} of {mixed['best']}"
+    table = left_table(title, right=("clients", "level", "tokens", *trees))
     for index, phase in enumerate(mixed["phases"]):
         rates = (f"{mixed['rates'][name][index]:,.0f}" for name in trees)
         table.add_row(str(phase["clients"]), f"{phase['level']:g}", f"{phase['tokens']:,}", *rates)
@@ -314,9 +304,7 @@ def make_mixed_table(results: dict[str, Any], trees: Sequence[str]) -> Table:
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args, progress_console()), "steady", as_json=args.json)
-    for table in make_tables(results):
-        table_console(stderr=args.json).print(table)
+    show_parts(measure(args, progress_console()), "steady", make_tables, as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

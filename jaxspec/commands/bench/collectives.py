@@ -25,7 +25,8 @@ from jaxspec.commands.shared.compiling_process import (
     run_compiling,
     run_or_compile,
 )
-from jaxspec.commands.shared.engine_options import add_sequence_parallel_option, tensor_parallel
+from jaxspec.commands.shared.engine_options import add_sequence_parallel_option
+from jaxspec.commands.shared.option_types import number, tensor_parallel
 from jaxspec.commands.shared.shell import command_parser, left_table, show_results
 from jaxspec.evaluation.benchmarks.ahead_of_time import (
     Job,
@@ -56,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--grids", default=GRIDS, help="values of --tp to compare, separated by commas")
     add_sequence_parallel_option(parser)
-    add("--batch", type=int, default=8, help="sequences that are decoded")
-    add("--tokens", type=int, default=2048, help="tokens of the prompt that is read")
+    add("--batch", type=number, default=8, help="sequences that are decoded")
+    add("--tokens", type=number, default=2048, help="tokens of the prompt that is read")
     add_compiler_options(parser)
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
@@ -80,7 +81,7 @@ def count_here(args: argparse.Namespace) -> None:
     jax.devices()  # makes the CPU the backend before the plugin is loaded
     for grid in parse_grids(args.grids, args.sp):
         for tokens, program, job in programs(args, grid):
-            one_layer, two = (count(program, job, layers) for layers in (1, 2))
+            one_layer, two = (sent_by(program, job, layers) for layers in (1, 2))
             layer = difference(two, one_layer)
             line = {"tp": shown_size(grid), "tokens": tokens, "layer": layer}
             print(json.dumps(line), flush=True)
@@ -88,9 +89,9 @@ def count_here(args: argparse.Namespace) -> None:
 
 def difference(more: Counts, less: Counts) -> Counts:
     found = {}
-    for kind, (number, sent) in more.items():
-        other, other_sent = less.get(kind, (0, 0.0))
-        found[kind] = number - other, sent - other_sent
+    for kind, (times, sent) in more.items():
+        fewer, less_sent = less.get(kind, (0, 0.0))
+        found[kind] = times - fewer, sent - less_sent
     return found
 
 
@@ -106,7 +107,7 @@ def programs(
     yield args.tokens, prefill_program, dataclasses.replace(job, workload=reading)
 
 
-def count(program: Callable[[Job, Sequence[Any]], Program], job: Job, layers: int) -> Counts:
+def sent_by(program: Callable[[Job, Sequence[Any]], Program], job: Job, layers: int) -> Counts:
     """What devices send in a model with so many layers."""
     config = dataclasses.replace(job.config, layers=job.config.layers[:1] * layers)
     made = program(dataclasses.replace(job, config=config), make_devices(job.num_devices))
@@ -124,22 +125,21 @@ def count_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> list[
 
 def make_table(counts: Sequence[dict[str, Any]], shape: str, sequence_parallel: int = 1) -> Table:
     shared = f", sp {sequence_parallel}" if sequence_parallel > 1 else ""
-    table = left_table(f"{shape}, bfloat16{shared}: a layer of one device")
-    for name in ("tokens", "--tp", *KINDS, "collectives", "KiB sent", "KiB a token"):
-        table.add_column(name, justify="right")
+    headings = ("tokens", "--tp", *KINDS, "collectives", "KiB sent", "KiB a token")
+    table = left_table(f"{shape}, bfloat16{shared}: a layer of one device", right=headings)
     for found in sorted(counts, key=operator.itemgetter("tokens")):
         layer = {kind: found["layer"].get(kind, (0, 0.0)) for kind in KINDS}
-        parts = [f"{number}: {sent / 2**10:.1f}" for number, sent in layer.values()]
-        number = sum(number for number, _ in layer.values())
+        parts = [f"{times}: {sent / 2**10:.1f}" for times, sent in layer.values()]
+        total = sum(times for times, _ in layer.values())
         sent = sum(sent for _, sent in layer.values()) / 2**10
         each = f"{sent / found['tokens']:.2f}"
-        table.add_row(str(found["tokens"]), found["tp"], *parts, str(number), f"{sent:.1f}", each)
+        table.add_row(str(found["tokens"]), found["tp"], *parts, str(total), f"{sent:.1f}", each)
     return table
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
-    if min(args.batch, args.tokens, args.sp) < 1:
-        raise ValueError("--batch, --tokens and --sp must be at least 1")
+    if args.sp < 1:
+        raise ValueError("--sp must be at least 1")
     parse_grids(args.grids, args.sp)
     check_wheels(args.wheels)
     counts = count_elsewhere(args, arguments)

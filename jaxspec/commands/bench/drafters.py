@@ -22,6 +22,7 @@ from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.load_drafter import choose_drafter
 from jaxspec.commands.bench.drafter_plot import plot_drafters
 from jaxspec.commands.bench.drafter_tables import full_width, make_tables
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, make_folder
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
@@ -35,15 +36,14 @@ from jaxspec.commands.shared.shell import (
     run_command,
     table_console,
 )
-from jaxspec.commands.shared.training_options import add_suffixes_option
+from jaxspec.commands.shared.training_options import DATA_HELP, add_suffixes_option, read_prompts
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.memory import bytes_of_token
 from jaxspec.evaluation.speedup import compile_race, race
-from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.training.heads.data import held_out_prompts, spread_rows
+from jaxspec.training.heads.data import spread_rows
 
 PLAIN_RUN = ("none", "plain")
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
@@ -56,16 +56,15 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_model_option(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", type=Path, nargs="+", help="folders, text or .jsonl files, named "
-        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
+    source.add_argument("--data", type=Path, nargs="+", help=DATA_HELP)
     source.add_argument("--from", type=Path, dest="measured", metavar="FILE", help="measure "
         "nothing: tables and picture of what an earlier run printed with --json")  # fmt: skip
     add_suffixes_option(parser)
     add("--run", nargs="+", action="append", metavar=("DRAFTER", "MODE"), help="a drafter and its "
         "modes; may be repeated (default: ngram and the default drafter, each with "
         "chain:5)")  # fmt: skip
-    add("--batch", type=int, nargs="+", default=[1], help="batch sizes")
-    add("--batches", type=int, default=6, help="batches of each size")
+    add("--batch", type=number, nargs="+", default=[1], help="batch sizes")
+    add("--batches", type=number, default=6, help="batches of each size")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "
         "one from a chat, which ends where the first answer begins")  # fmt: skip
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
@@ -173,18 +172,9 @@ def batches_of(prompts: Sequence[list[int]], size: int, count: int) -> list[list
 
 def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
     """One temperature after the other, and for each one batch size after the other."""
-    if min(*args.batch, args.batches) < 1:
-        raise ValueError("--batch and --batches must be at least 1")
     runs = chosen_runs(args)
-    prompts, report = held_out_prompts(
-        args.data,
-        load_tokenizer(args.model),
-        max(args.batch) * args.batches,
-        prompt_tokens=args.prompt_tokens,
-        max_tokens=args.max_tokens,
-        suffixes=tuple(args.suffixes),
-    )
-    progress.print(str(report))
+    most = max(args.batch) * args.batches
+    prompts = read_prompts(args, most, args.prompt_tokens, args.max_tokens, progress)
     if len(prompts) < max(args.batch):
         raise ValueError(
             f"{len(prompts)} held-out rows are fewer than one batch: give more --data, or more "

@@ -13,7 +13,6 @@ would choose independently.
 import argparse
 import dataclasses
 import itertools
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,26 +23,26 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.run_facts import config_facts, run_facts
 from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
-    collect_parts,
+    add_rows,
     command_parser,
     device_line,
     left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.config.model import ModelConfig
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import Bandwidth, measure_bandwidth
-from jaxspec.evaluation.number_format import or_blank
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.quantized.kv_cache import with_float8_cache
@@ -52,8 +51,27 @@ from jaxspec.parallel.bytes import gigabytes, local_bytes
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time
-HEAD_OPTIONS = ("draft_head", "drafter_quantization", "whole_drafter")
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
+# The table's columns, and what their cells show of a timing.
+COLUMNS = {
+    "mode": "{mode}",
+    "batch": "{batch}",
+    "context": "{first_context:.0f}-{last_context:.0f}",
+    "prefill ms": "{prefill_ms:.1f}",
+    "ms/round": "{round_ms:.3f}",
+    "tokens/round": "{acceptance_length:.2f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "floor GB": "{floor_gb:.3g}",
+    "floor ms": "{floor_ms:.3f}",
+    "% of floor": "{share_of_floor:.0%}",
+}
+OF_EXPERTS = {"experts read": "{experts_read:.1f}", "expected": "{expected:.1f}"}
+# Titles of what is quantized.
+QUANTIZED = {
+    "quantization": "weights",
+    "lm_head_quantization": "LM head",
+    "drafter_quantization": "head",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,12 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_shape_options(parser)
     add("--modes", default=DEFAULT_MODES, help="modes, separated by commas")
-    add("--batch", default="1", help="batch sizes, separated by commas")
-    add("--new-tokens", type=int, default=256, help="new tokens of a sequence in a timed call")
-    add("--chunk", type=int, help="prompt tokens of a sequence in a call (default: at most 512)")
-    add("--repeats", type=int, default=5, help="timed calls; the median is reported")
+    add("--batch", type=numbers, default=(1,), help="batch sizes, separated by commas")
+    add("--new-tokens", type=number, default=256, help="new tokens of a sequence in a timed call")
+    add("--chunk", type=number, help="prompt tokens of a sequence in a call (default: at most 512)")
+    add("--repeats", type=number, default=5, help="timed calls; the median is reported")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
-    add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
     add("--json", action="store_true", help=JSON_PARTS)
@@ -77,24 +94,9 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
     """The workloads and modes to time. Raises ValueError for options that do not go together."""
     config = model_shape(args.shape, args.layers)
     modes = [parse_mode(text) for text in args.modes.split(",")]
-    check_head_options(make_parser(), args, modes, HEAD_OPTIONS)
-    if args.whole_drafter and math.prod(grid_of(args.tp)) == 1:
-        raise ValueError("--whole-drafter would do nothing: add --tp")
-    batches = [int(text) for text in args.batch.split(",")]
-    sizes = (
-        args.context,
-        args.new_tokens,
-        args.page_size,
-        args.repeats,
-        1 if args.chunk is None else args.chunk,
-    )
-    if min(*batches, *sizes) < 1:
-        raise ValueError(
-            "--batch, --context, --new-tokens, --page-size, --repeats and --chunk must be at least "
-            "1"
-        )
+    check_head_options(make_parser(), args, modes)
     chosen = []
-    for batch, mode in itertools.product(batches, modes):
+    for batch, mode in itertools.product(args.batch, modes):
         workload = Workload(
             batch=batch,
             context=args.context,
@@ -145,15 +147,8 @@ def measure_modes(
     schemes = args.quantization, args.lm_head_quantization
     target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
     if any(mode.speculation for _, mode in chosen):
-        head = random_head_of_kind(
-            args.draft_head,
-            config,
-            dtype,
-            mesh,
-            seed=1,
-            sharded=not args.whole_drafter,
-            quantization=args.drafter_quantization,
-        )
+        scheme = args.drafter_quantization
+        head = random_head(config, dtype, mesh, 1, kind=args.draft_head, quantization=scheme)
     jax.block_until_ready((target, head))
     console.print(f"{gigabytes(local_bytes((target, head)))} of weights a device")
     if args.kv_dtype is not None:
@@ -178,31 +173,30 @@ def compile_all(
         workload, mode = case
         return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
 
-    benches = []
-    for bench in compile_side_by_side(compiled, chosen, "modes", MOST_JOBS, console.print):
-        benches.append(bench)
-        console.print(
-            f"compiled {bench.mode.name}, batch {bench.workload.batch}, "
-            f"in {bench.compile_seconds:.0f} s"
-        )
-    return benches
+    def name(case: tuple[Workload, Mode]) -> str:
+        return f"{case[1].name}, batch {case[0].batch}"
+
+    return compile_side_by_side(compiled, chosen, name, MOST_JOBS, console.print)
 
 
 def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
     floor_ms = 1e3 * timing.floor.total / bandwidth.best
     return dataclasses.asdict(timing) | {
         "experts_read": None if timing.chosen is None else timing.chosen.of_a_layer,
+        "floor_gb": timing.floor.total / 1e9,
         "floor_ms": floor_ms,
         "share_of_floor": floor_ms / timing.round_ms,
     }
 
 
-def make_table(results: dict[str, Any]) -> Table:
+def make_tables(results: dict[str, Any]) -> list[Table]:
     arguments, bandwidth = results["arguments"], results["bandwidth"]
-    layers = f"{arguments['layers']} layers, " if arguments.get("layers") else ""
+    layers = f"{arguments['layers']} layers, " if arguments["layers"] else ""
+    given = {name: arguments[key] for key, name in QUANTIZED.items() if arguments[key]}
+    quantized = "".join(f"{name} {scheme}, " for name, scheme in given.items())
     title = (
-        f"{arguments['shape']}, {layers}{arguments['dtype']}, {formats(arguments)}"
-        f"tp {arguments['tp']}, sp {arguments.get('sp', 1)}, "
+        f"{arguments['shape']}, {layers}{arguments['dtype']}, {quantized}"
+        f"tp {arguments['tp']}, sp {arguments['sp']}, "
         f"{device_line(results)}"
     )
     caption = (
@@ -211,43 +205,16 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
         f"{results['command']}"
     )
-    table = left_table(title, caption)
-    for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    has_experts = any(row.get("expected") for row in results["timings"])
-    experts = ("experts read", "expected") if has_experts else ()
-    for name in ("floor GB", "floor ms", "% of floor", *experts):
-        table.add_column(name, justify="right")
-    for row in results["timings"]:
-        table.add_row(
-            row["mode"],
-            str(row["batch"]),
-            f"{row['first_context']:.0f}-{row['last_context']:.0f}",
-            f"{row['prefill_ms']:.1f}",
-            f"{row['round_ms']:.3f}",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{sum(row['floor'].values()) / 1e9:.3g}",
-            f"{row['floor_ms']:.3f}",
-            f"{100 * row['share_of_floor']:.0f}",
-            *(or_blank(row[key]) for key in ("experts_read", "expected") if has_experts),
-        )
-    return table
-
-
-def formats(arguments: dict[str, Any]) -> str:
-    """What is quantized, for the title; of files without these fields, nothing."""
-    names = {
-        "quantization": "weights",
-        "lm_head_quantization": "LM head",
-        "drafter_quantization": "head",
-    }
-    return "".join(f"{names[key]} {arguments[key]}, " for key in names if arguments.get(key))
+    has_experts = any(row["expected"] for row in results["timings"])
+    columns = COLUMNS | OF_EXPERTS if has_experts else COLUMNS
+    table = left_table(title, caption, right=columns)
+    add_rows(table, columns.values(), results["timings"])
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
-    table_console(stderr=args.json).print(make_table(results))
+    parts = measure(args, progress_console())
+    show_parts(parts, "timings", make_tables, as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 Three ways: `one-shot` and `two-shot` of the kernel reduce_add_rms_norm, in which GPUs write to each
 other's memory, and XLA's all-reduce (NCCL), all as nodes of one CUDA graph. Without Hopper GPUs
-that reach each other's memory only the last is timed. The table ends with the fastest way by rows.
+that reach each other's memory only the last is timed.
 """
 
 import argparse
@@ -13,35 +13,24 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
-    collect_parts,
     command_parser,
     device_line,
     left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.evaluation.benchmarks.device_sums import (
     WAYS,
-    Sum,
-    Timing,
     cases,
-    fastest_ranges,
     has_kernels,
     time_sums,
 )
 from pallas_kernels.reduce_add_rms_norm.exchange import DEVICES, MAX_WIDTH, WIDTH_STEP
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Positive numbers, separated by commas."""
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text}")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,8 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--widths", type=numbers, default=(4096, 8192), help="hidden sizes")
     add("--rows", type=numbers, default=tuple(2**power for power in range(11)),
         help="rows of a call: sequences times nodes")  # fmt: skip
-    add("--passes", type=int, default=20, help="passes of 64 calls in a timed program")
-    add("--repeats", type=int, default=5, help="timed programs of a case; the median is reported")
+    add("--passes", type=number, default=20, help="passes of 64 calls in a timed program")
+    add("--repeats", type=number, default=5, help="timed programs of a case; the median is "
+        "reported")  # fmt: skip
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
@@ -73,9 +63,6 @@ def check_options(args: argparse.Namespace, devices: Sequence[int]) -> None:
             f"--widths must be multiples of {WIDTH_STEP} up to {MAX_WIDTH}, got "
             f"{', '.join(map(str, wrong))}"
         )
-    for name in ("passes", "repeats"):
-        if getattr(args, name) < 1:
-            problems.append(f"--{name} must be at least 1, got {getattr(args, name)}")
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -94,47 +81,33 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         )
     chosen = cases(devices, args.widths, args.rows, ways)
     facts = {**run_facts(), "arguments": vars(args) | {"devices": list(devices)}}
-    for timing in time_sums(chosen, args.passes, args.repeats, console.print):
-        console.print(f"{timing.sum}: {timing.us:.1f} us")
-        record = dataclasses.asdict(timing.sum) | {"us": timing.us, "same_bits": timing.same_bits}
-        yield facts | {"timings": [record]}
-
-
-def read_timing(record: dict[str, Any]) -> Timing:
-    """Of a record as ``measure`` makes it."""
-    case = Sum(*(record[field.name] for field in dataclasses.fields(Sum)))
-    return Timing(case, record["us"], record["same_bits"])
+    for case, us, same_bits in time_sums(chosen, args.passes, args.repeats, console.print):
+        console.print(f"{case}: {us:.1f} us")
+        row = dataclasses.asdict(case) | {"us": us, "same_bits": same_bits}
+        yield facts | {"timings": [row]}
 
 
 def make_tables(results: dict[str, Any]) -> list[Table]:
-    """The times by rows, and the fastest way by rows."""
-    timings = [read_timing(record) for record in results["timings"]]
-    ways = [way for way in WAYS if any(timing.sum.way == way for timing in timings)]
-    found: dict[tuple[int, int, int], dict[str, Timing]] = {}
-    for timing in timings:
-        place = timing.sum.devices, timing.sum.width, timing.sum.rows
-        found.setdefault(place, {})[timing.sum.way] = timing
-    times = left_table(f"us a call, {device_line(results)}")
-    for name in ("devices", "width", "rows", *ways, "fastest", "same bits"):
-        times.add_column(name, justify="right")
-    for place, row in found.items():
-        us = [f"{row[way].us:.1f}" if way in row else "-" for way in ways]
-        fastest = min(row.values(), key=lambda timing: timing.us).sum.way
-        same = all(timing.same_bits for timing in row.values())
-        times.add_row(*map(str, place), *us, fastest, "yes" if same else "NO")
-    crossover = left_table("fastest", str(results["command"]))
-    for name in ("devices", "width", "way by rows"):
-        crossover.add_column(name)
-    for (devices, width), ranges in fastest_ranges(timings).items():
-        text = ", ".join(f"{part.way} {part.first}-{part.last}" for part in ranges)
-        crossover.add_row(str(devices), str(width), text)
-    return [times, crossover]
+    """The times by rows."""
+    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for row in results["timings"]:
+        found.setdefault((row["devices"], row["width"], row["rows"]), {})[row["way"]] = row
+    ways = [way for way in WAYS if any(way in rows for rows in found.values())]
+    table = left_table(
+        f"us a call, {device_line(results)}",
+        results["command"],
+        right=("devices", "width", "rows", *ways, "fastest", "same bits"),
+    )
+    for place, rows in found.items():
+        us = [f"{rows[way]['us']:.1f}" if way in rows else "-" for way in ways]
+        fastest = min(rows, key=lambda way: rows[way]["us"])
+        same = all(row["same_bits"] for row in rows.values())
+        table.add_row(*map(str, place), *us, fastest, "yes" if same else "NO")
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args), "timings", as_json=args.json)
-    for table in make_tables(results):
-        table_console(stderr=args.json).print(table)
+    results = show_parts(measure(args), "timings", make_tables, as_json=args.json)
     if not all(record["same_bits"] for record in results["timings"]):
         raise ValueError("devices, or the two ways of the kernel, ended with different bits")
 

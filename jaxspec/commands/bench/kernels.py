@@ -7,17 +7,10 @@ a chain exceed the GPU's cache, except for top_k, truncate and kv_compact: in th
 are in the cache. The floor is the time that a call's bytes take at the copy bandwidth, or its FLOPs
 at the rate of a large bfloat16 product, whichever is longer; both rates are measured in the same
 run. Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
-
-In rows of `expert_mixes`, "XLA us" is the time of every expert on every row, and what is timed
-beside it is `jax.lax.ragged_dot`.
-
-Of the gated delta rule (`--only delta_rule:`) a second table has the times by the number of nodes,
-beside those of a read by one triangular system and of a round that keeps a state of every node.
 """
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,28 +19,26 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.commands.shared.option_types import number, positive
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
-    collect_parts,
+    add_rows,
     command_parser,
     device_line,
     left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
-from jaxspec.evaluation.benchmarks import expert_mixes
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
 from jaxspec.evaluation.benchmarks.kernels import (
-    CompiledBenchmark,
     KernelTiming,
     Peaks,
     Plan,
     compile_benchmark,
     time_benchmark,
 )
-from jaxspec.evaluation.benchmarks.recurrent import benchmarks as delta_rule_in_jnp
 from jaxspec.evaluation.benchmarks.timing import measure_bandwidth, measure_product_rate
 from jaxspec.evaluation.number_format import or_blank
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
@@ -56,7 +47,6 @@ from pallas_kernels.delta_rule import cases as delta_rule
 from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
-from pallas_kernels.latent_attention import expanded_cases as expanded_attention
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
@@ -69,7 +59,6 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "float8_attention": paged_attention.float8_benchmarks,
         "partial_attention": paged_attention.partial_benchmarks,
         "latent_attention": latent_attention.benchmarks,
-        "expanded_attention": expanded_attention.benchmarks,
         "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,
         "kv_compact": kv_compact.benchmarks,
@@ -77,15 +66,24 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
         "expert_product": expert_product.benchmarks,
-        "expert_mixes": expert_mixes.benchmarks,
         "delta_rule": delta_rule.benchmarks,
-        "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
-ROUND_CASE = re.compile(r"(read|round|state per node) (\d+) x (\d+) nodes")
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
+# The table's columns, and what their cells show of a timing.
+TEXTS = {"operation": "{operation}", "case": "{case}", "implementation": "{implementation}"}
+FIGURES = {
+    "us": "{us:.1f}",
+    "XLA us": "{reference_us:.1f}",
+    "GB/s": "{gb_per_s:,.0f}",
+    "floor us": "{floor_us:.1f}",
+    "bound": "{bound}",
+    "% of floor": "{share_of_floor:.0%}",
+    "error": "{error:.1e}",
+    "XLA error": "{reference_error:.1e}",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -95,16 +93,16 @@ def make_parser() -> argparse.ArgumentParser:
         "contains this text; may be given several times")  # fmt: skip
     add("--skip-reference", action="store_true", help="neither time the jnp reference nor compute "
         "errors: one program to compile for a case, not three")  # fmt: skip
-    add("--repeats", type=int, default=5, help="timed programs of a case; the median is reported")
-    add("--seconds", type=float, default=0.02, help="approximate least duration of a timed program")
+    add("--repeats", type=number, default=5, help="timed programs of a case; the median is "
+        "reported")  # fmt: skip
+    add("--seconds", type=positive, default=0.02, help="approximate least duration of a timed "
+        "program")  # fmt: skip
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
 def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
     """One timing after the other, each with everything needed to read it later."""
-    if args.repeats < 1 or args.seconds <= 0:
-        raise ValueError("--repeats must be at least 1 and --seconds more than 0")
     chosen = [
         (operation, benchmark)
         for operation, benchmarks in OPERATIONS.items()
@@ -122,8 +120,15 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
     rotation_bytes = ROTATION_BYTES if on_gpu else 0
     plan = Plan(rotation_bytes, args.seconds, args.repeats, not args.skip_reference)
     facts = {**run_facts(), "arguments": vars(args), "peaks": dataclasses.asdict(peaks)}
-    for index, (operation, compiled) in enumerate(compile_all(chosen, peaks, plan, progress)):
-        row = as_row(operation, time_benchmark(compiled, peaks, plan))
+    programs = compile_side_by_side(
+        lambda case: compile_benchmark(case[1], peaks, plan),
+        chosen,
+        lambda case: f"{case[0]}: {case[1].name}",
+        MOST_JOBS,
+        progress.print,
+    )
+    for index, (compiled, (operation, benchmark)) in enumerate(zip(programs, chosen, strict=True)):
+        row = as_row(operation, benchmark, time_benchmark(compiled, peaks, plan))
         progress.print(
             f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
             f"XLA {or_blank(row['reference_us'])}, floor {row['floor_us']:.1f}"
@@ -131,35 +136,21 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
         yield facts | {"timings": [row]}
 
 
-def compile_all(
-    chosen: Sequence[tuple[str, Benchmark]], peaks: Peaks, plan: Plan, progress: Console
-) -> list[tuple[str, CompiledBenchmark]]:
-    """All cases, each with its operation; compiled side by side, before anything is timed."""
-
-    def compiled_case(chosen_case: tuple[str, Benchmark]) -> tuple[str, CompiledBenchmark]:
-        operation, benchmark = chosen_case
-        return operation, compile_benchmark(benchmark, peaks, plan)
-
-    compiled = []
-    for found in compile_side_by_side(compiled_case, chosen, "cases", MOST_JOBS, progress.print):
-        compiled.append(found)
-        operation, case = found
-        progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {case.benchmark.name}")
-    return compiled
-
-
-def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
+def as_row(operation: str, benchmark: Benchmark, timing: KernelTiming) -> dict[str, Any]:
+    us = {
+        "us": timing.seconds,
+        "reference_us": timing.reference_seconds,
+        "floor_us": timing.floor_seconds,
+    }
     return {
         "operation": operation,
-        "case": timing.case,
-        "implementation": timing.implementation,
-        "us": 1e6 * timing.seconds,
-        "reference_us": timing.reference_seconds and 1e6 * timing.reference_seconds,
-        "bytes": timing.num_bytes,
-        "flops": timing.flops,
-        "gb_per_s": 1e-9 * timing.num_bytes / timing.seconds,
-        "tflop_per_s": 1e-12 * timing.flops / timing.seconds,
-        "floor_us": 1e6 * timing.floor_seconds,
+        "case": benchmark.name,
+        "implementation": benchmark.implementation,
+        **{name: seconds and 1e6 * seconds for name, seconds in us.items()},
+        "bytes": benchmark.num_bytes,
+        "flops": benchmark.flops,
+        "gb_per_s": 1e-9 * benchmark.num_bytes / timing.seconds,
+        "tflop_per_s": 1e-12 * benchmark.flops / timing.seconds,
         "bound": timing.bound,
         "share_of_floor": timing.floor_seconds / timing.seconds,
         "error": timing.error,
@@ -167,67 +158,20 @@ def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
     }
 
 
-def make_table(results: dict[str, Any]) -> Table:
+def make_tables(results: dict[str, Any]) -> list[Table]:
     peaks = results["peaks"]
     caption = (
         f"peaks: {peaks['bandwidth'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
     )
-    table = left_table(device_line(results), caption)
-    for name in ("operation", "case", "implementation"):
-        table.add_column(name, no_wrap=True)
-    for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
-        table.add_column(name, justify="right")
-    for row in results["timings"]:
-        table.add_row(
-            row["operation"],
-            row["case"],
-            row["implementation"],
-            f"{row['us']:.1f}",
-            or_blank(row["reference_us"]),
-            f"{row['gb_per_s']:,.0f}",
-            f"{row['floor_us']:.1f}",
-            row["bound"],
-            f"{100 * row['share_of_floor']:.0f}",
-            or_blank(row["error"], ".1e"),
-            or_blank(row["reference_error"], ".1e"),
-        )
-    return table
-
-
-def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Reads and rounds of the gated delta rule by batch and nodes, beside the baseline: rounds with
-    a state per node. None if none was timed."""
-    rows: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
-    for row in timings:
-        found = ROUND_CASE.fullmatch(row["case"])
-        if found and row["operation"] == "delta_rule":
-            kind, batch, nodes = found.groups()
-            rows.setdefault((int(batch), int(nodes)), {})[kind] = row
-    if not rows:
-        return None
-    table = left_table("one recurrent layer, us by nodes")
-    columns = {
-        "round": "round",
-        "the read alone": "read",
-        "state per node": "state per node",
-    }
-    for name in ("batch", "nodes", *columns, "floor of that"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for (batch, nodes), kinds in sorted(rows.items()):
-        times = [kinds.get(kind, {}).get("us") for kind in columns.values()]
-        times.append(kinds.get("state per node", {}).get("floor_us"))
-        table.add_row(str(batch), str(nodes), *map(or_blank, times))
-    return table
+    table = left_table(device_line(results), caption, left=TEXTS, right=FIGURES)
+    add_rows(table, (*TEXTS.values(), *FIGURES.values()), results["timings"])
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
-    console = table_console(stderr=args.json, width=TABLE_WIDTH)
-    console.print(make_table(results))
-    by_nodes = make_nodes_table(results["timings"])
-    if by_nodes is not None:
-        console.print(by_nodes)
+    parts = measure(args, progress_console())
+    show_parts(parts, "timings", make_tables, as_json=args.json, width=TABLE_WIDTH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,17 +21,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.commands.shared.engine_options import layer_counts
+from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
-    collect_parts,
+    add_rows,
     command_parser,
     device_line,
     left_table,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -52,6 +52,19 @@ from pallas_kernels.selection import Kernels
 
 ARRANGEMENT = re.compile(r"1|tp(\d+)|pp(\d+)(?:x(\d+))?|draft(\d*)")
 MEASURED, ROUNDS = 3, 8  # times, and rounds, of each stage alone; the fastest time counts
+# The table's columns, and what their cells show of a timing.
+COLUMNS = {
+    "devices": "{arrangement}",
+    "layers": "{layers}",
+    "requests": "{batch}",
+    "prefill ms": "{prefill_ms:.1f}",
+    "ms/round": "{round_ms:.3f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "stages ms": "{stage_ms:.2f}",
+    "idle %": "{idle:.0%}",
+    "steps %": "{steps_idle:.0%}",
+    "fill %": "{fill:.0%}",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,12 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mode", default="chain:5@3.5", help="plain, or a tree as in bench engine")
     add("--draft-shape", choices=SHAPES, help="shape of a draft model; its vocabulary is the "
         "target's (default: a head)")  # fmt: skip
-    add("--stage-layers", type=layer_counts, metavar="L,L,..", help="layers of each stage of ppN")
-    add("--batch", default="2,8,32", help="numbers of requests, separated by commas")
-    add("--context", type=int, default=512, help="prompt tokens of each")
-    add("--new-tokens", type=int, default=256, help="new tokens of each")
-    add("--repeats", type=int, default=3, help="runs; the fastest is reported")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add("--stage-layers", type=numbers, metavar="L,L,..", help="layers of each stage of ppN")
+    add("--batch", type=numbers, default=(2, 8, 32), help="numbers of requests, separated by "
+        "commas")  # fmt: skip
+    add("--context", type=number, default=512, help="prompt tokens of each")
+    add("--new-tokens", type=number, default=256, help="new tokens of each")
+    add("--repeats", type=number, default=3, help="runs; the fastest is reported")
+    add("--page-size", type=number, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help=JSON_PARTS)
@@ -148,12 +162,8 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    mode, batches = parse_mode(args.mode), [int(text) for text in args.batch.split(",")]
+    mode = parse_mode(args.mode)
     arrangements = [Arrangement.parse(text) for text in args.arrangements.split(",")]
-    if min(*batches, args.context, args.new_tokens, args.page_size, args.repeats) < 1:
-        raise ValueError(
-            "--batch, --context, --new-tokens, --page-size and --repeats must be at least 1"
-        )
     if args.draft_shape is not None and mode.speculation is None:
         raise ValueError("--draft-shape needs a mode that drafts")
     for arrangement in arrangements:
@@ -161,7 +171,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     for arrangement in arrangements:
         console.print(f"{arrangement.name}: making random weights")
         params = random_params(args, arrangement, mode)
-        for batch in batches:
+        for batch in args.batch:
             console.print(f"{arrangement.name}, {batch} requests: compiling")
             row = time_requests(args, params, batch)
             console.print(f"{arrangement.name}, {batch} requests: {row['round_ms']:.3f} ms a round")
@@ -238,41 +248,21 @@ def measured_stages(
     return [min(times) for times in zip(*timed, strict=True)]
 
 
-def make_table(results: dict[str, Any]) -> Table:
+def make_tables(results: dict[str, Any]) -> list[Table]:
     arguments = results["arguments"]
     drafts = f", drafted by {arguments['draft_shape']}" if arguments["draft_shape"] else ""
     title = (
         f"{arguments['shape']}, {arguments['dtype']}, {arguments['mode']}{drafts}, "
         f"{device_line(results)}"
     )
-    table = left_table(title, results["command"])
-    for name in ("devices", "layers", "requests", "prefill ms", "ms/round", "tokens/s", "stages ms",
-                 "idle %", "steps %", "fill %"):  # fmt: skip
-        table.add_column(name, justify="right")
-
-    def percent(share: float | None) -> str:
-        return "" if share is None else f"{100 * share:.0f}"
-
-    for row in results["timings"]:
-        stages = row["stage_ms"] or []
-        table.add_row(
-            row["arrangement"],
-            " + ".join(map(str, row["layers"])),
-            str(row["batch"]),
-            f"{row['prefill_ms']:.1f}",
-            f"{row['round_ms']:.3f}",
-            f"{row['tokens_per_second']:,.0f}",
-            " + ".join(f"{ms:.2f}" for ms in stages),
-            percent(row["idle"]),
-            percent(row["steps_idle"]),
-            percent(row["fill"]),
-        )
-    return table
+    table = left_table(title, results["command"], right=COLUMNS)
+    add_rows(table, COLUMNS.values(), results["timings"])
+    return [table]
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
-    table_console(stderr=args.json).print(make_table(results))
+    parts = measure(args, progress_console())
+    show_parts(parts, "timings", make_tables, as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,15 +22,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxspec.checkpoints.load import load, resolve_dtype, with_kv_dtype
-from jaxspec.commands.bench.serving_tables import make_tables, plot_times
+from jaxspec.commands.bench.serving_tables import make_tables
 from jaxspec.commands.bench.serving_workloads import (
     check_options,
     comparisons,
     make_arrivals,
     make_matchers,
-    requests_of,
-    shares,
-    structured_of,
 )
 from jaxspec.commands.shared.engine_options import (
     add_drafter_bits,
@@ -39,15 +36,21 @@ from jaxspec.commands.shared.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
+from jaxspec.commands.shared.option_types import (
+    number,
+    numbers,
+    positive,
+    positives,
+    whole_numbers,
+)
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
     add_model_option,
-    collect_parts,
     command_parser,
     progress_console,
     run_command,
-    table_console,
+    show_parts,
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -59,10 +62,9 @@ from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode, make_params, p
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload, time_mode
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
-from jaxspec.evaluation.engine_load import Client
 from jaxspec.evaluation.load_test import LoadResult, LoadTest
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.parallel import devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
@@ -79,31 +81,33 @@ def make_parser() -> argparse.ArgumentParser:
         "tokenizer then only counts the tokens of --lengths")  # fmt: skip
     add("--tree", help="draft tree: chain:K or NODES:DEPTH:TOPK, with --shape also @ACCEPTANCE; "
         f"(default: generate's, with --shape {SYNTHETIC})")  # fmt: skip
-    add("--requests", default="100", help="numbers of requests, separated by commas; each is a "
-        "run of its own")  # fmt: skip
-    add("--rate", type=float, help="requests a second, as a Poisson process (default: all at once)")
-    add("--load", type=shares, default=(), help="then also Poisson arrivals at these shares of the "
-        "highest throughput, separated by commas")  # fmt: skip
-    add("--load-requests", type=int, default=100, help="number of requests of --load")
-    add("--repeats", type=int, default=1, help="measure each this often, and show the median")
-    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
-    add("--new-tokens", type=int, default=64, help="tokens that a request generates")
+    add("--requests", type=numbers, default=(100,), help="numbers of requests, separated by "
+        "commas; each is a run of its own")  # fmt: skip
+    add("--rate", type=positive, help="requests a second, as a Poisson process (default: all at "
+        "once)")  # fmt: skip
+    add("--load", type=positives, default=(), help="then also Poisson arrivals at these shares of "
+        "the highest throughput, separated by commas")  # fmt: skip
+    add("--load-requests", type=number, default=100, help="number of requests of --load")
+    add("--repeats", type=number, default=1, help="measure each this often, and show the median")
+    add("--prompt-tokens", type=number, default=64, help="tokens of a prompt")
+    add("--new-tokens", type=number, default=64, help="tokens that a request generates")
     add("--spread", type=float, default=0.0, help="lengths are drawn evenly from those at most "
         "this share shorter or longer")  # fmt: skip
     add("--lengths", type=Path, metavar="FILE", help="prompts and numbers of new tokens from a "
         "JSON file like ShareGPT's; with --shape the lengths alone")  # fmt: skip
-    add("--max-length", type=int, default=2048, help="most tokens of a request from --lengths")
+    add("--max-length", type=number, default=2048, help="most tokens of a request from --lengths")
     add("--shared-prefix", type=int, default=0, metavar="N", help="the same N tokens come before "
         "every prompt")  # fmt: skip
-    add("--structured", default="0", help="requests with a structured output (a JSON string "
-        "without an end); several numbers, separated by commas, are runs of their own")  # fmt: skip
+    add("--structured", type=whole_numbers, default=(0,), help="requests with a structured output "
+        "(a JSON string without an end); numbers separated by commas are runs of "
+        "their own")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--seed", type=int, default=0, help="seed of arrivals, lengths and prompts")
-    add("--rows", type=int, default=16, help="requests that run together")
-    add("--rounds-per-call", type=int, default=32, help="most rounds of a call")
-    add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
-    add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
-    add("--pages", type=int, help="pages of the KV cache (default: as the rows need, or as fit)")
+    add("--rows", type=number, default=16, help="requests that run together")
+    add("--rounds-per-call", type=number, default=32, help="most rounds of a call")
+    add("--prefill-budget", type=number, default=2048, help="most prompt tokens between two calls")
+    add("--page-size", type=number, default=16, help="tokens of a page of the KV cache")
+    add("--pages", type=number, help="pages of the KV cache (default: as the rows need, or as fit)")
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add_kv_dtype(parser)
@@ -123,7 +127,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--bare", action="store_true", help="time the same without a scheduler, too, up to --rows; "
         "with --shape")  # fmt: skip
     add("--json", action="store_true", help=JSON_PARTS)
-    add("--png", type=Path, help="write the distribution of the times as a PNG")
     return parser
 
 
@@ -136,7 +139,7 @@ def make_engine(
     """Raises ValueError for options that do not go together."""
     config = params.target.config
     matchers = None
-    if any(structured_of(args)):
+    if any(args.structured):
         matchers = make_matchers(args, config.vocab_size, config.stop_token_ids)
     return Engine(
         params,
@@ -160,7 +163,7 @@ class Models:
         self.meshes = replica_meshes(args.dp, args.tp, args.sp)
         self._random = [self._random_weights(mesh) for mesh in self.meshes] if args.shape else []
 
-    def _random_weights(self, mesh: Mesh | None) -> tuple[Decoder, DraftHead]:
+    def _random_weights(self, mesh: Mesh | None) -> tuple[Decoder, DraftHead | BlockHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
         draft_scheme = self.args.drafter_quantization
         layers, lm_head = self.args.quantization, self.args.lm_head_quantization
@@ -213,7 +216,6 @@ class Run(NamedTuple):
     rate: float | None
     prefix_cache: bool
     result: LoadResult
-    clients: list[Client]
     bare: dict[str, float]
     beside: dict[str, Any]
 
@@ -222,12 +224,16 @@ class Run(NamedTuple):
         arrivals = "at once" if self.rate is None else f"at {self.rate:.3g} a second"
         structured = f", {self.result.structured} structured" if self.result.structured else ""
         cached = "" if self.prefix_cache else ", uncached"
-        return f"{self.mode}, {len(self.clients)} {arrivals}{structured}{cached}"
+        return f"{self.mode}, {self.requests} {arrivals}{structured}{cached}"
+
+    @property
+    def requests(self) -> int:
+        return self.result.requests + self.result.failed
 
     @property
     def kind(self) -> tuple[str, int, float | None]:
         """Runs of one kind can be compared."""
-        return self.mode, len(self.clients), self.rate
+        return self.mode, self.requests, self.rate
 
     def as_record(self) -> dict[str, Any]:
         settings = {"mode": self.mode, "rate": self.rate, "prefix_cache": self.prefix_cache}
@@ -236,17 +242,15 @@ class Run(NamedTuple):
         return settings | dataclasses.asdict(self.result) | given
 
 
-def measure(
-    args: argparse.Namespace, console: Console, runs: list[Run]
-) -> Iterator[dict[str, Any]]:
-    """One run after the other, each with everything needed to read it later; ``runs`` gets all."""
+def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """One run after the other, each with everything needed to read it later."""
     check_options(args)
-    workloads = [make_arrivals(args, count, args.rate) for count in requests_of(args)]
+    workloads = [make_arrivals(args, count, args.rate) for count in args.requests]
     longest = max(
         len(arrival.prompt) + arrival.new_tokens for arrival in itertools.chain(*workloads)
     )
     console.print("loading")
-    models = Models(args)
+    models, runs = Models(args), list[Run]()
     first = "plain" if args.tree == "plain" else "speculative"
     first = "adaptive" if args.adaptive else first
     caches = [not args.no_prefix_cache, *([False] if "uncached" in args.compare else [])]
@@ -258,9 +262,7 @@ def measure(
             facts = {
                 **run_facts(),
                 "own_kernels": str(params[0].kernels),
-                "arguments": {
-                    name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()
-                },
+                "arguments": vars(args) | {"lengths": args.lengths and str(args.lengths)},
             }
             for run in serve(args, engines, name, console):
                 if run.rate is None and cached and not run.result.structured:
@@ -277,7 +279,7 @@ def serve(
 ) -> Iterator[Run]:
     """Run all workloads on the engines, each first to compile."""
     fastest = 0.0
-    for count, structured in itertools.product(requests_of(args), structured_of(args)):
+    for count, structured in itertools.product(args.requests, args.structured):
         arrivals = make_arrivals(args, count, args.rate, structured)
         test = LoadTest(engines, arrivals, args.temperature)
         console.print(f"{name}, {count} requests: compiling, with the whole workload")
@@ -336,7 +338,7 @@ def repeated(args: argparse.Namespace, name: str, test: LoadTest, rate: float | 
     for _ in range(args.repeats):
         result = test.run()
         cached = test.engines[0].config.prefix_caching
-        runs.append(Run(name, rate, cached, result, test.clients, {}, {}))
+        runs.append(Run(name, rate, cached, result, {}, {}))
     return sorted(runs, key=lambda run: run.result.total_per_second)[len(runs) // 2]
 
 
@@ -347,35 +349,32 @@ def bare_rounds(
     run, as `jaxspec bench engine` times them."""
     one_state = threading.Lock()
 
-    def compiled(count: int) -> Bench:
+    def compiled(size: int) -> Bench:
         rounds = mode.rounds(args.new_tokens)
         context = args.shared_prefix + args.prompt_tokens
-        workload = Workload(count, context, rounds, args.page_size, repeats=3)
+        workload = Workload(size, context, rounds, args.page_size, repeats=3)
         return Bench(mode, params, workload, one_state)
 
-    counts = [count for count in requests_of(args) if count <= args.rows]
-    benches = compile_side_by_side(compiled, counts, "bare batches", MOST_JOBS, console.print)
+    sizes = [count for count in args.requests if count <= args.rows]
+    benches = compile_side_by_side(
+        compiled, sizes, lambda size: f"a bare batch of {size}", MOST_JOBS, console.print
+    )
     found = {}
-    for count, bench in zip(counts, list(benches), strict=True):
+    for size, bench in zip(sizes, benches, strict=True):
         timing = time_mode(bench, lambda _: None)
         rounds = (args.new_tokens - 1) / timing.acceptance_length
         seconds = 1e-3 * (timing.prefill_ms + rounds * timing.round_ms)
-        found[count] = {
+        found[size] = {
             "prefill_ms": timing.prefill_ms,
             "round_ms": timing.round_ms,
             "acceptance_length": timing.acceptance_length,
-            "total_per_second": count * (bench.workload.context + args.new_tokens) / seconds,
+            "total_per_second": size * (bench.workload.context + args.new_tokens) / seconds,
         }
     return found
 
 
 def run(args: argparse.Namespace) -> None:
-    runs: list[Run] = []
-    results = collect_parts(measure(args, progress_console(), runs), "runs", as_json=args.json)
-    for table in make_tables(results):
-        table_console(stderr=args.json).print(table)
-    if args.png is not None:
-        plot_times(results, [(run.name, run.clients) for run in runs], args.png)
+    show_parts(measure(args, progress_console()), "runs", make_tables, as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

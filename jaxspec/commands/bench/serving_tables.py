@@ -1,15 +1,12 @@
-"""Tables and a plot of the results of `jaxspec bench serving`."""
+"""Tables of the results of `jaxspec bench serving`."""
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxspec.commands.shared.shell import device_line, left_table
-from jaxspec.evaluation.engine_load import Client
 
 
 def as_ms(times: dict[str, float]) -> str:
@@ -103,21 +100,3 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
             table.add_row(line, *(column.get(line, "-") for column in columns))
         tables.append(table)
     return tables
-
-
-def plot_times(
-    results: dict[str, Any], runs: Sequence[tuple[str, list[Client]]], path: Path
-) -> None:
-    """For each run, by its name, the share of the requests that waited at most so long."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    first, between = figure.subplots(1, 2)
-    for name, clients in runs:
-        served = [client for client in clients if client.times]
-        first.ecdf([client.first_token for client in served], label=name)
-        between.ecdf([1e3 * client.between_tokens for client in served])
-    first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
-    between.set(xlabel="mean time between tokens, ms", xlim=(0, None))
-    first.legend()
-    figure.suptitle(title(results), fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

@@ -13,20 +13,6 @@ from jaxspec.llm.tokenizer import TextTokenizer, load_tokenizer, tokenizer_json
 from jaxspec.parallel import check_divides
 
 COMPARED = ("plain", "fixed", "uncached")
-AT_LEAST_ONE = (
-    "rows", "prompt_tokens", "new_tokens", "max_length", "repeats", "load_requests"
-)  # fmt: skip
-
-
-# Types of options.
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Positive numbers, separated by commas."""
-    found = tuple(float(part) for part in text.split(","))
-    if not all(0 < share < float("inf") for share in found):
-        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text}")
-    return found
 
 
 def comparisons(text: str) -> tuple[str, ...]:
@@ -37,32 +23,8 @@ def comparisons(text: str) -> tuple[str, ...]:
     return found
 
 
-def requests_of(args: argparse.Namespace) -> list[int]:
-    """Numbers of requests, of a run each."""
-    return _counts(args.requests, "requests", least=1)
-
-
-def structured_of(args: argparse.Namespace) -> list[int]:
-    """Numbers of those with a structured output, of a run each."""
-    return _counts(args.structured, "structured", least=0)
-
-
-def _counts(text: str, option: str, least: int) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < least:
-        raise ValueError(f"--{option} must be numbers, at least {least} each, got {text}")
-    return counts
-
-
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that make no workload, or do not go together."""
-    for name in AT_LEAST_ONE:
-        if getattr(args, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
     check_divides("--page-size", args.page_size, max(args.sp, 1))
     if args.shared_prefix < 0:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
@@ -84,9 +46,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--compare fixed is for --adaptive: without it the tree is fixed already")
     if "uncached" in args.compare and args.no_prefix_cache:
         raise ValueError("--compare uncached needs the prefix cache: leave out --no-prefix-cache")
-    fewest = min(requests_of(args))
-    if max(structured_of(args)) > fewest:
-        raise ValueError(f"--structured must be at most {fewest} requests, got {args.structured}")
+    fewest, most = min(args.requests), max(args.structured)
+    if most > fewest:
+        raise ValueError(f"--structured must be at most {fewest} requests, got {most}")
 
 
 # Requests.

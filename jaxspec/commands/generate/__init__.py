@@ -95,28 +95,22 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("comparison")
-    group.add_argument("--compare", action="store_true", help="also decode plainly; report the "
-        "speed-up and whether the tokens are identical")  # fmt: skip
-    group.add_argument(
-        "--pairs",
-        type=int,
-        metavar="N",
-        help="alternating pairs of a plain and a speculative run, after a warm-up; the medians are "
-        f"reported (default: {PAIRS})",
-    )
+    add = parser.add_argument_group("comparison").add_argument
+    add("--compare", action="store_true", help="also decode plainly; report the speed-up and "
+        "whether the tokens are identical")  # fmt: skip
+    add("--pairs", type=int, metavar="N", help="alternating pairs of a plain and a speculative "
+        f"run, after a warm-up; the medians are reported (default: {PAIRS})")  # fmt: skip
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=200, help="new tokens at most")
-    group.add_argument("--temperature", type=float, default=0.5, help="0 is greedy")
-    group.add_argument("--top-k", type=int, default=0, help="likeliest tokens kept; 0 keeps all")
-    group.add_argument("--top-p", type=float, default=0.9, help="probability kept; 1 keeps all")
-    group.add_argument(
-        "--min-p", type=float, default=0.0, help="least probability kept, as a share of the largest"
-    )
-    group.add_argument("--seed", type=int, default=1, help="the same seed gives the same text")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max-tokens", type=int, default=200, help="new tokens at most")
+    add("--temperature", type=float, default=0.5, help="0 is greedy")
+    add("--top-k", type=int, default=0, help="likeliest tokens kept; 0 keeps all")
+    add("--top-p", type=float, default=0.9, help="probability kept; 1 keeps all")
+    add("--min-p", type=float, default=0.0, help="least probability kept, as a share of the "
+        "largest")  # fmt: skip
+    add("--seed", type=int, default=1, help="the same seed gives the same text")
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:

@@ -1,16 +1,33 @@
-"""A small terminal chat that shows the acceptance length of each answer."""
+"""Text on the terminal as it is generated, and a small chat that shows each answer's acceptance."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from jaxspec import LLM, Completion, SamplingParams
-from jaxspec.commands.generate.streaming import stream
+from jaxspec import LLM, Completion, SamplingParams, TextChunk
 from jaxspec.evaluation.speedup import decode_rate
+from jaxspec.llm.llm import Prompt
 
 if TYPE_CHECKING:
     from jaxspec.llm.tokenizer import Tokenizer
 
 Message = dict[str, str]  # role, content
+
+
+def stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, show: bool = True) -> Completion:
+    """Generate; with ``show``, write the text to stdout as it is generated."""
+    try:
+        for event in llm.stream([prompt], sampling):
+            if not isinstance(event, TextChunk):
+                return event
+            if show:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if show:
+            sys.stdout.write("\n")  # the next output begins on a new line
+        raise
+    raise AssertionError("a stream ends with its completion")
 
 
 def check_chat_template(tokenizer: "Tokenizer", model: str) -> None:

@@ -19,8 +19,7 @@ from jaxspec import (
 )
 from jaxspec.checkpoints.load_drafter import choose_drafter
 from jaxspec.commands.generate import BATCH_ROWS, PAIRS
-from jaxspec.commands.generate.chat import chat, check_chat_template, typed_lines
-from jaxspec.commands.generate.streaming import stream
+from jaxspec.commands.generate.chat import chat, check_chat_template, stream, typed_lines
 from jaxspec.commands.generate.tree_page import check_page_path, tree_page
 from jaxspec.commands.shared.engine_config import engine_config, llm_options
 from jaxspec.commands.shared.meshes import engine_meshes

@@ -163,7 +163,7 @@ class Lines:
         except MissingExtra as error:
             raise MissingExtra(f"lines of OpenAI's kind: {error}") from error
         names = {resolve_directory(model).name: None, model: None}  # requests may name either
-        return batch.batch_lines(self._serving, tuple(names), self._job.template, seed).answer
+        return batch.batch_lines(self._serving, tuple(names), self._job.template, seed)
 
 
 @contextlib.contextmanager

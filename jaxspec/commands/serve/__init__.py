@@ -6,7 +6,6 @@ Without arguments, the built-in model is served at http://127.0.0.1:8000/v1.
 # The options alone; the work is in server.py.
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,12 +15,14 @@ from jaxspec.commands.shared.engine_options import (
     add_mode_options,
     add_pipeline_options,
     add_process_options,
+    add_program_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
     add_tree_options,
     check_program_options,
 )
 from jaxspec.commands.shared.importing import import_command
+from jaxspec.commands.shared.option_types import number, positive
 from jaxspec.commands.shared.shell import add_model_option, command_parser, run_command
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -59,16 +60,16 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
         "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
     add("--max-body", type=size, default=size("8MiB"), help="largest request (default: 8MiB)")
-    add("--body-timeout", type=seconds, default=60.0, metavar="SECONDS", help="until all of a "
+    add("--body-timeout", type=positive, default=60.0, metavar="SECONDS", help="until all of a "
         "request must have come (default: 60)")  # fmt: skip
-    add("--request-timeout", type=seconds, metavar="SECONDS", help="after which a request ends "
+    add("--request-timeout", type=positive, metavar="SECONDS", help="after which a request ends "
         "(default: never)")  # fmt: skip
-    add("--requests-per-minute", type=count, metavar="N", help="of each API key, or, where "
+    add("--requests-per-minute", type=number, metavar="N", help="of each API key, or, where "
         "there are none, of each address; beyond them clients get status 429 (default: no "
         "limit)")  # fmt: skip
-    add("--tokens-per-minute", type=count, metavar="N", help="the same for tokens, read and "
+    add("--tokens-per-minute", type=number, metavar="N", help="the same for tokens, read and "
         "generated (default: no limit)")  # fmt: skip
-    add("--max-tokens-per-request", type=count, metavar="N", help="most tokens that one text may "
+    add("--max-tokens-per-request", type=number, metavar="N", help="most tokens that one text may "
         "have (default: all that fit)")  # fmt: skip
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help="another origin whose "
         "pages may ask this server, such as https://example.org, or *; may be repeated (default: "
@@ -86,7 +87,8 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("capacity").add_argument
+    group = parser.add_argument_group("capacity")
+    add = group.add_argument
     add("--max-rows", type=int, default=16, help="requests that run together, in each engine")
     add("--max-queue", type=int, default=1024, help="requests that may wait, in each engine; "
         "beyond them clients get status 429")  # fmt: skip
@@ -104,8 +106,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
         help="what is compiled before the first request: two sizes of short requests (quick), "
         "these, and then the rest while no request runs (background), or all sizes of all that "
         "requests may ask (full)")  # fmt: skip
-    add("--compilation-cache", type=Path, metavar="FOLDER", help="as in generate")
-    add("--no-compilation-cache", action="store_true", help="store no programs")
+    add_program_options(group)
 
 
 def size(text: str) -> int:
@@ -121,29 +122,11 @@ def size(text: str) -> int:
     return int(value)
 
 
-def count(text: str) -> int:
-    """An option's value: a number of at least 1."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def whole_seconds(text: str) -> int:
     """The value of an option that is a time of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of seconds, got {text!r}")
     return int(text)
-
-
-def seconds(text: str) -> float:
-    """An option's value: a time above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> None:

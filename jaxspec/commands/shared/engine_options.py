@@ -1,12 +1,11 @@
 """Options of the engine that several commands have. Imports no jax; see engine_config.py."""
 
 import argparse
-import re
 from pathlib import Path
 
+from jaxspec.commands.shared.option_types import numbers, tensor_parallel, whole_numbers
 from jaxspec.config.quantization import SCHEMES
 
-GRID = re.compile(r"(?:(\d+)x)?(\d+)")
 PREEMPTION = ("auto", "recompute", "swap")
 SWAP_MEMORY = SNAPSHOT_MEMORY = 4.0  # GiB, as EngineConfig has it
 
@@ -51,27 +50,10 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("pipeline").add_argument
     add("--pp", type=int, default=1, metavar="N", help="stages (pipeline parallel), each with some "
         "of the layers on devices of its own; with --tp N each stage has N devices")  # fmt: skip
-    add("--stage-layers", type=layer_counts, metavar="L,L,..", help="layers of each stage "
+    add("--stage-layers", type=numbers, metavar="L,L,..", help="layers of each stage "
         "(default: so many that all stages take about as long)")  # fmt: skip
     add("--drafter-devices", type=int, default=0, metavar="N", help="draft on N devices of their "
         "own, for one group of requests while another is verified")  # fmt: skip
-
-
-def layer_counts(text: str) -> tuple[int, ...]:
-    """Raises ArgumentTypeError unless the text is like ``20,12``."""
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers, as in 20,12")
-    return tuple(map(int, parts))
-
-
-def tensor_parallel(text: str) -> int | tuple[int, int]:
-    """Raises ArgumentTypeError unless the text is like ``4`` or ``2x2``."""
-    found = GRID.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices, or XxY as in 2x2")
-    x, y = found.groups()
-    return int(y) if x is None else (int(x), int(y))
 
 
 def add_mode_options(parser: argparse.ArgumentParser) -> None:
@@ -137,8 +119,8 @@ def add_process_options(parser: argparse.ArgumentParser) -> None:
         "$SLURM_NTASKS)")  # fmt: skip
     add("--process-id", type=int, metavar="I", help="the number of this one, from 0 (default: "
         "$SLURM_PROCID)")  # fmt: skip
-    add("--local-devices", metavar="I,J", help="numbers of the GPUs that this process takes "
-        "(default: all that it sees)")  # fmt: skip
+    add("--local-devices", type=whole_numbers, metavar="I,J", help="numbers of the GPUs that this "
+        "process takes (default: all that it sees)")  # fmt: skip
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ def process_group(
         arguments.coordinator,
         _number(arguments.num_processes, "--num-processes", "SLURM_NTASKS", environment),
         _number(arguments.process_id, "--process-id", "SLURM_PROCID", environment),
-        _devices(arguments.local_devices),
+        arguments.local_devices,
     )
 
 
@@ -39,15 +39,6 @@ def _number(given: int | None, option: str, variable: str, environment: Mapping[
     if not text.isdecimal():
         raise ValueError(f"--coordinator needs {option}, or ${variable} as srun sets it")
     return int(text)
-
-
-def _devices(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"--local-devices must be numbers such as 0,1, got {text!r}")
-    return tuple(map(int, parts))
 
 
 def processes_of(

@@ -9,6 +9,7 @@ from jaxspec.commands.shared.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
+from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.shell import given_option
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode
@@ -21,10 +22,10 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     """The model's shape, its weights and cache, and the devices that share it."""
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add("--layers", type=int, help="layers of the target; fewer compile faster and need less "
+    add("--layers", type=number, help="layers of the target; fewer compile faster and need less "
         "memory (default: the shape's)")  # fmt: skip
-    add("--context", type=int, default=512, help="prompt tokens of each sequence")
-    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add("--context", type=number, default=512, help="prompt tokens of each sequence")
+    add("--page-size", type=number, default=64, help="tokens of a page of the KV cache")
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
@@ -34,14 +35,11 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_head_options(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    modes: Sequence[Mode],
-    names: Sequence[str] = ("draft_head", "drafter_quantization"),
+    parser: argparse.ArgumentParser, args: argparse.Namespace, modes: Sequence[Mode]
 ) -> None:
-    """Raise ValueError for an option of the head, by these names of their values, that would do
-    nothing in ``modes``, and for a head that is to be quantized twice."""
-    option = given_option(parser, args, names)
+    """Raise ValueError for an option of the head that would do nothing in ``modes``, and for a head
+    that is to be quantized twice."""
+    option = given_option(parser, args, ("draft_head", "drafter_quantization"))
     if option is not None and not any(mode.speculation for mode in modes):
         raise ValueError(
             f"{option} would do nothing, as plain decoding has no draft head: leave it out, or "

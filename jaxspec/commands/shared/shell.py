@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shlex
+import string
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,9 +116,36 @@ def table_console(*, stderr: bool, width: int = TABLE_WIDTH) -> Console:
     return console
 
 
-def left_table(title: str, caption: str | None = None) -> Table:
-    """A table without columns yet, whose title and caption begin where it does."""
-    return Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+def left_table(
+    title: str,
+    caption: str | None = None,
+    *,
+    left: Iterable[str] = (),
+    right: Iterable[str] = (),
+) -> Table:
+    """A table whose title and caption begin where it does, and its columns of text and numbers."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+class _Cells(string.Formatter):
+    """Formats of cells: None is blank, and the items of a list are joined."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return " + ".join(self.format_field(item, format_spec) for item in value)
+        return "" if value is None else super().format_field(value, format_spec)
+
+
+def add_rows(table: Table, formats: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add a row for each mapping. The cells' formats have its keys, such as ``{round_ms:.3f}``."""
+    formats, cells = list(formats), _Cells()
+    for row in rows:
+        table.add_row(*(cells.vformat(form, (), row) for form in formats))
 
 
 def device_line(facts: Mapping[str, Any]) -> str:
@@ -137,6 +165,21 @@ def show_results(
 def print_json(results: Mapping[str, Any]) -> None:
     """Print the results as a line on stdout, at once."""
     print(json.dumps(results), flush=True)
+
+
+def show_parts(
+    parts: Iterable[Mapping[str, Any]],
+    of: str,
+    make_tables: Callable[[dict[str, Any]], Sequence[Table]],
+    *,
+    as_json: bool,
+    width: int = TABLE_WIDTH,
+) -> dict[str, Any]:
+    """``collect_parts``, and print the tables of the results: with ``as_json`` on stderr."""
+    results = collect_parts(parts, of, as_json=as_json)
+    for table in make_tables(results):
+        table_console(stderr=as_json, width=width).print(table)
+    return results
 
 
 def collect_parts(parts: Iterable[Mapping[str, Any]], of: str, *, as_json: bool) -> dict[str, Any]:

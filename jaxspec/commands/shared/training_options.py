@@ -1,9 +1,43 @@
-"""The options that trainings share, and the schedule that they mean."""
+"""What trainings and measurements with held-out text share: options, and what they mean."""
 
 import argparse
+from pathlib import Path
 
+from rich.console import Console
+
+from jaxspec.llm.tokenizer import load_tokenizer
 from jaxspec.training import data
+from jaxspec.training.heads.data import held_out_prompts
+from jaxspec.training.heads.run import DraftRecord
+from jaxspec.training.lm.run import LMRecord
 from jaxspec.training.schedule import Schedule, deadline_of
+
+DATA_HELP = (
+    "folders, text or .jsonl files, named as in training: a file is held out by the hash of its "
+    "name below them"
+)
+
+
+def add_data_options(parser: argparse._ActionsContainer) -> None:
+    """``data`` and ``suffixes`` of commands that measure with held-out text."""
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help=DATA_HELP)
+    add_suffixes_option(parser)
+
+
+def read_prompts(
+    args: argparse.Namespace, number: int, prompt_tokens: int, max_tokens: int, console: Console
+) -> list[list[int]]:
+    """At most so many prompts of ``add_data_options`` for --model; says what was read."""
+    prompts, report = held_out_prompts(
+        args.data,
+        load_tokenizer(args.model),
+        number,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    console.print(str(report))
+    return prompts
 
 
 def add_suffixes_option(parser: argparse._ActionsContainer) -> None:
@@ -35,6 +69,16 @@ def add_optimizer_options(
     add("--evaluate-every", type=int, default=500, help="steps between evaluations on held-out "
         "files")  # fmt: skip
     add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
+
+
+def progress_parts(record: LMRecord | DraftRecord, loss: float | None) -> list[str]:
+    """The step, its loss and the speed, for a line about a record."""
+    parts = [f"step {record.step}/{record.total_steps or '?'}"]
+    if loss is not None:
+        parts += [f"loss {loss:.4f}", f"|g| {record.grad_norm:.2f}"]
+    if record.tokens_per_second:
+        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    return parts
 
 
 def schedule_of(

@@ -20,7 +20,7 @@ from jaxspec import LLM, SpeculationConfig
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
-from jaxspec.commands.shared.training_options import schedule_of
+from jaxspec.commands.shared.training_options import progress_parts, schedule_of
 from jaxspec.commands.train_drafter import options
 from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
@@ -35,20 +35,17 @@ from jaxspec.training.heads.block_init import default_mask, init_block_head, new
 from jaxspec.training.heads.data import ExampleReport, Examples
 from jaxspec.training.heads.report import DraftCard, export_head
 from jaxspec.training.heads.run import DraftData, DraftRecord, DraftTraining
-from jaxspec.training.heads.states import StoredStates, capture_states
-from jaxspec.training.heads.step import DraftTrainConfig, Head, init_head, init_mtp_layer
+from jaxspec.training.heads.step import Head, init_head, init_mtp_layer
 from jaxspec.training.lm.model import num_parameters
-from jaxspec.training.precision import attention_of
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
 from jaxspec.training.run_folder import check_resumable
 from jaxspec.training.schedule import deadline_of
 
-# Shares of a time budget: reserved for the last export; at whose end each part of --regenerate must
-# be done, in this order; and at whose end --store-states must be done.
+# Shares of a time budget: reserved for the last export, and at whose end each part of --regenerate
+# must be done, in this order.
 EXPORT_SHARE = 0.03
 ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}
-STATES_UNTIL = 0.75
 HELD_OUT_ANSWERS = 256
 MARKOV_RANK = 256  # of the published DSpark heads
 
@@ -123,30 +120,6 @@ def prepare_rows(
     return train, held_out, report
 
 
-def store_states(
-    args: argparse.Namespace,
-    console: Console,
-    target: Decoder,
-    train: Examples,
-    capture: tuple[int, ...],
-    config: DraftTrainConfig,
-    started: float,
-) -> StoredStates | None:
-    if not args.store_states:
-        return None
-    with progress_bar(console) as progress:
-        return capture_states(
-            target,
-            train,
-            capture,
-            attention_of(config.attention),
-            args.work / "states",
-            batch_size=config.batch_size,
-            deadline=deadline_of(started, args.minutes, STATES_UNTIL),
-            report=counting(progress, "hidden states of rows"),
-        )
-
-
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """Llama layers of the target's sizes."""
     return draft_layers(target, 1 if args.layers is None else args.layers, args.ff)
@@ -197,11 +170,7 @@ def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockCon
 
 def describe(record: DraftRecord) -> str:
     """One line: step, loss, held-out accuracies, speed."""
-    parts = [f"step {record.step}/{record.total_steps or '?'}"]
-    if record.total_loss is not None:
-        parts += [f"loss {record.total_loss:.4f}", f"|g| {record.grad_norm:.2f}"]
-    if record.tokens_per_second:
-        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    parts = progress_parts(record, record.total_loss)
     if record.held_out_accuracy:
         shares = " ".join(f"{share:.1%}" for share in record.held_out_accuracy)
         parts.append(f"held-out accuracy by step: {shares}")
@@ -223,14 +192,12 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
     head = new_head(args, target, hf_config, token_ids, block)
-    states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(
-            "--minutes were over before training began: give more (answers and hidden states in "
-            "--work are reused)"
+            "--minutes were over before training began: give more (answers in --work are reused)"
         )
     run = DraftTraining(
-        head, target, config, DraftData(train_rows, held_out, states), schedule, args.work,
+        head, target, config, DraftData(train_rows, held_out), schedule, args.work,
         resume=args.resume, data_parallel=jax.device_count(),
     )  # fmt: skip
     card = DraftCard(

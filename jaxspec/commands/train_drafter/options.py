@@ -43,7 +43,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--method", choices=METHODS, default="eagle3", help="layout of the head; mtp: a layer like "
         "the model's last one, named as in DeepSeek-V3; dflash, dspark: Qwen3 layers that draft a "
         "block in one pass")  # fmt: skip
-    add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
+    add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers")
     add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
         "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
     add_length_options(parser, "time for everything, start-up and export included; --regenerate "
@@ -71,8 +71,6 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     add("--regenerate-batch", type=int, help="batch size of it (default: 64)")
     add("--keep-text", action="store_true", help="train on the data's own text too")
     add("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
-    add("--store-states", action="store_true", help="keep hidden states on disk "
-        "(an error if they would take more than three quarters of --minutes)")  # fmt: skip
 
 
 def _add_head_options(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from jaxspec.decoding.drafters.base import (
     Drafter,
     DraftState,
+    NoDrafter,
     PrefillChunk,
     Proposed,
     StatelessDrafter,
@@ -12,7 +13,6 @@ from jaxspec.decoding.drafters.draft_model import DraftModelDrafter
 from jaxspec.decoding.drafters.eagle import EagleDrafter
 from jaxspec.decoding.drafters.mixed import MixedDrafter
 from jaxspec.decoding.drafters.ngram import NGramDrafter
-from jaxspec.decoding.drafters.none import NoDrafter
 from jaxspec.decoding.drafters.suffix import SuffixDrafter
 
 __all__ = [

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from jaxspec.cache import Geometry
+from jaxspec.cache import Geometry, ModelState
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
-from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.decoding.trees.tree import DraftTree, root_only
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.pytree import Pytree, pytree
 
@@ -52,37 +52,38 @@ class Drafter(Protocol):
     """A frozen pytree of weights and static options, with pure methods.
 
     ``state`` is the engine's; ``state.pool.draft`` and ``state.rows.draft`` belong to the drafter.
-    A method gets the rows of its call, which may be a subset of the engine's rows.
+    A method gets the rows of its call, which may be a subset of the engine's rows. A subclass
+    writes those methods in which it differs from a drafter that keeps no state.
     """
 
     @property
     def capture(self) -> tuple[int, ...]:
         """Target hidden states that it reads (see models.decoder.run); () for none."""
-        ...
+        return ()
 
     @property
     def num_reread_tokens(self) -> int:
         """How many of the cached tokens that a row begins with are read once more, for hidden
         states that the drafter needs: at least 1."""
-        ...
+        return 1
 
     @property
     def past_tokens(self) -> int:
         """Tokens of past text (``state.pool.past``) that it looks up; 0: there is none."""
-        ...
+        return 0
 
     @property
     def tells_confidence(self) -> bool:
         """Whether its chains have a ``confidence`` (see DraftTree) in calls that ask for it."""
-        ...
+        return False
 
     def init_pool(self, geometry: Geometry) -> Any:
         """The drafter's part of an empty pool."""
-        ...
+        return None
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
         """The drafter's state of ``num_rows`` new rows: a pytree of arrays [R, ...]."""
-        ...
+        return None
 
     def prefill(
         self,
@@ -97,12 +98,12 @@ class Drafter(Protocol):
         ``state`` is the state before the chunk. ``features`` [B, T, C] are the captured hidden
         states.
         """
-        ...
+        return unchanged(state)
 
     def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         """A tree that continues each row, no larger than ``options.speculation``, and the drafter's
         state."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must write propose")
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         """The most *pending* tokens: committed, but not yet read by the drafter (root included).
@@ -110,15 +111,15 @@ class Drafter(Protocol):
         As many are pending after a round that committed all that it could, and fewer by those that
         another did not. None: no limit, and ``catch_up`` does nothing.
         """
-        ...
+        return None
 
     def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
         """The drafter's state after it reads all pending tokens; then only the root is pending."""
-        ...
+        return unchanged(state)
 
     def reset(self, pool: Any, rows: Array) -> Any:
         """The drafter's part of the pool with rows [B] cleared; ignores indices out of range."""
-        ...
+        return pool.reset(rows) if isinstance(pool, ModelState) else pool
 
     def commit(
         self,
@@ -137,72 +138,21 @@ class Drafter(Protocol):
             that they were sampled from.
           options: if they are plain, nothing was proposed: the new token becomes pending, too.
         """
-        ...
+        return unchanged(state)
 
 
 @pytree
-class DrafterDefaults(Pytree):
-    """What most drafters answer: they read one token again, and look up no past text."""
-
-    @property
-    def num_reread_tokens(self) -> int:
-        return 1
-
-    @property
-    def past_tokens(self) -> int:
-        return 0
-
-    @property
-    def tells_confidence(self) -> bool:
-        return False
-
-
-@pytree
-class StatelessDrafter(DrafterDefaults):
+class StatelessDrafter(Drafter, Pytree):
     """A drafter without state, or with state that stays as it is unless a method changes it.
 
     A subclass implements ``propose``. One with a memory gives it in ``init_rows`` or ``init_pool``,
     and changes it in the methods that it writes; all others return it as it was.
     """
 
-    @property
-    def capture(self) -> tuple[int, ...]:
-        return ()
 
-    def init_pool(self, geometry: Geometry) -> Any:
-        return None
-
-    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
-        return None
-
-    def prefill(
-        self,
-        target: Decoder,
-        state: EngineState,
-        chunk: PrefillChunk,
-        features: Array | None,
-        options: RoundOptions,
-    ) -> DraftState:
-        return unchanged(state)
+@pytree
+class NoDrafter(StatelessDrafter):
+    """Plain decoding: every round verifies only the root and commits one token."""
 
     def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
-        raise NotImplementedError(f"{type(self).__name__} must write propose")
-
-    def most_pending(self, capacity: SpeculationConfig) -> int | None:
-        return None
-
-    def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
-        return unchanged(state)
-
-    def reset(self, pool: Any, rows: Array) -> Any:
-        return pool
-
-    def commit(
-        self,
-        state: EngineState,
-        features: Array | None,
-        path: Array,
-        counts: Array,
-        options: RoundOptions,
-    ) -> DraftState:
-        return unchanged(state)
+        return root_only(state.rows.roots), unchanged(state)

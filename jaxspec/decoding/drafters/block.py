@@ -13,7 +13,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
+from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
@@ -43,7 +43,7 @@ class BlockRows(Pytree):
 
 
 @pytree
-class BlockDrafter(DrafterDefaults):
+class BlockDrafter(Drafter, Pytree):
     """Drafts a chain or a tree from one pass of a block head.
 
     A call whose trees are less deep than a block runs a shorter one, with fewer masks. A tree holds
@@ -71,9 +71,6 @@ class BlockDrafter(DrafterDefaults):
         return BlockRows(
             features=jnp.zeros(shape, self.head.dtype), pending=jnp.zeros(num_rows, jnp.int32)
         )
-
-    def reset(self, pool: ModelState, rows: Array) -> ModelState:
-        return pool.reset(rows)
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return capacity.max_depth + 2  # the root included, which is written as context afterwards

@@ -7,7 +7,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
+from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import (
     beam_positions,
     causal_attend,
@@ -33,14 +33,10 @@ class DraftModelRows(Pytree):
 
 
 @pytree
-class DraftModelDrafter(DrafterDefaults):
+class DraftModelDrafter(Drafter, Pytree):
     """Drafts with ``model``, which must have the target's tokenizer."""
 
     model: Decoder
-
-    @property
-    def capture(self) -> tuple[int, ...]:
-        return ()
 
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)
@@ -51,9 +47,6 @@ class DraftModelDrafter(DrafterDefaults):
         self, num_rows: int, target: Decoder, capacity: SpeculationConfig
     ) -> DraftModelRows:
         return DraftModelRows(pending=jnp.zeros(num_rows, jnp.int32))
-
-    def reset(self, pool: ModelState, rows: Array) -> ModelState:
-        return pool.reset(rows)
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return capacity.max_depth + 1
@@ -70,13 +63,7 @@ class DraftModelDrafter(DrafterDefaults):
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         attend = causal_attend(state, run)
         _, layers, _ = decoder.run(
-            self.model,
-            run.tokens,
-            run.positions,
-            pool.layers,
-            attend,
-            kernels=options.kernels,
-            many=True,
+            self.model, run.tokens, run.positions, pool.layers, attend, kernels=options.kernels
         )
         pending = jnp.where(chunk.counts > 0, 1, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))

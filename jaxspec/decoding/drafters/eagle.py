@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import DrafterDefaults, DraftState, PrefillChunk, Proposed
+from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed
 from jaxspec.decoding.drafters.paged import (
     TokenRun,
     beam_positions,
@@ -52,7 +52,7 @@ class HeadRows(Pytree):
 
 
 @pytree
-class EagleDrafter(DrafterDefaults):
+class EagleDrafter(Drafter, Pytree):
     """Drafts a chain or a dynamic tree with a draft head, or with one for each step.
 
     Attributes:
@@ -96,9 +96,6 @@ class EagleDrafter(DrafterDefaults):
         before, at_root = jnp.zeros(size, self.head.dtype), jnp.zeros(size, self.head.dtype)
         return rows.replace(before=before, at_root=at_root)
 
-    def reset(self, pool: ModelState, rows: Array) -> ModelState:
-        return pool.reset(rows)
-
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return capacity.max_depth + 1
 
@@ -116,7 +113,7 @@ class EagleDrafter(DrafterDefaults):
         before = _at(rows.features, rows.pending - 1)
         shifted = jnp.concatenate([before[:, None], features[:, :-1]], axis=1)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
-        outputs = self._read(target, state, run, shifted, options, many=True)
+        outputs = self._read(target, state, run, shifted, options)
         changed = chunk.counts > 0
         last = _at(features, chunk.counts - 1)
         kept = jnp.where(changed[:, None], last, rows.features[:, 0])
@@ -134,8 +131,6 @@ class EagleDrafter(DrafterDefaults):
         run: TokenRun,
         features: Array,
         options: RoundOptions,
-        *,
-        many: bool = False,
     ) -> list[HeadOutput]:
         """Run all heads on committed tokens and the captured states [B, T, C] before them. The
         states of the last output are those of all layers."""
@@ -150,7 +145,7 @@ class EagleDrafter(DrafterDefaults):
                 before = rows.before[:, index - 1, None]
                 hidden = jnp.concatenate([before, outputs[-1].hidden[:, :-1]], axis=1)
             entry = run.tokens, hidden, run.positions - 1
-            outputs.append(self._run(index, target, entry, layers, attend, options, many=many))
+            outputs.append(self._run(index, target, entry, layers, attend, options))
             layers = outputs[-1].states
         return outputs
 
@@ -162,8 +157,6 @@ class EagleDrafter(DrafterDefaults):
         layers: LayerStates,
         attend: Attend,
         options: RoundOptions,
-        *,
-        many: bool = False,
     ) -> HeadOutput:
         """What DraftHead.run returns for head ``index``. ``entry``: tokens, hidden states and
         positions; ``layers``: the states of all heads' layers."""
@@ -171,7 +164,7 @@ class EagleDrafter(DrafterDefaults):
         start = sum(len(head.layers) for head in self.heads[:index])
         end = start + len(head.layers)
         states = layers[start:end]
-        out = head.run(target, *entry, states, attend, options.kernels, many=many)
+        out = head.run(target, *entry, states, attend, options.kernels)
         if 0 < index < len(self.later):
             # The next write to this head's pages depends on what the head before computes, not on
             # this read. Without an order XLA copies the pages, to write before it reads. The first

@@ -25,12 +25,14 @@ class TokenRun:
     """Consecutive committed tokens of each row and their positions, [B, T].
 
     ``valid`` [B, T] marks the real ones, which come first; ``written`` those whose KV is written.
+    ``of_prompts``: devices that share sequences split them (see Layout.split_tokens).
     """
 
     tokens: Array
     positions: Array
     valid: Array
     written: Array
+    of_prompts: bool = False
 
 
 def make_proposer(
@@ -106,7 +108,8 @@ def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:
     rows, offset = state.rows, jnp.arange(tokens.shape[1])
     positions = rows.context_lens[:, None] + offset
     valid = offset < counts[:, None]
-    return TokenRun(tokens, positions, valid, valid & (positions >= rows.cached_lens[:, None]))
+    written = valid & (positions >= rows.cached_lens[:, None])
+    return TokenRun(tokens, positions, valid, written, of_prompts=True)
 
 
 def causal_attend(
@@ -123,6 +126,7 @@ def causal_attend(
         kv_lens=start + jnp.sum(run.valid, axis=1, dtype=jnp.int32),
         first_slot=first_slot,
         order_invariant=order_invariant,
+        split_tokens=run.of_prompts,
     )
 
 

@@ -28,13 +28,13 @@ from jaxspec.decoding.functional.pages import (
     SavedRow,
     copy_pages,
     put_states,
+    remember,
     restore_row,
     save_row,
     take_states,
 )
 from jaxspec.decoding.functional.params import EngineParams
 from jaxspec.decoding.functional.prefill import prefill
-from jaxspec.decoding.functional.remember import remember
 from jaxspec.decoding.functional.rows import (
     assign_pages,
     init_pool,

@@ -74,7 +74,7 @@ def admit(
 
     Raises ValueError that lists what does not fit: shapes and dtypes, and of known values rows that
     the state lacks or that are busy, lengths and limits that do not fit, and token ids outside the
-    vocabulary; for controls if the state has no room for them.
+    vocabulary; for controls if the state was made without them.
     """
     check_state(params, state, controls=controls is not None)
     rows = check_rows(rows, state.rows.status.shape[0])
@@ -138,8 +138,8 @@ def _stop_table(ids: Integers, batch: int, width: int) -> Array:
         table = jnp.broadcast_to(table, (batch, table.shape[0]))
     if table.shape[1] > width:
         raise ValueError(
-            f"{table.shape[1]} stop tokens, the state has room for {width}: make it with a larger "
-            "max_stops"
+            f"{table.shape[1]} stop tokens, the state holds {width} of a row: make it with a "
+            "larger max_stops"
         )
     return jnp.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
 

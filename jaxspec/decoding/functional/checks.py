@@ -300,8 +300,8 @@ def check_pages(params: EngineParams, state: EngineState, **arrays: Array) -> No
 
 
 def check_rounds(num_rounds: Any, max_rounds: int | None) -> None:
-    """Raise ValueError for a number of rounds that is no integer, negative, or more than the result
-    has room for."""
+    """Raise ValueError for a number of rounds that is no integer, negative, or more than
+    ``max_rounds``."""
     check_sizes(max_rounds=max_rounds)
     array, problems = integers("num_rounds", num_rounds, "[]"), Problems()
     if max_rounds is None:

@@ -29,14 +29,7 @@ from jaxspec.decoding.functional.params import (
     with_found_specs,
 )
 from jaxspec.decoding.functional.refusals import rows_to_decode
-from jaxspec.decoding.functional.subset import (
-    choose_rows,
-    listed_rows,
-    put_chosen,
-    put_rows,
-    take_rows,
-    widened,
-)
+from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_back, put_chosen
 from jaxspec.decoding.round import draft_tree, verify_tree
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState
@@ -68,7 +61,7 @@ def draft(
 
     Returns the state, and the trees of the B rows, all of one width N.
 
-    Raises ValueError for a shape that the engine has no room for, and for a list of rows that
+    Raises ValueError for a shape that is larger than the engine's, and for a list of rows that
     cannot be split over the devices.
     """
     check_state(params, state, controls=controls)
@@ -161,7 +154,7 @@ def verify_rows(
     check_order(state, rows, decodes=True)
     tree_specs = partition_specs(tree, params.layout)
     specs = (*_spec_of_rows(params, rows), tree_specs, row_spec(params))
-    function, emitted = functools.partial(_verify, options), emitted_specs(params, options)
+    function, emitted = functools.partial(_verify, options), emitted_specs(params, options, state)
     return on_mesh(function, params, state, (rows, tree, masks), specs, emitted)
 
 
@@ -192,11 +185,7 @@ def draft_shard(
     if max_pending_when_behind(params, options, chosen) is not None:
         chosen = read_pending(params, options, chosen)
     tree, after = draft_tree(params.target, params.drafter, options, chosen)
-    before = state.rows
-    if index is None:
-        return after.replace(rows=widened(before, after.rows)), tree
-    changed = widened(take_rows(before, index), after.rows)
-    return after.replace(rows=put_rows(before, index, changed), controls=state.controls), tree
+    return put_back(state, index, after), tree
 
 
 def _verify(
@@ -220,7 +209,7 @@ def verify_shard(
     masks: Array | None,
     before: Passage | None = None,
 ) -> tuple[EngineState, tuple[Emitted, CommittedPath | None]]:
-    """Verify trees on one device's shard; ``before``: see decoder.run."""
+    """Verify trees on one device's shard; ``before``: its passage of a pipeline."""
     chosen, index = choose_rows(params, state, rows, options.columns)
     after, output = verify_tree(params.target, params.drafter, options, chosen, tree, masks, before)
     rounds = jax.tree.map(lambda x: x[None], output._replace(committed=None))

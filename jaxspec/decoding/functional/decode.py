@@ -61,7 +61,7 @@ def decode(
     Args:
       num_rounds: an int, at least 0, or a traced integer together with ``max_rounds``.
       rows: [B] rows to decode, as in prefill; None: all. The others stay unchanged.
-      max_rounds: number of rounds that the result has room for; ``num_rounds`` by default. A traced
+      max_rounds: most rounds that the result holds; ``num_rounds`` by default. A traced
         ``num_rounds`` above it runs so many.
       fixed: run ``max_rounds`` rounds, whatever ``num_rounds`` is, even if no row can go on. On a
         GPU the host then need not wait for the launch: it decides after each round of any other
@@ -90,8 +90,8 @@ def decode(
 
     Raises ValueError for numbers of rounds that are no integers or below 0, or above
     ``max_rounds``, for a traced one without ``max_rounds``, for rows that the state lacks, that
-    have no prompt or have not read it, for a shape that the engine has no room for, for controls if
-    the state has none, and for the confidence of a drafter without a confidence head.
+    have no prompt or have not read it, for a shape larger than the engine's, for controls if the
+    state has none, and for the confidence of a drafter without a confidence head.
     """
     check_state(params, state, controls=controls)
     check_rounds(num_rounds, max_rounds)
@@ -131,7 +131,7 @@ def decode_rows(
     params.check(state, controls=options.controls)
     limit = jnp.minimum(limit, options.max_rounds)
     specs = P(), None if rows is None else row_spec(params)
-    function, emitted = functools.partial(_decode, options), emitted_specs(params, options)
+    function, emitted = functools.partial(_decode, options), emitted_specs(params, options, state)
     return on_mesh(function, params, state, (limit, rows), specs, emitted)
 
 
@@ -160,28 +160,19 @@ def _catch_up(params: EngineParams, state: EngineState, rows: Array) -> EngineSt
     return state.replace(pool=after.pool, rows=rows_after)
 
 
-def emitted_specs(params: EngineParams, options: RoundOptions) -> Emitted:
+def emitted_specs(params: EngineParams, options: RoundOptions, state: EngineState) -> Emitted:
     """Partition specs of a call's Emitted."""
-    array = jnp.zeros(())
-    top = array if options.top_logprobs else None
-    prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
-    top = top if options.logprobs else None
-    emitted = Emitted(
-        num_rounds=array,
-        tokens=array,
-        counts=array,
-        accepted=array,
-        drafted=array,
-        status=array,
-        ending=array,
-        logprobs=array if options.logprobs else None,
-        hidden=array if options.hidden else None,
-        top_tokens=top,
-        top_logprobs=top,
-        prompt=prompt if options.prompt_logprobs else None,
-        trees=_empty_trees((1, 1, 1), 1) if options.trees else None,
-        confidence=array if options.confidence else None,
-    )
+
+    def none_yet() -> Emitted:
+        rounds = _empty_record(params, options, state).rounds
+        return emitted_rounds(jnp.int32(0), state, rounds)
+
+    emitted = jax.eval_shape(none_yet)
+    if options.prompt_logprobs:
+        array = emitted.num_rounds
+        top = array if options.top_logprobs else None
+        prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
+        emitted = emitted.replace(prompt=prompt)
     return partition_specs(emitted, params.layout)
 
 
@@ -293,7 +284,7 @@ def _empty_record(params: EngineParams, options: RoundOptions, state: EngineStat
     )
 
 
-def _empty_trees(size: tuple[int, int, int], num_nodes: int) -> RoundTrees:
+def _empty_trees(size: tuple[int, ...], num_nodes: int) -> RoundTrees:
     nodes = jnp.zeros((*size[:2], num_nodes), jnp.int32)
     path, number = jnp.zeros(size, jnp.int32), jnp.zeros(size[:2], jnp.int32)
     logprobs = nodes.astype(jnp.float32)

@@ -1,10 +1,12 @@
-"""Copies pages, saves rows to host memory and brings them back, or only their own states."""
+"""What the pool holds: copies pages, saves rows to host memory and brings them back, or only their
+own states; adds past texts."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from jaxspec.cache import ModelState
 from jaxspec.decoding.functional.checks import (
@@ -59,15 +61,11 @@ def copy_pages(
 def _copy_pages(
     params: EngineParams, state: EngineState, source: Array, destination: Array
 ) -> EngineState:
-    none = jnp.zeros(0, jnp.int32)  # no rows
-
-    def copied(states: Any) -> Any:
-        if not isinstance(states, ModelState):
-            return states
-        return states.put(states.take(source, none), destination, none)
-
-    pool = state.pool
-    return state.replace(pool=pool.replace(target=copied(pool.target), draft=copied(pool.draft)))
+    pool, draft = state.pool, state.pool.draft
+    target = pool.target.with_copies(source, destination)
+    if isinstance(draft, ModelState):
+        draft = draft.with_copies(source, destination)
+    return state.replace(pool=pool.replace(target=target, draft=draft))
 
 
 def save_row(
@@ -162,13 +160,11 @@ def take_states(
     check_state(params, state)
     _check_one_shard(params)
     index = as_int32("row", row, "[n]")
-    return with_found_specs(_take_states, params, state, (index,), (P(),))
 
+    def take(_: EngineParams, state: EngineState, row: Array) -> tuple[EngineState, ModelState]:
+        return state, state.pool.target.take(jnp.zeros(0, jnp.int32), row)
 
-def _take_states(
-    params: EngineParams, state: EngineState, row: Array
-) -> tuple[EngineState, ModelState]:
-    return state, state.pool.target.take(jnp.zeros(0, jnp.int32), row)
+    return with_found_specs(take, params, state, (index,), (P(),))
 
 
 def put_states(
@@ -179,14 +175,35 @@ def put_states(
     _check_one_shard(params)
     arguments = saved, as_int32("row", row, "[n]")
     specs = partition_specs(saved, params.layout), P()
-    return on_mesh(_put_states, params, state, arguments, specs, None)
+
+    def put(_: EngineParams, state: EngineState, saved: ModelState, row: Array) -> EngineState:
+        target = state.pool.target.put(saved, jnp.zeros(0, jnp.int32), row)
+        return state.replace(pool=state.pool.replace(target=target))
+
+    return on_mesh(put, params, state, arguments, specs, None)
 
 
-def _put_states(
-    params: EngineParams, state: EngineState, saved: ModelState, row: Array
+def remember(
+    params: EngineParams, state: EngineState, tokens: Integers, count: ArrayLike
 ) -> EngineState:
-    target = state.pool.target.put(saved, jnp.zeros(0, jnp.int32), row)
-    return state.replace(pool=state.pool.replace(target=target))
+    """Add the first ``count`` of ``tokens`` [n] to the past text that the drafter looks up.
+
+    A text may come in several parts, of at most the ring's size each; its last token must be
+    past_text.GAP. No rounds may run before that. Every device gets all of it.
+
+    Raises ValueError if the drafter looks up no past text.
+    """
+    check_state(params, state)
+    if state.pool.past is None:
+        raise ValueError("the drafter looks up no past text: see SuffixDrafter.past")
+    arguments = as_int32("tokens", tokens, "[n]"), as_int32("count", count, "[]")
+
+    def add(_: EngineParams, state: EngineState, tokens: Array, count: Array) -> EngineState:
+        pool = state.pool
+        assert pool.past is not None
+        return state.replace(pool=pool.replace(past=pool.past.with_more(tokens, count)))
+
+    return on_mesh(add, params, state, arguments, (P(), P()), None)
 
 
 def _check_one_shard(params: EngineParams) -> None:

@@ -138,7 +138,7 @@ class EngineParams(Pytree):
             raise ValueError("a pipeline's rounds are several programs: run it in a jaxspec.Engine")
         if controls and state.controls is None:
             raise ValueError(
-                "the state has no room for controls: make it with init_state(..., controls=True)"
+                "the state was made without controls: make it with init_state(..., controls=True)"
             )
         if state.capacity != self.speculation:
             raise ValueError(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import CommittedPath, Geometry, ModelState
@@ -179,12 +178,8 @@ def copy_stage_pages(
     stage: Stage, states: ModelState, source: Array, destination: Array
 ) -> ModelState:
     """Does what functional.copy_pages does, in the states of a stage."""
-
-    def run(stage: Stage, states: ModelState, source: Array, destination: Array) -> ModelState:
-        none = jnp.zeros(0, jnp.int32)  # no rows
-        return states.put(states.take(source, none), destination, none)
-
-    return _on_stage(run, stage, states, (source, destination))
+    pages = source, destination
+    return _on_stage(lambda _, states, *pages: states.with_copies(*pages), stage, states, pages)
 
 
 def save_from_stage(
@@ -202,11 +197,8 @@ def restore_to_stage(
     stage: Stage, states: ModelState, saved: ModelState, row: Array, pages: Array
 ) -> ModelState:
     """Put what save_from_stage returned into a row [1] and pages [n]."""
-
-    def run(_: Stage, states: ModelState, saved: ModelState, row: Array, pages: Array) -> Any:
-        return states.put(saved, pages, row)
-
-    return _on_stage(run, stage, states, (saved, row, pages))
+    place = saved, pages, row
+    return _on_stage(lambda _, states, *place: states.put(*place), stage, states, place)
 
 
 def _on_stage(

@@ -64,7 +64,7 @@ def prefill(
         parallelism the list is split evenly over the devices, and each part may only list rows of
         its own device. In a traced list, other rows are emitted as MISPLACED.
       counts: [B] most tokens to read of each row, 0 to ``width``; None: ``width``.
-      width: tokens per row that the program has room for.
+      width: most tokens of a row that the program reads.
       columns: width of the page table that the program sees, None: all of it. The rows and the
         chunk must fit it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
@@ -122,7 +122,8 @@ def read_rows(
     options = dataclasses.replace(options, width=width)
     arguments, spec = (rows, counts, masks), row_spec(params)
     specs = tuple(None if x is None else spec for x in arguments)
-    function, emitted = functools.partial(read_shard, options), emitted_specs(params, options)
+    emitted = emitted_specs(params, options, state)
+    function = functools.partial(read_shard, options)
     return on_mesh(function, params, state, arguments, specs, emitted)
 
 
@@ -135,7 +136,7 @@ def read_shard(
     masks: Array | None,
     before: Passage | None = None,
 ) -> tuple[EngineState, Emitted]:
-    """Read a chunk on one device's shard; ``before``: see decoder.run."""
+    """Read a chunk on one device's shard; ``before``: its passage of a pipeline."""
     chosen, index = choose_rows(params, state, rows, options.columns)
     chosen = refuse_rows(options, chosen, Status.READING)
     read, emitted = read_chunk(options, params, chosen, counts, masks, before)
@@ -156,15 +157,13 @@ def read_chunk(
     states, capture = state.pool.target, params.drafter.capture
     hidden, layers, captured = decoder.run(
         target,
-        run.tokens,
+        run.tokens if before is None else before,
         run.positions,
         states.layers,
         causal_attend(state, run, order_invariant=options.order_invariant),
         (*capture, *options.hidden),
         options.kernels,
         isolate_blocks=options.isolate_blocks,
-        many=True,
-        before=before,
     )
     features, asked = split_captured(captured, len(capture), len(options.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]

@@ -44,11 +44,11 @@ def init_state(
     """A state of ``num_rows`` empty rows of at most ``max_length`` tokens each.
 
     Args:
-      page_table: [R, M] pages of each row. By default each row has its own consecutive pages, with
-        room for ``max_length`` tokens and the tree after them.
+      page_table: [R, M] pages of each row. By default each row has its own consecutive pages, for
+        ``max_length`` tokens and the tree after them.
       num_pages: total number of pages, null pages included; required with ``page_table``.
       max_stops: most stop tokens of a row.
-      controls: make room for bias and penalties: 4 V bytes a row.
+      controls: hold bias and penalties, too: 4 V bytes a row.
 
     The state lies on the devices of the weights, committed to them if the weights are.
 
@@ -245,20 +245,20 @@ def set_controls(
 
     Padding of ``rows`` is -1, and in a traced list any index outside 0 .. R - 1.
 
-    Raises ValueError for controls of another shape, and if the state has no room for them.
+    Raises ValueError for controls of another shape, and if the state was made without them.
     """
     check_state(params, state, controls=True)
     index = _indices(state, rows)
     controls = padded_controls(params, controls, index.shape[0])
     spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
-    return on_mesh(_set_controls, params, state, (index, controls), (P(), spec), None)
 
+    def put(
+        params: EngineParams, state: EngineState, rows: Array, controls: Controls
+    ) -> EngineState:
+        index = local_rows(rows, state.rows.status.shape[0], params.layout.batch)
+        return state.replace(controls=put_rows(state.controls, index, controls))
 
-def _set_controls(
-    params: EngineParams, state: EngineState, rows: Array, controls: Controls
-) -> EngineState:
-    index = local_rows(rows, state.rows.status.shape[0], params.layout.batch)
-    return state.replace(controls=put_rows(state.controls, index, controls))
+    return on_mesh(put, params, state, (index, controls), (P(), spec), None)
 
 
 def _indices(state: EngineState, rows: Integers) -> Array:

@@ -83,15 +83,21 @@ def put_chosen(
 ) -> tuple[EngineState, Emitted]:
     """``state`` after a call on the rows of choose_rows, and what they emitted; rows of other
     devices are emitted as MISPLACED."""
-    all_rows = state.rows
-    if rows is None or index is None:
-        return chosen.replace(rows=widened(all_rows, chosen.rows)), emitted
-    num_rows = all_rows.status.shape[0]
-    changed = widened(take_rows(all_rows, index), chosen.rows)
-    after = chosen.replace(rows=put_rows(all_rows, index, changed), controls=state.controls)
+    after, num_rows = put_back(state, index, chosen), state.rows.status.shape[0]
+    if rows is None:
+        return after, emitted
     elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
     ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
     return after, emitted.replace(ending=ending)
+
+
+def put_back(state: EngineState, index: Array | None, chosen: EngineState) -> EngineState:
+    """``state`` after a call on the rows of choose_rows."""
+    all_rows = state.rows
+    if index is None:
+        return chosen.replace(rows=_widened(all_rows, chosen.rows))
+    changed = _widened(take_rows(all_rows, index), chosen.rows)
+    return chosen.replace(rows=put_rows(all_rows, index, changed), controls=state.controls)
 
 
 def _narrow(state: EngineState, columns: int | None) -> Rows:
@@ -110,7 +116,7 @@ def _narrow(state: EngineState, columns: int | None) -> Rows:
     )
 
 
-def widened(before: Rows, after: Rows) -> Rows:
+def _widened(before: Rows, after: Rows) -> Rows:
     """``after``, with the columns and the capacity of ``before`` that _narrow cut off."""
     if after.page_table.shape == before.page_table.shape:
         return after

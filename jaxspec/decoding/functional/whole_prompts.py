@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
 from jaxspec.decoding.functional.params import EngineParams, Integers
-from jaxspec.decoding.functional.prefill import read_rows
+from jaxspec.decoding.functional.prefill import prefill
 from jaxspec.decoding.functional.subset import listed_rows
-from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState, Status
 
 
@@ -43,23 +41,24 @@ def prefill_all(
 
     Raises ValueError as prefill does.
     """
-    check_state(params, state, controls=controls)
-    check_sizes(width=width, columns=columns)
-    options = RoundOptions(
-        params.speculation_of(None),
-        params.kernels,
-        columns=columns,
-        greedy=greedy,
-        controls=controls,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        hidden=hidden,
-        width=width,
-        order_invariant=order_invariant,
-    )
-    options, listed = params.checked_options(options), listed_rows(params, state, rows)
-    check_order(state, listed)
 
+    def read(state: EngineState) -> tuple[EngineState, Emitted]:
+        return prefill(
+            params,
+            state,
+            rows,
+            width=width,
+            columns=columns,
+            greedy=greedy,
+            controls=controls,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            hidden=hidden,
+            order_invariant=order_invariant,
+        )
+
+    first = _Carry(jnp.int32(1), *read(state))
+    listed = listed_rows(params, state, rows)
     # Rows that are listed in another device's part stay unread, so the loop must not wait for them.
     most = -(-state.rows.tokens.shape[1] // width)
 
@@ -67,10 +66,9 @@ def prefill_all(
         return (carry.chunks < most) & jnp.any(_status(carry.state, listed) == Status.READING)
 
     def next_chunk(carry: _Carry) -> _Carry:
-        after, emitted = read_rows(params, carry.state, options, listed)
+        after, emitted = read(carry.state)
         return _Carry(carry.chunks + 1, after, _merged(carry.emitted, emitted))
 
-    first = _Carry(jnp.int32(1), *read_rows(params, state, options, listed))
     _, state, emitted = lax.while_loop(unfinished, next_chunk, first)
     return state, emitted
 

@@ -19,7 +19,7 @@ from jaxspec.engine.programs.arguments import empty_state
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Sizes
 from jaxspec.scheduling.plan import Snapshot, SwapIn, SwapOut
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 
 MEASURED = 3  # times that a part is moved to see what it costs; the fastest counts
 
@@ -58,10 +58,11 @@ class SwappedRows:
     def restore(self, back: SwapIn) -> None:
         """Put a row back, with other pages."""
         size = self.programs.sizes.part_pages
+        row, table = back.sequence.row, back.sequence.pages
         parts = self._parts.pop(back.sequence.request_id)
         for saved, first in zip(parts, range(0, back.restored, size), strict=False):
-            pages = back.table[first : min(first + size, back.restored)]
-            self.programs.restore(saved, back.row, pages, back.table)
+            pages = table[first : min(first + size, back.restored)]
+            self.programs.restore(saved, row, pages, table)
 
     def drop(self, request_id: str) -> None:
         self._parts.pop(request_id, None)

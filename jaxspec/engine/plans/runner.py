@@ -10,7 +10,6 @@ import numpy as np
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.state import ERRORS, Ending, Status
 from jaxspec.engine.emitted import RowOutput, row_outputs
-from jaxspec.engine.generation import Generation
 from jaxspec.engine.plans.host_copies import RowSnapshots, SwappedRows
 from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
@@ -21,7 +20,7 @@ from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 
 
 class Launched(NamedTuple):
@@ -54,7 +53,7 @@ class PlanRunner:
         self.snapshots = RowSnapshots(programs)
         self.past = PastOutputs(programs)
         self._timer = PlanTimer(programs, costs)
-        self._structured = StructuredRounds(programs)
+        self.structured = StructuredRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
     def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
@@ -74,7 +73,7 @@ class PlanRunner:
         for back in plan.swap_in:
             self.swapped.restore(back)
             generation_of(back.sequence).preemptions = back.sequence.preemptions
-        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
+        programs.copy_pages(plan.copies)
         for admission in plan.admissions:
             sequence = admission.sequence
             waited = time.perf_counter() - sequence.request.arrival
@@ -83,37 +82,29 @@ class PlanRunner:
         programs.admit(admitted)
         for admission in plan.admissions:
             if admission.snapshot is not None:
-                self.snapshots.put(admission.snapshot, admission.row)
+                self.snapshots.put(admission.snapshot, admission.sequence.row)
         restored = [self._new_row(back) for back in plan.swap_in]
         programs.set_controls([*restored, *admitted])
         self._idle_rows -= {new.row for new in (*restored, *admitted)}
-        programs.assign_pages([(table.row, table.table) for table in plan.tables])
+        programs.assign_pages([(each.row, each.pages) for each in plan.tables])
         reads = self._reads(plan, load)
         for step in plan.snapshots:
             self.snapshots.take(step)
         if plan.masked_rows:
-            self._structured.draft(plan, reads, load, shape)
+            self.structured.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]
-
-    def verify(self) -> list[LaunchedCall]:
-        """Run the second half of a plan's masked rounds, once all plans before it are read."""
-        return self._structured.verify()
-
-    def take_failed(self) -> list[Generation]:
-        """Requests that could not go on since this was last called; they have their error."""
-        return self._structured.take_failed()
 
     def _new_row(self, step: Admission | SwapIn) -> NewRow:
         sequence = step.sequence
         sampling = generation_of(sequence).sampling
         return NewRow(
-            row=step.row,
+            row=sequence.row,
             prompt=tuple(sequence.tokens),
             max_len=sequence.limit,
             sampling=sampling,
             stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
             request_prompt_len=sequence.prompt_length,
-            table=step.table,
+            table=tuple(sequence.pages),
             cached=step.cached if isinstance(step, Admission) else 0,
         )
 
@@ -121,7 +112,7 @@ class PlanRunner:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
-        masks = self._structured.first_masks(plan)
+        masks = self.structured.first_masks(plan)
         kind = kind_of(sequences, reads=True)
         return self.programs.read(reads_of(plan), load, masks, kind=kind)
 

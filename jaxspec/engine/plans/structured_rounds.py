@@ -84,12 +84,12 @@ class StructuredRounds:
             for row, sequence in zip(drafted.rows.tolist(), sequences, strict=True)
         ]
         words = self.programs.all_tokens().size
-        found = tree_masks(matchers, tokens, parents, sizes, words)
-        for place, error in found.errors.items():
+        masks, errors = tree_masks(matchers, tokens, parents, sizes, words)
+        for place, error in errors.items():
             sequence = sequences[place]
             assert sequence is not None
             self._fail(sequence, error)
-        return [run_verify(self.programs, drafted, found.masks)]
+        return [run_verify(self.programs, drafted, masks)]
 
     def _matcher(self, sequence: Sequence, new_tokens: list[int]) -> Matcher | None:
         """The matcher after all tokens of a request, the new ones too; None if it has ended, or its

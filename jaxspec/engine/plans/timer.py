@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.scheduling.plan import Plan
-from jaxspec.scheduling.preemption import PreemptionCosts
+from jaxspec.scheduling.preemption_costs import PreemptionCosts
 
 
 class _Started(NamedTuple):

@@ -129,7 +129,6 @@ def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey
             fixed=key.rounds > 0,
             checked=False,
             trees=sizes.trees,
-            confidence=sizes.confidence and not key.masked,
         )
     return params.checked_options(options)
 

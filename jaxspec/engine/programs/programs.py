@@ -128,7 +128,7 @@ class Programs:
         self.use(self.params)
         self.tables[:] = 0
         for array in jax.tree.leaves((self.state, self._controls)):
-            array.delete()  # there is no room for two pools
+            array.delete()  # two pools would not fit
         self.state, self._controls = self._new_state(), None
         self._rows_with_controls.clear()
 

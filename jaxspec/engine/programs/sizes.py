@@ -42,7 +42,6 @@ class Sizes:
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
-      confidence: programs of rounds emit how likely the drafter held their tokens.
     """
 
     num_rows: int
@@ -57,7 +56,6 @@ class Sizes:
     fixed_rounds: int = 0
     fixed: bool = False
     trees: bool = False
-    confidence: bool = False
 
     @property
     def columns(self) -> int:

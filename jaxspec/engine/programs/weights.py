@@ -14,7 +14,7 @@ from jaxspec.models.linear import Linear
 from jaxspec.parallel.pytree import pytree
 
 # Bytes. A larger table is not doubled unasked. The pool is sized before the copy is made, and
-# leaves a tenth of the free memory, which has room for this much.
+# leaves a tenth of the free memory, which holds this much.
 LARGEST_COPY = 32 << 20
 
 

@@ -12,9 +12,8 @@ llguidance does the work. It is imported when the first GrammarCompiler is made.
 """
 
 from jaxspec.config.structured_output import StructuredOutput
-from jaxspec.engine.structured.batch import TreeMasks, tree_masks
 from jaxspec.engine.structured.compiler import GrammarCompiler
-from jaxspec.engine.structured.matcher import GrammarError, GrammarLimit, Matcher
+from jaxspec.engine.structured.matcher import GrammarError, GrammarLimit, Matcher, tree_masks
 
 __all__ = [
     "GrammarCompiler",
@@ -22,6 +21,5 @@ __all__ = [
     "GrammarLimit",
     "Matcher",
     "StructuredOutput",
-    "TreeMasks",
     "tree_masks",
 ]

@@ -9,7 +9,19 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxspec.engine.structured.byte_letters import LETTERS
+
+def _letters() -> tuple[str, ...]:
+    """What byte-level tokenizers write for each byte, as GPT-2's does.
+
+    Printable characters of Latin-1 stand for themselves, and those from U+0100 on for the other
+    bytes, in their order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+LETTERS = _letters()
 
 
 class Vocabulary(NamedTuple):

@@ -29,6 +29,7 @@ LIMITS = MappingProxyType(
     }
 )
 MOST_TRIED = 64  # tokens
+MOST_GRAMMARS = 64  # that are kept, compiled
 MOST_SECONDS = 0.5  # of CPU time, for what the limits do not foresee
 
 BLANK_LINE = r"/\n{0,2}/"  # in Lark
@@ -44,33 +45,20 @@ class GrammarCompiler:
     that later ones find it warm.
     """
 
-    def __init__(
-        self,
-        tokenizer_json: str,
-        vocab_size: int,
-        stop_token_ids: Iterable[int],
-        *,
-        max_grammars: int = 64,
-        max_seconds: float = MOST_SECONDS,
-    ):
+    def __init__(self, tokenizer_json: str, vocab_size: int, stop_token_ids: Iterable[int]):
         """
         Args:
           tokenizer_json: the text of the model's tokenizer.json (see tokenizer.tokenizer_json).
           vocab_size: of the target's logits; tokens that the tokenizer does not have are never
             allowed.
           stop_token_ids: tokens that may end an output. The device must stop rows at each of them.
-          max_grammars: most compiled grammars to keep.
-          max_seconds: CPU time after which a grammar is refused. It is looked at when the grammar
-            is compiled; what ends the work itself are the LIMITS.
 
-        Raises ValueError if llguidance is not installed, or does not read the tokenizer, and for
-        values out of range.
+        Raises ValueError if llguidance is not installed, or does not read the tokenizer, and
+        without a stop token.
         """
         stops = sorted(set(stop_token_ids))
         if not stops:
             raise ValueError("structured output needs a model with a stop token, to end the output")
-        if max_grammars < 1:
-            raise ValueError(f"max_grammars must be at least 1, got {max_grammars}")
         if not tokenizer_json.lstrip().startswith("{"):  # llguidance would take it as a file name
             raise ValueError("tokenizer_json must be the text of a tokenizer.json, a JSON object")
         self._library = _import_llguidance()
@@ -86,7 +74,6 @@ class GrammarCompiler:
         self.markers = Markers(vocabulary.plain, special)
         self.vocab_size = vocab_size
         self.stop_token_ids = tuple(stops)
-        self._max_grammars, self._max_seconds = max_grammars, max_seconds
         self._compiled: collections.OrderedDict[StructuredOutput, Any] = collections.OrderedDict()
         self._lock = threading.Lock()  # guards _compiled
 
@@ -108,7 +95,7 @@ class GrammarCompiler:
         with self._lock:
             self._compiled[spec] = compiled
             self._compiled.move_to_end(spec)
-            if len(self._compiled) > self._max_grammars:
+            if len(self._compiled) > MOST_GRAMMARS:
                 self._compiled.popitem(last=False)
         if isinstance(compiled, ValueError):
             raise ValueError(str(compiled))
@@ -130,7 +117,7 @@ class GrammarCompiler:
             self._try(compiled)
         except (ValueError, GrammarError) as error:
             return ValueError(f"{spec.kind}: {error}")
-        if time.thread_time() - started > self._max_seconds:
+        if time.thread_time() - started > MOST_SECONDS:  # what ends the work itself are the LIMITS
             return ValueError(f"{spec.kind}: it takes too long to compile: make it smaller")
         return compiled
 

@@ -44,7 +44,7 @@ from jaxspec.evaluation.benchmarks.compiled_round import (
     parse_kernels,
     parse_launches,
 )
-from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, shapes_of_kind
+from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params
 from jaxspec.evaluation.benchmarks.random_params import decoder_in_schemes
 from jaxspec.evaluation.benchmarks.rounds import LARGEST_CHUNK, Workload
@@ -59,7 +59,7 @@ from jaxspec.parallel import (
     mesh_layout,
     named_shardings,
 )
-from jaxspec.parallel.weight_layout import weight_place
+from jaxspec.parallel.memory_format import weight_place
 from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
@@ -221,7 +221,8 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
     head = None
     if mode.speculation:
-        head = shapes_of_kind(job.head, config, dtype, mesh, quantization=job.drafter_quantization)
+        scheme = job.drafter_quantization
+        head = head_shapes_for(config, dtype, mesh, kind=job.head, quantization=scheme)
     kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), job.kv_dtype)
 
@@ -234,7 +235,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    # Weights have a layout, too, see weight_layout.weight_place.
+    # Weights have a layout, too, see memory_format.weight_place.
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)

@@ -56,21 +56,6 @@ class Sum:
         return f"{self.devices} devices, {self.rows} rows of {self.width}, {self.way}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Of a case.
-
-    Attributes:
-      us: microseconds of a call, the small operation after it included.
-      same_bits: whether all devices ended with the same bits, and both ways of the kernel with the
-        same, too.
-    """
-
-    sum: Sum
-    us: float
-    same_bits: bool
-
-
 def cases(
     devices: Sequence[int], widths: Sequence[int], rows: Sequence[int], ways: Sequence[Way] = WAYS
 ) -> list[Sum]:
@@ -98,11 +83,15 @@ def _tuning(case: Sum, most_rows: int) -> Tuning | None:
 
 def time_sums(
     chosen: Sequence[Sum], passes: int, repeats: int, report: Callable[[str], None]
-) -> Iterator[Timing]:
+) -> Iterator[tuple[Sum, float, bool]]:
     """Compile all cases, then time one after the other: the median of ``repeats`` programs of so
-    many passes each."""
+    many passes each.
+
+    Yields each case, the microseconds of a call, the small operation after it included, and whether
+    all devices ended with the same bits, and both ways of the kernel with the same, too.
+    """
     bench = _Bench(max(case.rows for case in chosen), passes)
-    programs = list(compile_side_by_side(bench.compiled, chosen, "programs", MOST_JOBS, report))
+    programs = compile_side_by_side(bench.compiled, chosen, str, MOST_JOBS, report)
     found: dict[Any, np.ndarray] = {}  # what the kernel made of the same arguments
     for case, program in zip(chosen, programs, strict=True):
         arguments = bench.arguments(case)
@@ -112,7 +101,7 @@ def time_sums(
             sizes = case.devices, case.width, case.rows
             same = same and np.array_equal(found.setdefault(sizes, result), result)
         seconds = statistics.median(timed(program, *arguments)[1] for _ in range(repeats))
-        yield Timing(case, 1e6 * seconds / (passes * CALLS), same)
+        yield case, 1e6 * seconds / (passes * CALLS), same
 
 
 class _Bench:
@@ -180,29 +169,3 @@ def _make_exchange(devices: int, width: int, tuning: Tuning | None) -> Array | N
 def _shardings(mesh: Mesh) -> tuple[NamedSharding, ...]:
     """Of x, partials and the norm's weight."""
     return tuple(NamedSharding(mesh, spec) for spec in (P(), P(AXIS), P()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The fastest way from so many rows to so many, as timed."""
-
-    way: Way
-    first: int
-    last: int
-
-
-def fastest_ranges(timings: Sequence[Timing]) -> dict[tuple[int, int], list[Range]]:
-    """(devices, width) -> the fastest way by rows, in their order."""
-    best: dict[tuple[int, int, int], Timing] = {}
-    for timing in timings:
-        place = timing.sum.devices, timing.sum.width, timing.sum.rows
-        if place not in best or timing.us < best[place].us:
-            best[place] = timing
-    found: dict[tuple[int, int], list[Range]] = {}
-    for (devices, width, rows), timing in sorted(best.items(), key=lambda pair: pair[0]):
-        ranges = found.setdefault((devices, width), [])
-        if ranges and ranges[-1].way == timing.sum.way:
-            ranges[-1] = dataclasses.replace(ranges[-1], last=rows)
-        else:
-            ranges.append(Range(timing.sum.way, rows, rows))
-    return found

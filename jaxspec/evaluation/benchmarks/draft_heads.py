@@ -44,22 +44,20 @@ HEAD_HELP = (
 TRAINED_MTP = MtpConfig("deepseek", 1, AFTER)
 
 
-def shapes_of_kind(
-    kind: HeadKind,
+def head_shapes_for(
     target: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh | None,
     *,
-    sharded: bool = True,
+    kind: HeadKind = "auto",
     quantization: Scheme | None = None,
 ) -> DraftHead | BlockHead:
-    """A head of ShapeDtypeStructs, sharded as its target is, or whole on every device; "auto": the
-    one of ``head_config``.
+    """A head of ShapeDtypeStructs, sharded as its target is; "auto": the one of ``head_config``.
 
     ``quantization``: of all its matrices, and of a copy of the target's LM head if it has none;
     see models/quantized/schemes.py.
     """
-    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
+    shards = Shards.over(mesh, mesh_layout(mesh))
     if kind == "auto" or kind == "mtp":
         config = head_config(target) if kind == "auto" else mtp_config(target)
         shapes = head_shapes(config, target, dtype, shards)
@@ -67,7 +65,7 @@ def shapes_of_kind(
         shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
     if quantization is None:
         return shapes
-    decoder = decoder_shapes(target, dtype, Shards.over(mesh, mesh_layout(mesh)))
+    decoder = decoder_shapes(target, dtype, shards)
     shapes = with_lm_head_copy(shapes, decoder, lambda lm_head: lm_head)  # rounded as the rest
     return in_scheme(shapes, quantization, lm_head=True)
 

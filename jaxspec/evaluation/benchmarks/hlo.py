@@ -60,12 +60,6 @@ def parse_scope(op_name: str) -> Scope:
     return Scope(phase, part)
 
 
-def scope_of(line: str) -> Scope:
-    """The scope of an instruction, from its line in a program's text."""
-    name = _OP_NAME.search(line)
-    return parse_scope(name[1] if name else "")
-
-
 def count_by_scope(text: str, operation: re.Pattern[str]) -> dict[str, int]:
     """Number of lines of a program's text that have an operation, by their scope.
 
@@ -75,7 +69,8 @@ def count_by_scope(text: str, operation: re.Pattern[str]) -> dict[str, int]:
     counts = collections.Counter()
     for line in text.splitlines():
         if found := operation.search(line):
-            scope = scope_of(line)
+            name = _OP_NAME.search(line)
+            scope = parse_scope(name[1] if name else "")
             counts[" ".join([*found.groups(), f"{scope.phase}/{scope.part}"])] += 1
     return dict(sorted(counts.items()))
 

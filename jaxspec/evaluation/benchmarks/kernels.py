@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,17 +57,13 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class KernelTiming:
-    """One case: our function and its jnp reference, with errors relative to the reference in
-    float32; None where the plan leaves the reference out."""
+    """A case: our function and its jnp reference, with errors relative to the reference in float32;
+    None where the plan leaves the reference out."""
 
-    case: str
-    implementation: str
     seconds: float
     reference_seconds: float | None
     error: float | None
     reference_error: float | None
-    num_bytes: int
-    flops: int
     floor_seconds: float
     bound: str
 
@@ -104,7 +100,7 @@ def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> Compile
         return max(1, round(plan.seconds / max(least, seconds)) // length)
 
     def compiled(call: Callable[..., Any], passes: int) -> Callable[..., Any]:
-        program = _chain(call, benchmark.feed, [_is_data(x) for x in shapes], length, passes)
+        program = _chain(call, benchmark.feed, shapes, length, passes)
         return jax.jit(program).lower(tables, data).compile()
 
     num_passes, other = passes(benchmark.seconds), passes(benchmark.reference_seconds)
@@ -142,14 +138,10 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
     if compiled.reference_chain is not None:
         reference_seconds = seconds(compiled.reference_chain, compiled.reference_calls)
     return KernelTiming(
-        case=benchmark.name,
-        implementation=benchmark.implementation,
         seconds=call_seconds,
         reference_seconds=reference_seconds,
         error=error,
         reference_error=reference_error,
-        num_bytes=benchmark.num_bytes,
-        flops=benchmark.flops,
         floor_seconds=floor,
         bound=bound,
     )
@@ -158,26 +150,26 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
 def _chain(
     call: Callable[..., Any],
     feed: Callable[[Arguments, Any], Arguments],
-    of_data: Sequence[bool],
+    shapes: Arguments,
     length: int,
     passes: int,
 ) -> Callable[..., Any]:
     """A program of one call, and a loop over chains of ``length`` calls that rotate through data.
 
-    *Data* are floating-point arguments, packed ones too, as marked by ``of_data``. The others
-    (tables, lengths, masks) are those of the first set for all calls. Values computed from them
-    only are computed once per chain, as the layers of a model share them. Each call depends on the
-    one before it and on its data, so no work on data is shared between calls or moved out of the
-    loop.
+    *Data* are floating-point arrays of the arguments, packed ones too. The others (tables, lengths,
+    masks) are those of the first set for all calls. Values computed from them only are computed
+    once per chain, as the layers of a model share them. Each call depends on the one before it and
+    on its data, so no work on data is shared between calls or moved out of the loop.
     """
     traced_once = jax.jit(call)
+    leaves, structure = jax.tree.flatten(shapes)
 
     def program(tables: Sequence[Array | None], data: Sequence[Sequence[Array]]) -> Any:
-        places = list(zip(of_data, tables, strict=True))
-
         def arguments(index: int) -> Arguments:
             data_set = iter(data[index % len(data)])
-            return tuple(next(data_set) if is_data else table for is_data, table in places)
+            places = zip(leaves, tables, strict=True)
+            made = [next(data_set) if _is_data(leaf) else table for leaf, table in places]
+            return jax.tree.unflatten(structure, made)
 
         def chain(_: Array, output: Any) -> Any:
             for index in range(length):
@@ -191,27 +183,28 @@ def _chain(
 
 def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Array]]]:
     """The tables of the first set (None for data), and the data of all sets; see _chain."""
-    tables = [None if _is_data(x) else x for x in sets[0]]
-    return tables, [[x for x in arguments if _is_data(x)] for arguments in sets]
+    tables = [None if _is_data(x) else x for x in jax.tree.leaves(sets[0])]
+    return tables, [list(filter(_is_data, jax.tree.leaves(arguments))) for arguments in sets]
 
 
-def _is_data(x: Array | None) -> TypeGuard[Array]:
-    return x is not None and (_is_float(x) or is_float8(x) or x.dtype == jnp.int4)
+def _is_data(x: Array) -> bool:
+    return _is_float(x) or is_float8(x) or x.dtype == jnp.int4
 
 
-def _is_float(x: Array | None) -> TypeGuard[Array]:
-    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _pinned(arguments: Arguments) -> Arguments:
     """The same arguments, with an optimization barrier around the floating-point arrays."""
-    pinned = iter(lax.optimization_barrier([x for x in arguments if _is_data(x)]))
-    return tuple(next(pinned) if _is_data(x) else x for x in arguments)
+    leaves, structure = jax.tree.flatten(arguments)
+    pinned = iter(lax.optimization_barrier(list(filter(_is_data, leaves))))
+    return jax.tree.unflatten(structure, [next(pinned) if _is_data(x) else x for x in leaves])
 
 
-def _errors(benchmark: Benchmark, *arguments: Array | None) -> tuple[Array, Array]:
+def _errors(benchmark: Benchmark, *arguments: Any) -> tuple[Array, Array]:
     """Relative errors of the call and its reference, against the reference in float32."""
-    wide = [x.astype(jnp.float32) if _is_float(x) else x for x in arguments]
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if _is_float(x) else x, arguments)
     with jax.default_matmul_precision("highest"):
         exact = benchmark.reference(*wide)
     results = benchmark.call(*arguments), benchmark.reference(*arguments)
@@ -231,4 +224,4 @@ def relative_error(found: Any, exact: Any) -> Array:
 
 
 def _num_bytes(arguments: Arguments) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arguments if x is not None)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.checkpoints.safetensors_io import placements
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
-from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, shapes_of_kind
+from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.random_quantized import QUANTIZED, random_quantized
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mlps.expert_linear import expert_linears
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
 from jaxspec.models.pipeline_stage import Stage
 from jaxspec.models.quantized.schemes import in_scheme
@@ -81,34 +82,26 @@ def random_pipeline(
     return Pipeline(tuple(stages), _random_tree(shapes.last, meshes[-1], keys[-1]))
 
 
+def random_draft_head(
+    target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int
+) -> DraftHead:
+    """``random_head`` of the kind "auto"."""
+    head = random_head(target, dtype, mesh, seed)
+    assert isinstance(head, DraftHead)
+    return head
+
+
 def random_head(
     target: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh | None,
     seed: int,
     *,
-    sharded: bool = True,
-    quantization: Scheme | None = None,
-) -> DraftHead:
-    """``random_head_of_kind`` for the head that draft_heads.head_config describes."""
-    how = (target, dtype, mesh, seed)
-    head = random_head_of_kind("auto", *how, sharded=sharded, quantization=quantization)
-    assert isinstance(head, DraftHead)
-    return head
-
-
-def random_head_of_kind(
-    kind: HeadKind,
-    target: ModelConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    seed: int,
-    *,
-    sharded: bool = True,
+    kind: HeadKind = "auto",
     quantization: Scheme | None = None,
 ) -> DraftHead | BlockHead:
-    """``shapes_of_kind`` with random weights (see draft_heads.py)."""
-    shapes = shapes_of_kind(kind, target, dtype, mesh, sharded=sharded, quantization=quantization)
+    """``head_shapes_for`` with random weights (see draft_heads.py)."""
+    shapes = head_shapes_for(target, dtype, mesh, kind=kind, quantization=quantization)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     if isinstance(shapes, BlockHead):
         return _random_tree(shapes, mesh, weights_key)
@@ -129,7 +122,7 @@ def _random_tree[T: Decoder | DraftHead | BlockHead | Stage](
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, _is_quantized)
     places = jax.tree.leaves(placements(shapes, mesh), is_leaf=_is_quantized)
     arrays, is_draft = [], isinstance(shapes, DraftHead)
-    of_experts = {id(linear.weight) for linear in expert_linears(shapes)}
+    of_experts = {id(linear.weight) for linear in nodes_of(shapes, ExpertLinear)}
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         leaf_key, name = jax.random.fold_in(key, index), weight_name(path)
         if isinstance(leaf, QUANTIZED):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.decoding import functional
 from jaxspec.decoding.functional import EngineParams

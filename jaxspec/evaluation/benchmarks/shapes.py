@@ -12,119 +12,66 @@ from jaxspec.config.rope import Llama3RopeScaling
 from jaxspec.models.from_config.model import parse_model_config
 
 
-def _llama3(num_layers: int, rope_factor: float, **values: Any) -> ModelConfig:
-    return dense_model(
-        num_layers=num_layers,
-        vocab_size=128_256,
-        num_kv_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        max_position=131_072,
-        rope_scaling=Llama3RopeScaling(rope_factor, 1.0, 4.0, 8192),
-        **values,
+def _llama3(rope_factor: float) -> dict[str, Any]:
+    scaling = Llama3RopeScaling(rope_factor, 1.0, 4.0, 8192)
+    return {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position": 131_072,
+        "rope_scaling": scaling,
+    }
+
+
+_LLAMA_31 = _llama3(8.0)
+_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position": 40_960, "qk_norm": True}
+_QWEN25 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position": 32_768, "qkv_bias": True}
+_MISTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position": 32_768}
+_TINY = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position": 4096}
+# Layers, vocabulary, hidden size, size of the MLP, query heads, KV heads, size of a head; the rest.
+_DENSE: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "llama-3.1-8b": ((32, 128_256, 4096, 14_336, 32, 8, 128), _LLAMA_31),
+    "llama-3.1-70b": ((80, 128_256, 8192, 28_672, 64, 8, 128), _LLAMA_31),
+    "llama-3.3-70b": ((80, 128_256, 8192, 28_672, 64, 8, 128), _LLAMA_31),
+    "llama-3.2-1b": (
+        (16, 128_256, 2048, 8192, 32, 8, 64),
+        _llama3(32.0) | {"tie_word_embeddings": True},
+    ),
+    "qwen3-8b": ((36, 151_936, 4096, 12_288, 32, 8, 128), _QWEN3),
+    "qwen3-30b-a3b": ((48, 151_936, 2048, 6144, 32, 4, 128), _QWEN3),
+    "qwen2.5-7b": ((28, 152_064, 3584, 18_944, 28, 4, 128), _QWEN25),
+    "mistral-7b": ((32, 32_768, 4096, 14_336, 32, 8, 128), _MISTRAL),  # v0.3: no sliding window
+    # Not published models, but for smoke tests on a CPU.
+    "tiny": ((4, 1000, 64, 128, 8, 4, 16), _TINY),
+    # So wide that 8 devices can split its groups of 128 weights (--quantization w4a16).
+    "tiny-wide": ((4, 1000, 128, 1024, 16, 8, 64), _TINY),
+    "tiny-experts": ((4, 1000, 64, 128, 8, 4, 16), _TINY),
+}
+# Experts of every layer, how many a token chooses, and their hidden units.
+_EXPERTS = {"qwen3-30b-a3b": (128, 8, 768), "tiny-experts": (8, 2, 64)}
+
+
+def _dense_shape(name: str) -> ModelConfig:
+    (layers, vocab, hidden, units, heads, kv_heads, head_dim), rest = _DENSE[name]
+    model = dense_model(
+        num_layers=layers,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=units,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        **rest,
     )
-
-
-def _with_experts(model: ModelConfig, num_experts: int, top_k: int, size: int) -> ModelConfig:
-    """The model with experts of ``size`` hidden units in every layer, chosen as Qwen3's are."""
-    mlp = ExpertsConfig(size, RoutingConfig(num_experts, top_k, normalize=True))
+    if name not in _EXPERTS:
+        return model
+    num_experts, top_k, size = _EXPERTS[name]
+    mlp = ExpertsConfig(size, RoutingConfig(num_experts, top_k, normalize=True))  # as Qwen3's
     return model.map_layers(lambda layer: LayerConfig(layer.mixer, mlp))
 
 
-def _tiny(hidden: int, intermediate: int, num_heads: int, head_dim: int) -> ModelConfig:
-    """Not a published model: for smoke tests on a CPU."""
-    return dense_model(
-        num_layers=4,
-        vocab_size=1000,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_heads=num_heads,
-        num_kv_heads=num_heads // 2,
-        head_dim=head_dim,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        max_position=4096,
-    )
-
-
-_TINY = _tiny(64, 128, num_heads=8, head_dim=16)
-# So wide that 8 devices can split its groups of 128 weights (--quantization w4a16).
-_TINY_WIDE = _tiny(128, 1024, num_heads=16, head_dim=64)
-_LLAMA_70B = _llama3(
-    80, 8.0, hidden_size=8192, intermediate_size=28_672, num_heads=64, head_dim=128
-)
 SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "llama-3.1-8b": _llama3(
-            32, 8.0, hidden_size=4096, intermediate_size=14_336, num_heads=32, head_dim=128
-        ),
-        "llama-3.1-70b": _LLAMA_70B,
-        "llama-3.3-70b": _LLAMA_70B,  # trained anew, of the same sizes
-        "llama-3.2-1b": _llama3(
-            16,
-            32.0,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_heads=32,
-            head_dim=64,
-            tie_word_embeddings=True,
-        ),
-        "qwen3-8b": dense_model(
-            num_layers=36,
-            vocab_size=151_936,
-            hidden_size=4096,
-            intermediate_size=12_288,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            rms_norm_eps=1e-6,
-            rope_theta=1_000_000.0,
-            max_position=40_960,
-            qk_norm=True,
-        ),
-        "qwen3-30b-a3b": _with_experts(
-            dense_model(
-                num_layers=48,
-                vocab_size=151_936,
-                hidden_size=2048,
-                intermediate_size=6144,
-                num_heads=32,
-                num_kv_heads=4,
-                head_dim=128,
-                rms_norm_eps=1e-6,
-                rope_theta=1_000_000.0,
-                max_position=40_960,
-                qk_norm=True,
-            ),
-            num_experts=128,
-            top_k=8,
-            size=768,
-        ),
-        "qwen2.5-7b": dense_model(
-            num_layers=28,
-            vocab_size=152_064,
-            hidden_size=3584,
-            intermediate_size=18_944,
-            num_heads=28,
-            num_kv_heads=4,
-            head_dim=128,
-            rms_norm_eps=1e-6,
-            rope_theta=1_000_000.0,
-            max_position=32_768,
-            qkv_bias=True,
-        ),
-        "mistral-7b": dense_model(  # v0.3, which has no sliding window
-            num_layers=32,
-            vocab_size=32_768,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            rms_norm_eps=1e-5,
-            rope_theta=1_000_000.0,
-            max_position=32_768,
-        ),
+        **{name: _dense_shape(name) for name in _DENSE},
         "qwen3.5-9b": parse_model_config(  # the values of its config.json are the family's defaults
             {
                 "model_type": "qwen3_5_text",
@@ -170,9 +117,6 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
                 },
             }
         ),
-        "tiny": _TINY,
-        "tiny-wide": _TINY_WIDE,
-        "tiny-experts": _with_experts(_TINY, num_experts=8, top_k=2, size=64),
         "tiny-hybrid": parse_model_config(
             {
                 "model_type": "qwen3_next",

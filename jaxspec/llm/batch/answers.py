@@ -2,25 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import TokenLogprob
+from jaxspec.llm.async_llm import AsyncTexts
 from jaxspec.llm.batch.requests import BatchRequest, line_id, read_request
 from jaxspec.llm.completion import Completion, generated_tokens
-from jaxspec.llm.llm import LLM
 from jaxspec.llm.tokenizer.prompts import Prompt
-
-
-class Generator(Protocol):
-    """What is used of an AsyncLLM."""
-
-    @property
-    def llm(self) -> LLM: ...
-
-    async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams
-    ) -> list[Completion]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +22,7 @@ class Answers:
       token_ids: results have the token ids of prompt and text.
     """
 
-    llm: Generator
+    llm: AsyncTexts
     sampling: SamplingParams
     chat_template: str | None = None
     token_ids: bool = False

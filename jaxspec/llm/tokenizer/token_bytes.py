@@ -5,7 +5,7 @@ import re
 
 import tokenizers
 
-from jaxspec.engine.structured.byte_letters import LETTERS
+from jaxspec.engine.structured.added_tokens import LETTERS
 
 _BYTES = {letter: byte for byte, letter in enumerate(LETTERS)}
 _SPELT = re.compile(r"<0x([0-9A-F]{2})>")

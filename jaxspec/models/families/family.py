@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout, MtpStates
 from jaxspec.config.rope import LongRopeScaling, RopeConfig
@@ -27,10 +28,6 @@ MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memor
 Keys = Mapping[str, Any]
 
 
-def _no_more_keys(raw: Keys) -> frozenset[str]:
-    return frozenset()
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A ``model_type``.
@@ -39,15 +36,16 @@ class Family:
       architecture: its class name in transformers.
       read: from all keys of hf_keys.COMMON_DEFAULTS and ``defaults``, the absent ones filled in, to
         a ModelConfig. Raises ValueError for a model that the decoder would not compute exactly.
-      keys: that it reads besides hf_keys.COMMON_KEYS.
+      keys: that it reads, or that have no effect in it, besides hf_keys.COMMON_KEYS and those of
+        ``defaults``.
       defaults: transformers' values of absent keys, where they are not hf_keys.COMMON_DEFAULTS.
       fixed: keys that must have one of these values, besides hf_keys.FIXED_VALUES or in place of
         them.
       more_keys: from a config to further keys that have no effect in it.
       inside: the key of the object that has the model's config, if it is not the whole file: a text
         model with others beside it, which are not read.
-      write: the keys of a ModelConfig besides those that all families share. None: configs of this
-        family are not written.
+      writes: the keys that its written configs have besides those that all families share. None:
+        configs of this family are not written.
     """
 
     architecture: str
@@ -55,9 +53,9 @@ class Family:
     keys: frozenset[str] = frozenset()
     defaults: Keys = dataclasses.field(default_factory=dict)
     fixed: hf_keys.Allowed = dataclasses.field(default_factory=dict)
-    more_keys: Callable[[Keys], frozenset[str]] = _no_more_keys
+    more_keys: Callable[[Keys], frozenset[str]] | None = None
     inside: str | None = None
-    write: Callable[[ModelConfig], dict[str, Any]] | None = None
+    writes: frozenset[str] | None = None
 
     def model(self, raw: Keys) -> ModelConfig:
         """The ModelConfig of the contents of ``config.json``.
@@ -66,7 +64,9 @@ class Family:
         """
         if self.inside is not None:
             raw = self._inner(raw, self.inside)
-        known = self.keys | self.more_keys(raw)
+        known = self.keys | (self.defaults.keys() - self.fixed.keys())
+        if self.more_keys is not None:
+            known |= self.more_keys(raw)
         fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
         fixed = {key: values for key, values in fixed.items() if key not in known}
         check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | known, fixed)
@@ -207,9 +207,15 @@ def check_agrees(hf: Keys, name: str, value: Any, others: str) -> None:
 
 
 def attention_of(hf: Keys, rope: RopeConfig, window: int | None = None) -> AttentionConfig:
-    """Attention with the heads that all families read alike, without biases and norms."""
-    heads = hf["num_attention_heads"]
-    return AttentionConfig(heads, hf["num_key_value_heads"] or heads, rope, window)
+    """Attention with the heads and biases that most families read alike, without norms."""
+    heads, bias = hf["num_attention_heads"], hf["attention_bias"]
+    kv_heads = hf["num_key_value_heads"] or heads
+    return AttentionConfig(heads, kv_heads, rope, window, qkv_bias=bias, o_bias=bias)
+
+
+def dense_of(hf: Keys) -> DenseConfig:
+    """The MLP that most families read alike."""
+    return DenseConfig(hf["intermediate_size"], hf["mlp_bias"])
 
 
 def head_dim(hf: Keys) -> int:

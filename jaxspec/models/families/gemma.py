@@ -7,11 +7,11 @@ another theta.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
-from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.rope import RopeConfig
 from jaxspec.models.families.family import (
     Family,
     Keys,
@@ -21,7 +21,7 @@ from jaxspec.models.families.family import (
     model_of,
 )
 from jaxspec.models.families.rope import rope_from, rope_of
-from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
+from jaxspec.models.families.windows import FULL, SLIDING, windows_of_most
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import shown
 
@@ -47,7 +47,6 @@ _GEMMA2 = _DEFAULTS | {
     "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_size": None,
     "layer_types": None,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -75,55 +74,41 @@ def _model(hf: Keys, layers: list[LayerConfig]) -> ModelConfig:
     return dataclasses.replace(model, embed_scale=math.sqrt(hf["hidden_size"]), logit_softcap=cap)
 
 
-def _mlp(hf: Keys) -> DenseConfig:
-    return DenseConfig(hf["intermediate_size"], activation="gelu_tanh")
-
-
-def _attention(hf: Keys, plain: AttentionConfig, *, qk_norm: bool = False) -> AttentionConfig:
-    bias, scalar = hf["attention_bias"], hf.get("query_pre_attn_scalar")
+def _layer(
+    hf: Keys,
+    rope: RopeConfig,
+    window: int | None = None,
+    *,
+    norms: Literal["before", "both"] = "both",
+    qk_norm: bool = False,
+) -> LayerConfig:
+    plain, scalar = attention_of(hf, rope, window), hf.get("query_pre_attn_scalar")
     scale = None if scalar in (None, head_dim(hf)) else scalar**-0.5
     cap = hf.get("attn_logit_softcapping")
-    return dataclasses.replace(
-        plain, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm, scale=scale, softcap=cap
-    )
+    attention = dataclasses.replace(plain, qk_norm=qk_norm, scale=scale, softcap=cap)
+    mlp = DenseConfig(hf["intermediate_size"], activation="gelu_tanh")
+    return LayerConfig(attention, mlp, norms)
 
 
 def _read_gemma1(hf: Keys) -> ModelConfig:
-    attention = _attention(hf, attention_of(hf, rope_of(hf)))
-    return _model(hf, [LayerConfig(attention, _mlp(hf))] * hf["num_hidden_layers"])
-
-
-def _windows(hf: Keys, every: int) -> tuple[int | None, ...]:
-    """By ``layer_types``, or else in all layers but one of ``every``."""
-    kinds = hf["layer_types"]
-    if kinds is None:
-        count = range(1, hf["num_hidden_layers"] + 1)
-        kinds = [SLIDING if index % every else FULL for index in count]
-    return windows_by_kind(hf, window_of(hf["sliding_window"]), kinds)
+    return _model(hf, [_layer(hf, rope_of(hf), norms="before")] * hf["num_hidden_layers"])
 
 
 def _read_gemma2(hf: Keys) -> ModelConfig:
-    rope, mlp = rope_of(hf), _mlp(hf)
     check_agrees(hf, "sliding_window_size", hf["sliding_window"], "sliding_window")
-    return _model(
-        hf,
-        [
-            LayerConfig(_attention(hf, attention_of(hf, rope, window)), mlp, norms="both")
-            for window in _windows(hf, 2)
-        ],
-    )
+    rope = rope_of(hf)
+    return _model(hf, [_layer(hf, rope, window) for window in windows_of_most(hf, 2)])
 
 
 def _read_gemma3(hf: Keys) -> ModelConfig:
     full, sliding = _ropes(hf)
-    mlp, layers = _mlp(hf), []
     every = hf["sliding_window_pattern"]
     if hf["layer_types"] is None:  # transformers reads layer_types, or else the first name
         check_agrees(hf, "_sliding_window_pattern", every, "sliding_window_pattern")
-    for window in _windows(hf, every):
-        plain = attention_of(hf, full if window is None else sliding, window)
-        layers.append(LayerConfig(_attention(hf, plain, qk_norm=True), mlp, norms="both"))
-    return _model(hf, layers)
+    windows = windows_of_most(hf, every)
+    return _model(
+        hf, [_layer(hf, sliding if size else full, size, qk_norm=True) for size in windows]
+    )
 
 
 def _ropes(hf: Keys) -> tuple[Any, Any]:
@@ -151,19 +136,15 @@ GEMMA = Family(
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
     _read_gemma2,
-    keys=words(
-        """attention_bias query_pre_attn_scalar sliding_window layer_types attn_logit_softcapping
-        final_logit_softcapping cache_implementation sliding_window_size"""
-    ),
-    defaults=_GEMMA2,
+    keys=words("attention_bias cache_implementation"),
+    defaults=_GEMMA2 | {"sliding_window_size": None},
     fixed=_FIXED | {"hidden_act": (_GELU,)},
 )
 _CAP = "attn_logit_softcapping"
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     _read_gemma3,
-    keys=(GEMMA2.keys - {_CAP, "sliding_window_size"})
-    | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"),
+    keys=words("attention_bias cache_implementation"),
     defaults=_GEMMA3,
     fixed={**GEMMA2.fixed, _CAP: (None,)},  # transformers reads it and does not cap the scores
 )

@@ -10,11 +10,18 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, Fused, RoutingConfig
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER
-from jaxspec.models.families.family import Family, Keys, attention_of, model_of, mtp_of
+from jaxspec.models.families.family import (
+    Family,
+    Keys,
+    attention_of,
+    dense_of,
+    model_of,
+    mtp_of,
+)
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import every_few
 from jaxspec.models.families.windows import FULL
@@ -33,8 +40,8 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
 
     Raises ValueError for kinds of layers, or numbers of MTP layers, that do not fit.
     """
-    plain, bias = attention_of(hf, rope_of(_of_text(hf))), hf["attention_bias"]
-    attention = dataclasses.replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=True)
+    plain = attention_of(hf, rope_of(_of_text(hf)))
+    attention = dataclasses.replace(plain, qk_norm=True, gated=True)
     recurrence = GatedDeltaConfig(
         num_key_heads=hf["linear_num_key_heads"],
         num_value_heads=hf["linear_num_value_heads"],
@@ -93,13 +100,13 @@ def _experts(hf: Keys, *, normalize: bool, fused: Fused | None) -> ExpertsConfig
 
 
 def _read_next(hf: Keys) -> ModelConfig:
-    experts, dense = _experts(hf, normalize=hf["norm_topk_prob"], fused=None), _dense(hf)
+    experts, dense = _experts(hf, normalize=hf["norm_topk_prob"], fused=None), dense_of(hf)
     has_experts = every_few(hf)
     return _model(hf, lambda i: experts if has_experts(i) else dense, by_head=True)
 
 
 def _read_dense(hf: Keys) -> ModelConfig:
-    mlp = _dense(hf)
+    mlp = dense_of(hf)
     return _model(hf, lambda _: mlp, by_head=False)
 
 
@@ -108,18 +115,7 @@ def _read_moe(hf: Keys) -> ModelConfig:
     return _model(hf, lambda _: experts, by_head=False)
 
 
-def _dense(hf: Keys) -> DenseConfig:
-    return DenseConfig(hf["intermediate_size"])
-
-
-_KEYS = words(
-    """attention_bias partial_rotary_factor layer_types full_attention_interval
-    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads mtp_num_hidden_layers"""
-)
-_MOE_KEYS = words(
-    "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
-)
+_KEYS = words("attention_bias")
 _DEFAULTS = MappingProxyType(
     {
         "max_position_embeddings": 32768,
@@ -154,7 +150,7 @@ _FIXED_MLPS = _FIXED | {
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     _read_next,
-    keys=_KEYS | _MOE_KEYS | words("norm_topk_prob decoder_sparse_step mlp_only_layers"),
+    keys=_KEYS,
     defaults={
         **_DEFAULTS,
         **_MOE_DEFAULTS,
@@ -186,7 +182,7 @@ QWEN3_5_TEXT = Family(
 QWEN3_5_MOE_TEXT = Family(
     "Qwen3_5MoeForCausalLM",
     _read_moe,
-    keys=_KEYS | _MOE_KEYS,
+    keys=_KEYS,
     defaults={
         **_DEFAULTS,
         **_MOE_DEFAULTS,

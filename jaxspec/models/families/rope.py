@@ -46,6 +46,9 @@ MAY_HAVE: Mapping[str, frozenset[str]] = MappingProxyType(
         "longrope": hf_keys.words("attention_factor"),
     }
 )
+_WRITTEN = MappingProxyType(
+    {Llama3RopeScaling: "llama3", LinearRopeScaling: "linear", YarnRopeScaling: "yarn"}
+)
 LISTS, FLAGS = hf_keys.words("short_factor long_factor"), hf_keys.words("truncate")
 
 
@@ -91,12 +94,9 @@ def _parameters(hf: Keys, given: Any, theta: float, shared: Keys) -> dict[str, A
             parameters[ORIGINAL] = original
         parameters.setdefault(ORIGINAL, longest)
         if kind != "llama3" and parameters.get("factor") is None:
-            parameters["factor"] = _ratio(longest, parameters[ORIGINAL])
+            original = parameters[ORIGINAL]
+            parameters["factor"] = longest / original if is_positive_number(original) else 1.0
     return parameters
-
-
-def _ratio(longest: int, original: Any) -> float:
-    return longest / original if is_positive_number(original) else 1.0
 
 
 def _check(parameters: Keys, *, partial: bool) -> None:
@@ -199,21 +199,11 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
 
     Raises ValueError for a kind that is not written.
     """
+    if isinstance(rope.scaling, LongRopeScaling):
+        raise ValueError("no config.json is written for models with longrope")
     parameters: dict[str, Any] | None = None
-    match rope.scaling:
-        case Llama3RopeScaling() as scaling:
-            parameters = {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                ORIGINAL: scaling.original_max_position,
-            }
-        case LinearRopeScaling(factor):
-            parameters = {"rope_type": "linear", "factor": factor}
-        case YarnRopeScaling() as scaling:
-            parameters = dataclasses.asdict(scaling) | {"rope_type": "yarn"}
+    if rope.scaling is not None:
+        parameters = {"rope_type": _WRITTEN[type(rope.scaling)], **dataclasses.asdict(rope.scaling)}
+        if "original_max_position" in parameters:
             parameters[ORIGINAL] = parameters.pop("original_max_position")
-        case LongRopeScaling():
-            raise ValueError("no config.json is written for models with longrope")
     return {"rope_theta": rope.theta, "rope_scaling": parameters}

@@ -6,17 +6,19 @@ they import torch where it is installed.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpStates
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
-from jaxspec.models.families.writing import common_fields
-from jaxspec.models.from_config.tokenizer_stops import tokenizer_stop_ids
-from jaxspec.models.json.values import naming, read_json, shown
+from jaxspec.models.families.rope import written_rope
+from jaxspec.models.families.windows import FULL, SLIDING
+from jaxspec.models.json.values import is_integer, naming, read_json, shown
 
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
@@ -38,8 +40,61 @@ def load_model_config(directory: str | Path, whose: str = "target") -> ModelConf
         more = read_json(generation).get("eos_token_id")
         with naming(f"{whose}'s {generation}"):
             stops += stop_token_ids(more, config.vocab_size)
-    stops += tokenizer_stop_ids(directory, config.vocab_size)
+    stops += _tokenizer_stop_ids(directory, config.vocab_size)
     return dataclasses.replace(config, stop_token_ids=tuple(dict.fromkeys(stops)))
+
+
+def _tokenizer_stop_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """The id of the tokenizer's ``eos_token``. None: it has none, or none of this vocabulary.
+
+    Fine-tunes often change it in tokenizer_config.json alone, such as to ``<|im_end|>``. What it
+    says about the tokens is checked where the tokenizer is loaded. Raises ValueError for a file
+    that is no JSON.
+    """
+    text = _eos_token(directory)
+    if text is None:
+        return ()
+    found = next((id_ for id_ in _ids(directory, text) if is_integer(id_)), -1)
+    return (found,) if 0 <= found < vocab_size else ()
+
+
+def _eos_token(directory: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _object(directory / name).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            return text
+    return None
+
+
+def _ids(directory: Path, text: str) -> Iterator[Any]:
+    """What each file has as the token's id, those that are small first."""
+    decoder = _part(_object(directory / "tokenizer_config.json"), "added_tokens_decoder", dict)
+    yield from (int(id_) for id_, token in decoder.items() if _is(token, text) and id_.isdecimal())
+    yield _object(directory / "added_tokens.json").get(text)
+    tokenizer = _object(directory / "tokenizer.json")
+    added = _part(tokenizer, "added_tokens", list)
+    yield from (token.get("id") for token in added if _is(token, text))
+    vocab = _part(tokenizer, "model", dict).get("vocab")
+    if isinstance(vocab, dict):
+        yield vocab.get(text)
+    elif isinstance(vocab, list):  # of a Unigram model: tokens and their scores
+        yield from (i for i, token in enumerate(vocab) if token and token[0] == text)
+    yield _object(directory / "vocab.json").get(text)
+
+
+def _is(token: Any, text: str) -> bool:
+    return isinstance(token, dict) and token.get("content") == text
+
+
+def _part[T](content: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Its value, empty unless it is of this kind."""
+    value = content.get(name)
+    return value if isinstance(value, kind) else kind()
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -72,7 +127,7 @@ def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> d
     """
     family = _family_of(raw)
     text = raw if family.inside is None else raw.get(family.inside, {})
-    has_key = "mtp_num_hidden_layers" in family.keys
+    has_key = "mtp_num_hidden_layers" in family.defaults
     key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
     told = {name: value for name, value in text.items() if name not in _MTP_KEYS} | {key: 1}
     if states is not None:
@@ -96,15 +151,63 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises ValueError if none of the families that are written has this combination of features.
     """
     config = dataclasses.replace(config, mtp=None)  # decoders are written without their MTP layers
-    common = common_fields(config)
+    common, others = _written_fields(config)
     for model_type, family in FAMILIES.items():
-        if family.write is None:
+        if family.writes is None:
             continue
         named = {"architectures": [family.architecture], "model_type": model_type}
-        hf = named | common | family.write(config)
+        hf = named | common | {key: others[key] for key in family.writes}
         if parse_model_config(hf) == config:
             return hf
     raise ValueError(
         "no supported Hugging Face family has this combination of biases, qk_norm and sliding "
         f"windows, or configs of the family that has it are not written: {config}"
     )
+
+
+def _written_fields(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys that all families write, and those that only some have.
+
+    Raises ValueError for layers that differ in more than their windows, or are of kinds that no
+    family which is written has.
+    """
+    stop, (attention, mlp) = list(config.stop_token_ids), _alike(config)
+    windows = [layer.attention.window for layer in config.layers]
+    window = next(filter(None, windows), None)
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": mlp.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **written_rope(attention.rope),
+        "bos_token_id": None,
+        "eos_token_id": stop[0] if len(stop) == 1 else stop or None,
+    }
+    return common, {
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": mlp.bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": [SLIDING if size else FULL for size in windows],
+    }
+
+
+def _alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
+    """The configs that all layers share, except for the windows. Raises ValueError for others."""
+    layers = config.layers
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseConfig)]
+    if not len(mixers) == len(mlps) == len(layers):
+        raise ValueError("no config.json is written for models with layers of such kinds")
+    windowless = (dataclasses.replace(mixer, window=None) for mixer in mixers)
+    kinds = set(zip(windowless, mlps, strict=True))
+    if len(kinds) != 1:
+        raise ValueError("no supported Hugging Face family has layers that differ in this way")
+    return kinds.pop()

@@ -24,13 +24,7 @@ class Eagle1Front(Pytree):
 
     fc: Linear
 
-    @property
-    def method(self) -> str:
-        return "eagle1"
-
-    @property
-    def norm_name(self) -> str:
-        return "norm.weight"
+    method, norm_name = "eagle1", "norm.weight"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """The captured state is the hidden state."""

@@ -41,13 +41,7 @@ class Eagle3Front(Pytree):
     input_norm: Array | None = array("features")
     norm_before_residual: bool = static(default=False)
 
-    @property
-    def method(self) -> str:
-        return "eagle3"
-
-    @property
-    def norm_name(self) -> str:
-        return "norm.weight"
+    method, norm_name = "eagle3", "norm.weight"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """Fuse captured states: [..., C] -> [..., H]."""

@@ -15,6 +15,7 @@ from jax import Array
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
+from jaxspec.models.attention import layout_of_pass
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend, ForwardPass, make_pass
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
@@ -147,17 +148,12 @@ class DraftHead(Pytree):
         states: LayerStates,
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
-        *,
-        many: bool = False,
     ) -> HeadOutput:
-        """One pass over tokens, each with the hidden state of the token before it.
-
-        ``many``: as in decoder.run.
-        """
+        """One pass over tokens, each with the hidden state of the token before it."""
         embed = self.embed
         embedded = decoder.plain_embed(target, tokens) if embed is None else embed[tokens]
         layers, eps = self.config.layers, self.config.rms_norm_eps
-        layout = self.layout.split_tokens if many else self.layout
+        layout = layout_of_pass(self.layout, attend)
         step = make_pass(layers, positions, attend, eps, layout, kernels, exchange=self.exchange)
         if layout.tokens:
             embedded, hidden = (

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig, MtpStates
 from jaxspec.models.decoder import FINAL_NORM
@@ -58,9 +58,7 @@ class MtpFront(Pytree):
     hidden_norm: Array = array("hidden")
     names: MtpNames = static()
 
-    @property
-    def method(self) -> str:
-        return "mtp"
+    method = "mtp"
 
     @property
     def norm_name(self) -> str:

@@ -46,8 +46,8 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
         case "deepseek":
             layer = f"model.layers.{num_layers + index}."
             return MtpNames(
-                prefix=layer,
-                layer=layer,
+                layer,
+                layer,
                 embed_norm="enorm",
                 hidden_norm="hnorm",
                 fc="eh_proj",
@@ -55,9 +55,10 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 copies=("embed_tokens.weight", "shared_head.head.weight"),
             )
         case "mimo":
+            layer = f"model.mtp_layers.{index}."
             return MtpNames(
-                prefix=f"model.mtp_layers.{index}.",
-                layer=f"model.mtp_layers.{index}.",
+                layer,
+                layer,
                 embed_norm="token_layernorm",
                 hidden_norm="hidden_layernorm",
                 fc="input_proj",
@@ -79,13 +80,8 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
 
 def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
     """Prefixes of the tensors of all MTP layers, which are no part of the model."""
-    match mtp.layout:
-        case "deepseek":
-            return tuple(f"model.layers.{num_layers + i}." for i in range(mtp.num_layers))
-        case "mimo":
-            return tuple(f"model.mtp_layers.{i}." for i in range(mtp.num_layers))
-        case "qwen":
-            return ("mtp.",)
+    count = 1 if mtp.layout == "qwen" else mtp.num_layers  # those share a prefix
+    return tuple(mtp_names(mtp, num_layers, index).prefix for index in range(count))
 
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:

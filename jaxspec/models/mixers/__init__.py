@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config.gated_delta import GatedDeltaConfig
-from jaxspec.config.latent import LatentConfig
-from jaxspec.config.mixers import AttentionConfig, MixerConfig
+from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig, LatentConfig, MixerConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape

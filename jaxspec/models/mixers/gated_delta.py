@@ -7,10 +7,10 @@ from jax import Array, lax
 from jaxspec.cache import Geometry
 from jaxspec.cache.delta_rule import DeltaInputs, sequences
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
-from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
+from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
@@ -89,10 +89,7 @@ class GatedDelta(Pytree):
         q, k, v = jnp.split(channels, [width, 2 * width], axis=-1)
         return q, k, v.reshape(*shape, -1, self.config.value_dim)
 
-    @property
-    def reader(self) -> AnyLinear | None:
-        """The projection that alone reads the input, if there is one."""
-        return None
+    reader = None  # several projections read the input
 
     def _gated(self, out: Array, qkvz: Array, eps: float) -> Array:
         """The normed outputs times SiLU of their gates: float32 [B, T, G, r, Dv]."""

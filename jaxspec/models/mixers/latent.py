@@ -21,10 +21,10 @@ from jax import Array
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
-from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import LatentHeads
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
+from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import HeadPart, One, TensorMap
@@ -96,10 +96,7 @@ class LatentAttention(Pytree):
         pairs = x.reshape(*x.shape[:-1], -1, 2)
         return jnp.moveaxis(pairs, -1, -2).reshape(x.shape)
 
-    @property
-    def reader(self) -> AnyLinear | None:
-        """The projection that alone reads the input, if there is one."""
-        return None
+    reader = None  # several projections read the input
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedLatent:
         """Empty pages of latents and rotated keys."""

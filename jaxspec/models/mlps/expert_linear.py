@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.tensors import Source, Split, TensorMap, Tensors
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
@@ -83,13 +84,7 @@ def expert_linear_shape(
     return ExpertLinear(weight=shape(sizes), bias=bias_shape, axes=axes)
 
 
-def expert_linears(weights: Any) -> list[ExpertLinear]:
-    """All of a tree of weights."""
-    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, ExpertLinear))
-    return [node for node in nodes if isinstance(node, ExpertLinear)]
-
-
 def check_no_experts(weights: Any, what: str) -> None:
     """Raise ValueError for weights with an ExpertLinear; ``what`` is what they cannot do."""
-    if expert_linears(weights):
+    if nodes_of(weights, ExpertLinear):
         raise ValueError(f"experts cannot be {what}: leave it out for a model with experts")

@@ -15,7 +15,7 @@ from jax import Array
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
+from jaxspec.models.linear import Linear, Product, linear_shape, takes_none
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import LocalExperts, mix
@@ -81,10 +81,7 @@ class Experts(Pytree):
         rows = all_gather(x, step.layout.hidden)
         return jax.nn.sigmoid(self.shared_gate.float32(rows)).astype(x.dtype)
 
-    @property
-    def reader(self) -> AnyLinear | None:
-        """The projection that alone reads the input, if there is one."""
-        return None
+    reader = None  # several projections read the input
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Experts":
         """The same, with every array replaced by ``tensor_map``'s result."""
@@ -128,7 +125,7 @@ class Mixture:
         """The sum over experts and devices, as one partial sum: [1, B, T, H]."""
         total, rest = self.routed, None
         if self.shared is not None and self._are_added(layout):
-            total = total + self._weighted(self.shared.local_sums(kernels, _never)[0])
+            total = total + self._weighted(self.shared.local_sums(kernels, takes_none)[0])
         elif self.shared is not None:
             rest = self._weighted(self.shared.result(layout, kernels))
         with jax.named_scope("mlp"):
@@ -148,10 +145,6 @@ class Mixture:
 
     def _weighted(self, shared: Array) -> Array:
         return shared if self.weight is None else shared * self.weight
-
-
-def _never(dtype: jnp.dtype, width: int) -> bool:
-    return False
 
 
 def experts_shape(

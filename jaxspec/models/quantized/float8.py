@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Linear
-from jaxspec.models.quantized.packed_linear import PackedLinear
-from jaxspec.models.quantized.rounded_rows import rounded_rows
+from jaxspec.models.quantized.packed_linear import PackedLinear, rounded_rows
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
-from pallas_kernels.packed_product import float8_misfit, packed_product
+from pallas_kernels.packed_product import packed_product, sizes_misfit
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.products import input_last_product
 from pallas_kernels.round_tokens import round_tokens
@@ -63,7 +62,6 @@ class Float8Linear(PackedLinear):
 
     @property
     def _bits(self) -> tuple[int, int]:
-        """Bits of a weight, and of the rows that are multiplied."""
         return 8, 8
 
     def dense(self, dtype: jnp.dtype) -> Array:
@@ -87,11 +85,10 @@ class Float8Linear(PackedLinear):
         return self.values.reshape(-1, self.values.shape[-1]), self.scale.reshape(num_groups, -1)
 
     def _runs_packed(self, x: Any, kernels: Kernels) -> bool:
-        """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or x.dtype != jnp.bfloat16:
             return False
         rows, width, groups = math.prod(x.shape[:-1]), math.prod(self.out_shape), len(self.scale)
-        return float8_misfit(rows, x.shape[-1], width, groups) is None
+        return sizes_misfit(rows, x.shape[-1], width, groups) is None
 
 
 def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.dtype) -> Array:

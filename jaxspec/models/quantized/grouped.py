@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Linear
-from jaxspec.models.quantized.packed_linear import PackedLinear
-from jaxspec.models.quantized.rounded_rows import rounded_rows
+from jaxspec.models.quantized.packed_linear import PackedLinear, rounded_rows
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
-from pallas_kernels.packed_product import float8_misfit, misfit, packed_product
+from pallas_kernels.packed_product import misfit, packed_product, sizes_misfit
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.products import input_last_product
@@ -76,7 +75,6 @@ class GroupedLinear(PackedLinear):
 
     @property
     def _bits(self) -> tuple[int, int]:
-        """Bits of a weight, and of the rows that are multiplied."""
         return 4, self._x_bits
 
     def dense(self, dtype: jnp.dtype) -> Array:
@@ -132,7 +130,6 @@ class GroupedLinear(PackedLinear):
         return values.reshape(-1, values.shape[-1]), scale.reshape(len(scale), -1), zero
 
     def _runs_packed(self, x: Any, kernels: Kernels) -> bool:
-        """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or not self.reordered:
             return False
         values, scale, zero = self._flat()
@@ -141,7 +138,7 @@ class GroupedLinear(PackedLinear):
         if zero is not None or x.dtype != jnp.bfloat16:
             return False
         rows, (groups, width) = math.prod(x.shape[:-1]), scale.shape
-        return float8_misfit(rows, x.shape[-1], width, groups, weight_bits=4) is None
+        return sizes_misfit(rows, x.shape[-1], width, groups, weight_bits=4) is None
 
 
 def grouped_shape(

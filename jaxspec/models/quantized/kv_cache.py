@@ -5,7 +5,7 @@ pallas_kernels/float8.py. Scales are weights, so a cache's layout follows from t
 and what is stored of a token depends on no other token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from jaxspec.cache import KVScales
 from jaxspec.models.mixers import Attention
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.parallel import named_shardings
-from jaxspec.parallel.weight_layout import put_weight
+from jaxspec.parallel.memory_format import put_weight
 
 FP8 = "fp8"
 
@@ -37,12 +38,10 @@ def with_float8_cache[T](weights: T, mesh: Mesh | None) -> T:
       mesh: where the weights lie; None: on one device.
     """
 
-    def scaled(node: Any) -> Any:
-        if not isinstance(node, Attention) or node.kv_scales is not None:
-            return node
-        return node.replace(kv_scales=_ones(node))
+    def scaled(node: Attention) -> Attention:
+        return node if node.kv_scales is not None else node.replace(kv_scales=_ones(node))
 
-    return _placed(jax.tree.map(scaled, weights, is_leaf=_is_attention), mesh)
+    return _placed(map_nodes(weights, scaled, Attention), mesh)
 
 
 def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None) -> T:
@@ -58,51 +57,38 @@ def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None)
         raise ValueError(f"{len(scales)} scales for {layers} layers of attention: give one each")
     remaining = iter(scales)
 
-    def scaled(node: Any) -> Any:
-        if not _is_attention(node):
-            return node
+    def scaled(node: Attention) -> Attention:
         return node.replace(kv_scales=_checked(next(remaining), node))
 
-    return _placed(jax.tree.map(scaled, weights, is_leaf=_is_attention), mesh)
+    return _placed(map_nodes(weights, scaled, Attention), mesh)
 
 
 def without_kv_scales[T](weights: T) -> T:
     """The weights alone: for training, and for files."""
-
-    def bare(node: Any) -> Any:
-        return node.replace(kv_scales=None) if _is_attention(node) else node
-
-    return jax.tree.map(bare, weights, is_leaf=_is_attention)
+    return map_nodes(weights, lambda node: node.replace(kv_scales=None), Attention)
 
 
 def with_scales_of[T](current: T, new: T) -> T:
     """``new``, whose attention layers without scales get those of ``current``."""
-    remaining = iter(list(_attentions(current)))
+    remaining = iter(nodes_of(current, Attention))
 
-    def scaled(node: Any) -> Any:
-        if not _is_attention(node):
-            return node
+    def scaled(node: Attention) -> Attention:
         old = next(remaining, None)
         if old is None or node.kv_scales is not None:
             return node
         return node.replace(kv_scales=old.kv_scales)
 
-    return jax.tree.map(scaled, new, is_leaf=_is_attention)
+    return map_nodes(new, scaled, Attention)
 
 
 def has_float8_cache(weights: Any) -> bool:
     """Whether any attention layer of a tree of weights has 8-bit pages."""
-    return any(node.kv_scales is not None for node in _attentions(weights))
+    return any(node.kv_scales is not None for node in nodes_of(weights, Attention))
 
 
 def count_attentions(weights: Any) -> int:
     """Attention layers of a tree of weights."""
-    return len(list(_attentions(weights)))
-
-
-def _attentions(weights: Any) -> Iterator[Attention]:
-    nodes = jax.tree.leaves(weights, is_leaf=_is_attention)
-    return (node for node in nodes if isinstance(node, Attention))
+    return len(nodes_of(weights, Attention))
 
 
 def _is_attention(node: Any) -> bool:

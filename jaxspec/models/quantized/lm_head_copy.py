@@ -1,7 +1,6 @@
 """Makes the copies of an LM head that draft heads read (see models/heads/lm_head.py)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -10,6 +9,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.lm_head import LMHeadCopy
 from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.quantized.scaled import only_eight_bits
 from jaxspec.parallel import named_shardings
 
@@ -28,8 +28,7 @@ def with_lm_head_copy[T](
       mesh: the target's, if these are arrays: the copy is split over it as the target is.
     """
     lm_head = _lm_head(target)
-    found = jax.tree.leaves(weights, is_leaf=_is_head)
-    if lm_head is None or not any(map(_reads_target, found)):
+    if lm_head is None or not any(map(_reads_target, nodes_of(weights, BlockHead, DraftHead))):
         return weights
     linear = rounding(lm_head)
     if target.lm_head is None:
@@ -38,10 +37,10 @@ def with_lm_head_copy[T](
     if mesh is not None:
         copy = jax.device_put(copy, named_shardings(mesh, copy))
 
-    def replaced(node: Any) -> Any:
+    def replaced(node: BlockHead | DraftHead) -> BlockHead | DraftHead:
         return node.replace(lm_head_copy=copy) if _reads_target(node) else node
 
-    return jax.tree.map(replaced, weights, is_leaf=_is_head)
+    return map_nodes(weights, replaced, BlockHead, DraftHead)
 
 
 def _lm_head(target: Decoder) -> Linear | None:
@@ -53,9 +52,5 @@ def _lm_head(target: Decoder) -> Linear | None:
     return Linear(weight=table, axes=("whole_hidden", "vocab"))
 
 
-def _is_head(node: Any) -> bool:
-    return isinstance(node, BlockHead | DraftHead)
-
-
-def _reads_target(node: Any) -> bool:
-    return isinstance(node, BlockHead) or (isinstance(node, DraftHead) and node.lm_head is None)
+def _reads_target(node: BlockHead | DraftHead) -> bool:
+    return isinstance(node, BlockHead) or node.lm_head is None

@@ -8,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Product
+from jaxspec.models.linear import Product, RoundedRows
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import Pytree
 from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
 from pallas_kernels.products import sum_partials
+from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
@@ -80,3 +81,14 @@ class PackedLinear(Pytree):
     @abstractmethod
     def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
         """Multiplies x [..., in] by the weights: [S, ..., *out]; S is 1 where no kernel runs."""
+
+
+def rounded_rows(x: Any, num_groups: int, kernels: Kernels) -> tuple[Array, Array]:
+    """e4m3 rows [M, in] and their scales float32 [n, M or more] (see round_tokens).
+
+    ``x``: [..., in], an array, or RoundedRows, which are rounded already.
+    """
+    if isinstance(x, RoundedRows):
+        return x.values.reshape(-1, x.shape[-1]), x.scale
+    rows = x.reshape(-1, x.shape[-1])
+    return round_tokens(rows, num_groups, kernels.implementation("round_tokens"))

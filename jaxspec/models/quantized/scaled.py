@@ -1,14 +1,13 @@
 """Weights of 8-bit integers with a scale for each output."""
 
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.linear import Linear, Product
 from jaxspec.models.mlps.expert_linear import check_no_experts
+from jaxspec.models.nodes import map_nodes
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32, split_k_product
@@ -105,22 +104,12 @@ def in_eight_bits[T](weights: T) -> T:
     Raises ValueError for weights with experts.
     """
     check_no_experts(weights, "quantized")
-
-    def replaced(node: Any) -> Any:
-        if not isinstance(node, Linear):
-            return node
-        return rounded_to_nearest(node).replace(loaded=node)
-
-    return jax.tree.map(replaced, weights, is_leaf=lambda node: isinstance(node, Linear))
+    return map_nodes(weights, lambda node: rounded_to_nearest(node).replace(loaded=node), Linear)
 
 
 def only_eight_bits[T](weights: T) -> T:
     """The same without what is kept for many rows."""
-
-    def replaced(node: Any) -> Any:
-        return node.replace(loaded=None) if isinstance(node, ScaledLinear) else node
-
-    return jax.tree.map(replaced, weights, is_leaf=lambda node: isinstance(node, ScaledLinear))
+    return map_nodes(weights, lambda node: node.replace(loaded=None), ScaledLinear)
 
 
 def rounded_to_nearest(linear: Linear) -> ScaledLinear:

@@ -7,22 +7,23 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from pydantic import model_validator as validator
 
-# Fields that routers add to every request, and the values that ask for nothing (None: any value).
-ROUTER_FIELDS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
+# Fields that routers add to every request, and the values that ask for nothing.
+ROUTER_FIELDS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "continue_final_message": (False,),
         "ignore_eos": (False,),
-        "include_reasoning": None,  # there is no reasoning to leave out
         "no_stop_trim": (False,),
         "return_hidden_states": (False,),
-        "separate_reasoning": None,
         "skip_special_tokens": (True,),
-        "stream_reasoning": None,
     }
 )
-# Fields of OpenAI's that change no text: they name the caller, or are hints to OpenAI's own caches.
+# Fields that change no text, whatever their values: they name the caller, are hints to OpenAI's
+# caches, or speak of reasoning, of which there is none to leave out.
 HINTS = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+    {
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"),
+        *("include_reasoning", "separate_reasoning", "stream_reasoning"),
+    }
 )
 
 MOST_FIELDS = 200  # each unknown one would be an error of its own
@@ -82,19 +83,17 @@ class RequestBody(BaseModel):
         """Whether a field asks for nothing. Raises FieldError for one that is refused."""
         if name in cls.model_fields:
             return False
+        if name in HINTS:
+            return True
         if name in cls.refused:
             idle, advice = cls.refused[name]
-            if value is None or value in idle:
-                return True
-            raise FieldError(name, f"{name} is not supported: {advice}")
-        if name in HINTS or (name in ROUTER_FIELDS and value is None):
+        elif name in ROUTER_FIELDS:
+            idle, advice = ROUTER_FIELDS[name], "leave it out"
+        else:
+            return False  # unknown: refused by name
+        if value is None or value in idle:
             return True
-        if name in ROUTER_FIELDS:
-            values = ROUTER_FIELDS[name]
-            if values is None or value in values:
-                return True
-            raise FieldError(name, f"{name} is not supported here: leave it out")
-        return False  # unknown: refused by name
+        raise FieldError(name, f"{name} is not supported: {advice}")
 
 
 class ResponseBody(BaseModel):
@@ -110,3 +109,14 @@ class ResponseBody(BaseModel):
             for name, value in fields.items()
             if value is not None or name not in self.optional
         }
+
+
+class ErrorDetails(ResponseBody):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(ResponseBody):
+    error: ErrorDetails

@@ -6,12 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field
 
 from jaxspec.serving.protocol.base import REFUSED, Refused, RequestBody, ResponseBody
-from jaxspec.serving.protocol.sampling import (
-    PromptLogprobs,
-    SamplingFields,
-    Speculation,
-    Usage,
-)
+from jaxspec.serving.protocol.sampling import Choice, GeneratedResponse, SamplingFields
 
 MOST_TOOLS = 128
 
@@ -123,30 +118,16 @@ class ChatDelta(ResponseBody):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(ResponseBody):
+class ChatChoice(Choice):
     """``message`` of a whole answer, ``delta`` of a chunk."""
 
-    optional: ClassVar = frozenset(
-        {"message", "delta", "token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
-    )
+    optional: ClassVar = Choice.optional | {"message", "delta"}
 
-    index: int
     message: ChatMessage | None = None
     delta: ChatDelta | None = None
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    speculation: Speculation | None = None
 
 
-class ChatResponse(ResponseBody):
-    """Also a chunk of a stream."""
-
-    id: str
+class ChatResponse(GeneratedResponse):
     object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage | None = None

@@ -8,12 +8,11 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from jaxspec.serving.protocol.base import REFUSED, FieldError, Refused, ResponseBody
 from jaxspec.serving.protocol.sampling import (
-    PromptLogprobs,
+    Choice,
+    GeneratedResponse,
     SamplingFields,
-    Speculation,
     Texts,
     TokenIds,
-    Usage,
 )
 
 type TokenIdLists = Annotated[list[TokenIds], FailFast()]
@@ -61,27 +60,11 @@ class CompletionLogprobs(ResponseBody):
     text_offset: list[int]
 
 
-class CompletionChoice(ResponseBody):
-    optional: ClassVar = frozenset(
-        {"token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
-    )
-
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    speculation: Speculation | None = None
 
 
-class CompletionResponse(ResponseBody):
-    """Also a chunk of a stream; ``usage`` is in its last one, if it is asked for."""
-
-    id: str
+class CompletionResponse(GeneratedResponse):
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None

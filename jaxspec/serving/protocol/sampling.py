@@ -129,3 +129,28 @@ class PromptLogprob(ResponseBody):
 
 
 type PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class Choice(ResponseBody):
+    """What a choice has beside its text."""
+
+    optional: ClassVar = frozenset(
+        {"token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
+    )
+
+    index: int
+    logprobs: Any = None
+    finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    speculation: Speculation | None = None
+
+
+class GeneratedResponse(ResponseBody):
+    """Also a chunk of a stream; ``usage`` is in its last one, if it is asked for."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None

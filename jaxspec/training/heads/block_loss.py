@@ -24,7 +24,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import BlockHead
 from jaxspec.parallel.pytree import Pytree, array, pytree
-from jaxspec.training.heads.loss import DraftBatch, target_states
+from jaxspec.training.heads.loss import DraftBatch, Loss, target_states
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
 
@@ -32,7 +32,7 @@ BlockMethod = Literal["dflash", "dspark"]
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockLoss:
+class BlockLoss(Loss):
     """Terms of the loss, and how many blocks of a row it is computed for.
 
     Attributes:
@@ -69,7 +69,6 @@ class BlockLoss:
         return f"blocks of {self.steps} drafted tokens at up to {self.anchors} places of a row"
 
     def check(self, head: Any) -> None:
-        """Raise ValueError for a head that it does not train."""
         if not isinstance(head, BlockHead) or head.max_depth != self.steps:
             raise ValueError(f"this BlockLoss trains block heads that draft {self.steps} tokens")
         if (head.confidence is not None) != (self.confidence_weight > 0):
@@ -86,7 +85,6 @@ class BlockLoss:
         return batch.replace(anchors=chosen)
 
     def counts(self, batch: DraftBatch) -> Array:
-        """Learned tokens of each depth, at least 1: float32 [steps]."""
         learned = _learned(batch, self.steps)
         return jnp.maximum(learned.sum(axis=(0, 1)), 1).astype(jnp.float32)
 
@@ -98,11 +96,9 @@ class BlockLoss:
         attend: Attend = dense_causal_attend,
         counts: Array | None = None,
     ) -> tuple[Array, dict[str, Array]]:
-        """Loss float32 [] of a head on a batch with anchors, and metrics float32 [steps].
-
-        It is draft_loss with these metrics; a confidence head has ``confidence``, its mean,
-        which would be ``overlap`` if it were right, and ``confidence_error``, the mean distance.
-        """
+        """See Loss; of a batch with anchors. A confidence head has two more metrics:
+        ``confidence``, its mean, which would be ``overlap`` if it were right, and
+        ``confidence_error``, the mean distance."""
         features, hidden = target_states(target, batch, head.capture, attend)
         counts = self.counts(batch) if counts is None else counts
         outputs = block_outputs(head, target, batch, features, self.steps)

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jinja2
@@ -19,6 +19,7 @@ import transformers
 from jaxspec.training import data
 
 Tokenizer = transformers.PreTrainedTokenizerBase
+type Answer = tuple[int, list[int]]  # the length of a prompt, the tokens of it and its answer
 TEXTS_A_CALL = 256  # the tokenizer encodes the texts of one call in parallel
 
 
@@ -58,6 +59,22 @@ class Examples:
     def shuffled(self) -> "Examples":
         """All rows in a fixed random order, so that the first rows are a random sample."""
         return self.take(np.random.default_rng(0).permutation(len(self)))
+
+
+def answers_as_rows(answers: Sequence[Answer], length: int) -> Examples:
+    """Rows of which the tokens of the answers are learned."""
+    marked = ((prompt, ids, np.arange(len(ids)) >= prompt) for prompt, ids in answers)
+    return _padded(list(marked), length)
+
+
+def _padded(rows: Sequence[tuple[int, list[int], np.ndarray]], length: int) -> Examples:
+    """Rows of so many tokens, each given as the length of its prompt, its tokens, and which of them
+    are learned."""
+    tokens = np.zeros((len(rows), length), np.int32)
+    learned = np.zeros((len(rows), length), bool)
+    for row, (_, ids, marks) in enumerate(rows):
+        tokens[row, : len(ids)], learned[row, : len(ids)] = ids, marks
+    return Examples(tokens, learned, np.array([prompt for prompt, *_ in rows], int))
 
 
 def spread_rows(rows: int, count: int) -> np.ndarray:
@@ -289,37 +306,27 @@ def _rows(
     documents: list[_Document], length: int, prompt_tokens: int, tokenizer: Tokenizer
 ) -> Examples:
     end, beginning = tokenizer.eos_token_id, list(tokenizer("")["input_ids"])
-    tokens: list[np.ndarray] = []
-    learned: list[np.ndarray] = []
-    prompts: list[int] = []
-
-    def add(ids: np.ndarray, marks: np.ndarray, prompt: int) -> None:
-        padding = 0, length - len(ids)
-        tokens.append(np.pad(ids, padding))
-        learned.append(np.pad(marks, padding))
-        prompts.append(min(prompt, len(ids)))
-
+    rows: list[tuple[int, list[int], np.ndarray]] = []
     stream: list[int] = []
     for document in documents:
-        if document.is_chat:
-            marks = np.zeros(len(document.token_ids), bool)
-            for first, last in document.learned:
-                marks[first:last] = True
-            add(np.array(document.token_ids[:length], np.int32), marks[:length],
-                document.learned[0][0])  # fmt: skip
-        else:
+        if not document.is_chat:
             stream += document.token_ids if end is None else [*document.token_ids, end]
+            continue
+        ids = document.token_ids[:length]
+        marks = np.zeros(len(ids), bool)
+        for first, last in document.learned:
+            marks[first:last] = True
+        rows.append((min(document.learned[0][0], len(ids)), ids, marks))
     text_tokens = length - len(beginning)
     if text_tokens < 1:
-        raise ValueError(f"rows of {length} tokens have no room for text: give longer ones")
-    for start in range(0, len(stream) - 1, text_tokens):
-        ids = np.array(beginning + stream[start : start + text_tokens], np.int32)
-        add(ids, np.arange(len(ids)) >= len(beginning), prompt_tokens)
-    if not tokens:
-        return Examples(
-            np.zeros((0, length), np.int32), np.zeros((0, length), bool), np.zeros(0, int)
+        raise ValueError(
+            f"rows of {length} tokens hold no text: their beginning takes {len(beginning)}"
         )
-    return Examples(np.stack(tokens), np.stack(learned), np.array(prompts))
+    for start in range(0, len(stream) - 1, text_tokens):
+        ids = beginning + stream[start : start + text_tokens]
+        marks = np.arange(len(ids)) >= len(beginning)
+        rows.append((min(prompt_tokens, len(ids)), ids, marks))
+    return _padded(rows, length)
 
 
 def draft_vocabulary(examples: Examples, vocab_size: int, size: int) -> np.ndarray | None:

@@ -8,12 +8,14 @@ step 1 up to ``i - s + 1``, and the entry of step ``r`` at ``i - s + r``, for ``
 The layers are the same as in serving; only the attention function differs.
 """
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from jaxspec.config.mixers import AttentionConfig
@@ -35,53 +37,63 @@ StepKeys = tuple[tuple[Array, Array], ...]  # keys and values [B, T, G, D] of th
 class DraftBatch(Pytree):
     """Token sequences, and a mask of the tokens that a head is trained to predict.
 
-    Optionally the target's precomputed hidden states, so that it need not run: ``features``
-    [B, T, C], the captured layers side by side, and ``hidden`` [B, T, H], after the final norm.
     For a block head, ``anchors``: see BlockLoss.
     """
 
     tokens: Array = array("batch", "length")  # int32 [B, T]
     learned: Array = array("batch", "length")  # bool [B, T]
-    features: Array | None = None
-    hidden: Array | None = None
     anchors: Array | None = array("batch", "alternatives", default=None)  # int32 [B, A]
 
 
-class Loss(Protocol):
-    """The loss of a head on a batch; hashable, as compiled programs are made for it."""
+class Loss(abc.ABC):
+    """The loss of a head on a batch; hashable, as compiled programs are made for it.
+
+    ``steps``: depths of a draft that it trains, the entries of its metrics.
+    """
+
+    steps: int
 
     @property
-    def steps(self) -> int:
-        """Depths of a draft that it trains: the entries of its metrics."""
-        ...
-
-    @property
+    @abc.abstractmethod
     def described(self) -> str:
         """What it unrolls, for a model card."""
-        ...
 
+    @abc.abstractmethod
     def check(self, head: Any) -> None:
         """Raise ValueError for a head that it does not train."""
-        ...
 
     def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
-        """A batch on the host [..., T] with the random choices that the loss makes."""
-        ...
+        """A batch on the host [..., T] with the random choices that the loss makes: here none."""
+        return batch
 
+    @abc.abstractmethod
     def counts(self, batch: DraftBatch) -> Array:
         """Learned tokens of each depth, at least 1: float32 [steps]."""
-        ...
 
+    @abc.abstractmethod
     def __call__(
-        self, head: Any, target: Decoder, batch: DraftBatch, attend: Attend, counts: Array
+        self,
+        head: Any,
+        target: Decoder,
+        batch: DraftBatch,
+        attend: Attend = dense_causal_attend,
+        counts: Array | None = None,
     ) -> tuple[Array, dict[str, Array]]:
-        """(loss, metrics), as draft_loss returns them."""
-        ...
+        """Loss float32 [] of a head on a batch, and metrics float32 [steps].
+
+        The target is not trained. The function is pure and may be differentiated. ``counts``
+        [steps] divides each depth's sums; give those of the whole batch if this is a micro-batch of
+        it. The default is this batch's.
+
+        Metrics: ``loss``; ``accuracy``, how often the head's likeliest token is the target's;
+        ``overlap``, the mean of sum(min(p, q)), which is the share accepted by rejection sampling
+        at temperature 1. All are conditional on the earlier tokens of the draft being right.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """Terms of the loss.
+class LossConfig(Loss):
+    """The loss of EAGLE heads and MTP layers.
 
     Attributes:
       steps: unrolled steps of the head.
@@ -99,29 +111,6 @@ class LossConfig:
         if self.steps < 1 or not 0 < self.step_decay <= 1:
             raise ValueError("steps must be at least 1, and step_decay in (0, 1]")
 
-    @property
-    def described(self) -> str:
-        return f"{self.steps} unrolled steps"
-
-    def check(self, head: Any) -> None:
-        """Raise ValueError for a head that it does not train."""
-        if not isinstance(head, DraftHead):
-            raise ValueError("a LossConfig trains EAGLE heads and MTP layers")
-
-    def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
-        """The batch: nothing is chosen."""
-        return batch
-
-    def counts(self, batch: DraftBatch) -> Array:
-        """See learned_counts."""
-        return learned_counts(batch.learned, self.steps)
-
-    def __call__(
-        self, head: DraftHead, target: Decoder, batch: DraftBatch, attend: Attend, counts: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """(loss, metrics), see draft_loss."""
-        return draft_loss(head, target, batch, self, attend, counts)
-
     @classmethod
     def for_method(cls, method: str, steps: int | None = None) -> "LossConfig":
         """The paper's loss for a method. EAGLE-1 (arXiv 2401.15077) uses one step and also predicts
@@ -130,13 +119,69 @@ class LossConfig:
             return cls(steps=1 if steps is None else steps, hidden_weight=1.0, token_weight=0.1)
         return cls(steps=6 if steps is None else steps)
 
+    @property
+    def described(self) -> str:
+        return f"{self.steps} unrolled steps"
+
+    def check(self, head: Any) -> None:
+        if not isinstance(head, DraftHead):
+            raise ValueError("a LossConfig trains EAGLE heads and MTP layers")
+
+    def counts(self, batch: DraftBatch) -> Array:
+        counts = [jnp.sum(batch.learned[:, step + 1 :]) for step in range(1, self.steps + 1)]
+        return jnp.maximum(jnp.stack(counts), 1).astype(jnp.float32)
+
+    def __call__(
+        self,
+        head: DraftHead,
+        target: Decoder,
+        batch: DraftBatch,
+        attend: Attend = dense_causal_attend,
+        counts: Array | None = None,
+    ) -> tuple[Array, dict[str, Array]]:
+        features, hidden = target_states(target, batch, head.capture, attend)
+        counts = self.counts(batch) if counts is None else counts
+        total, metrics = jnp.float32(0), []
+        unrolled = unroll(head, target, batch.tokens, features, self.steps)
+        for index, (outputs, normed) in enumerate(unrolled):
+            part = slice(index + 1, -1)
+            learned = batch.learned[:, index + 2 :]  # what these entries predict
+            of_logits = _of_logits(head, target, normed[:, part], hidden[:, part])
+            differences = outputs[:, part], hidden[:, part]
+            metrics.append(self._of_step(of_logits, differences, learned, counts[index]))
+            total += self.step_decay**index * metrics[-1]["loss"]
+        return total, jax.tree.map(lambda *values: jnp.stack(values), *metrics)
+
+    def _of_step(
+        self,
+        of_logits: tuple[Array, Array, Array, Array],
+        states: tuple[Array, Array],
+        learned: Array,
+        count: Array,
+    ) -> dict[str, Array]:
+        """Loss and metrics of one step, from the results of _of_logits.
+
+        States are the head's and the target's [B, T, H], learned is bool [B, T]; sums are divided
+        by count, float32 [].
+        """
+
+        def mean(values: Array, where: Array) -> Array:
+            return jnp.sum(jnp.where(where, values.astype(jnp.float32), 0)) / count
+
+        cross_entropy, known, right, overlap = of_logits
+        loss = self.token_weight * mean(cross_entropy, learned & known)
+        if self.hidden_weight:
+            outputs, hidden = (x.astype(jnp.float32) for x in states)
+            smooth = optax.huber_loss(outputs, hidden)
+            loss += self.hidden_weight * mean(smooth.mean(axis=-1), learned)
+        accuracy, overlap = mean(right, learned), mean(overlap, learned)
+        return {"loss": loss, "accuracy": accuracy, "overlap": overlap}
+
 
 def target_states(
     target: Decoder, batch: DraftBatch, capture: tuple[int, ...], attend: Attend
 ) -> tuple[Array, Array]:
     """(features [B, T, C], hidden after the final norm [B, T, H]) of a batch; no gradient."""
-    if batch.features is not None and batch.hidden is not None:
-        return batch.features, batch.hidden
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
     hidden, _, features = decoder.run(
         target, batch.tokens, positions, target.no_states(), attend, capture
@@ -192,11 +237,8 @@ def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[
 
 def _shifted(x: Array, distance: int) -> Array:
     """x [B, T, ...] moved ``distance`` positions later; the first ones become zero."""
-    return x if distance == 0 else jnp.pad(x[:, :-distance], _padding(x.ndim, distance))
-
-
-def _padding(ndim: int, distance: int) -> list[tuple[int, int]]:
-    return [(0, 0), (distance, 0)] + [(0, 0)] * (ndim - 2)
+    padding = [(0, 0), (distance, 0)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x[:, : x.shape[1] - distance], padding)
 
 
 def unroll(
@@ -220,54 +262,8 @@ def unroll(
     return outputs
 
 
-def draft_loss(
-    head: DraftHead,
-    target: Decoder,
-    batch: DraftBatch,
-    config: LossConfig,
-    attend: Attend = dense_causal_attend,
-    counts: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
-    """Loss float32 [] of a head on a batch, and metrics float32 [steps], one entry per step.
-
-    The target is not trained. The function is pure and may be differentiated. ``counts`` [steps]
-    divides each step's sums; give those of the whole batch if this is a micro-batch of it. The
-    default is this batch's learned_counts.
-
-    Metrics: ``loss``; ``accuracy``, how often the head's likeliest token is the target's;
-    ``overlap``, the mean of sum(min(p, q)), which is the share accepted by rejection sampling at
-    temperature 1. All are conditional on the earlier tokens of the draft being right.
-    """
-    features, hidden = target_states(target, batch, head.capture, attend)
-    counts = learned_counts(batch.learned, config.steps) if counts is None else counts
-    total, metrics = jnp.float32(0), []
-    for index, (outputs, normed) in enumerate(
-        unroll(head, target, batch.tokens, features, config.steps)
-    ):
-        first = index + 1
-        learned = batch.learned[:, first + 1 :]  # entries first .. T - 2 predict these tokens
-        part = slice(first, -1)
-        step_loss, step_metrics = _step_loss(
-            _step_loss_of_logits(head, target, normed[:, part], hidden[:, part]),
-            outputs[:, part],
-            hidden[:, part],
-            learned,
-            counts[index],
-            config,
-        )
-        total += config.step_decay**index * step_loss
-        metrics.append(step_metrics)
-    return total, jax.tree.map(lambda *values: jnp.stack(values), *metrics)
-
-
-def learned_counts(learned: Array, steps: int) -> Array:
-    """Learned tokens of each step, at least 1: float32 [steps], from ``learned`` [B, T]."""
-    counts = [jnp.sum(learned[:, step + 1 :]) for step in range(1, steps + 1)]
-    return jnp.maximum(jnp.stack(counts), 1).astype(jnp.float32)
-
-
 @jax.checkpoint
-def _step_loss_of_logits(
+def _of_logits(
     head: DraftHead, target: Decoder, normed: Array, hidden: Array
 ) -> tuple[Array, Array, Array, Array]:
     """(cross entropy, in the draft vocabulary, right, overlap), each [B, T].
@@ -290,29 +286,3 @@ def _step_loss_of_logits(
     right = (choice if ids is None else ids[choice]) == best
     overlap = jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)), axis=-1)
     return cross_entropy, known, right, overlap
-
-
-def _step_loss(
-    of_logits: tuple[Array, Array, Array, Array],
-    outputs: Array,
-    hidden: Array,
-    learned: Array,
-    count: Array,
-    config: LossConfig,
-) -> tuple[Array, dict[str, Array]]:
-    """Loss and metrics of one step, from the results of _step_loss_of_logits.
-
-    Outputs and hidden are [B, T, H], learned is bool [B, T]; sums are divided by count, float32 [].
-    """
-
-    def mean(values: Array, where: Array) -> Array:
-        return jnp.sum(jnp.where(where, values.astype(jnp.float32), 0)) / count
-
-    cross_entropy, known, right, overlap = of_logits
-    loss = config.token_weight * mean(cross_entropy, learned & known)
-    if config.hidden_weight:
-        difference = jnp.abs(outputs.astype(jnp.float32) - hidden.astype(jnp.float32))
-        smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5)
-        loss += config.hidden_weight * mean(smooth.mean(axis=-1), learned)
-    accuracy, overlap = mean(right, learned), mean(overlap, learned)
-    return loss, {"loss": loss, "accuracy": accuracy, "overlap": overlap}

@@ -1,13 +1,11 @@
 """Export of a trained head: a folder with weights, training curves and a model card."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 from jaxspec.checkpoints.block import save_block_head
 from jaxspec.checkpoints.eagle import save_eagle_head
@@ -19,22 +17,16 @@ from jaxspec.training.heads.run import DraftRecord, DraftTraining
 from jaxspec.training.heads.step import Head
 from jaxspec.training.lm.model import num_parameters
 from jaxspec.training.precision import cast_weights
+from jaxspec.training.report import Card, write_report
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftCard:
-    """Fields of the model card that the run itself does not know.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftCard(Card):
+    """``coverage``: the share of learned tokens that are in the draft vocabulary."""
 
-    ``coverage``: the share of learned tokens that are in the draft vocabulary.
-    """
-
-    name: str
     target: str
-    device: str
-    command: str
     coverage: float
     report: ExampleReport
-    license_note: str
 
 
 def export_head(
@@ -57,34 +49,8 @@ def export_head(
         save_mtp_head(weights, directory, hf_config)
     else:
         save_eagle_head(weights, directory, target)
-    lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
-    (directory / "log.jsonl").write_text("\n".join(lines) + "\n")
-    plot_training(run.records, directory / "training.png")
-    (directory / "README.md").write_text(head_card(run, card))
-
-
-def plot_training(records: list[DraftRecord], path: Path) -> None:
-    """Loss and accuracy of each unrolled step by tokens seen, as a PNG. Dots: held-out rows."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2)
-    steps = len(next(r.held_out_loss for r in records if r.held_out_loss))
-    for panel, name in zip(axes, ("loss", "accuracy"), strict=True):
-        for step in range(steps):
-            for held_out in (False, True):
-                points = _points(records, f"held_out_{name}" if held_out else name, step)
-                style = {"marker": "."} if held_out else {"linewidth": 0.7, "alpha": 0.5}
-                label = f"step {step + 1}" if held_out else None
-                panel.plot(*points, color=f"C{step}", label=label, **style)
-        panel.set(xlabel="million tokens", ylabel=name)
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
-    axes[0].set_yscale("log")
-    figure.savefig(path, dpi=120)
-
-
-def _points(records: list[DraftRecord], name: str, step: int) -> tuple[list[float], list[float]]:
-    found = [(r.tokens / 1e6, values[step]) for r in records if (values := getattr(r, name))]
-    return [x for x, _ in found], [y for _, y in found]
+    metrics, picture = {"loss": "log", "accuracy": "linear"}, directory / "training.png"
+    write_report(run.records, directory / "log.jsonl", metrics, picture, head_card(run, card))
 
 
 def head_card(run: DraftTraining, card: DraftCard) -> str:

@@ -15,14 +15,12 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import fingerprint
-from jaxspec.training.compiling import Program
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.data import Examples, spread_rows
 from jaxspec.training.heads.loss import DraftBatch
-from jaxspec.training.heads.states import StoredStates
 from jaxspec.training.heads.step import DraftTrainConfig, Head
-from jaxspec.training.held_out import HeldOut
-from jaxspec.training.run import Record, TrainingRun
+from jaxspec.training.held_out import HeldOut, batches_of
+from jaxspec.training.run import Program, Record, TrainingRun
 from jaxspec.training.run_folder import batch_shardings
 from jaxspec.training.schedule import Schedule
 
@@ -37,24 +35,18 @@ class DraftRecord(Record):
     overlap: list[float] | None = None
     confidence: list[float] | None = None  # this and the next: of a head that has a confidence head
     confidence_error: list[float] | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
     held_out_loss: list[float] | None = None
     held_out_accuracy: list[float] | None = None
     held_out_overlap: list[float] | None = None
     held_out_confidence: list[float] | None = None
     held_out_confidence_error: list[float] | None = None
-    saved: bool = False
 
 
 class DraftData(NamedTuple):
-    """The rows of a training; ``states``: the target's hidden states of the training rows, if they
-    were captured before."""
+    """The rows of a training."""
 
     train: Examples
     held_out: Examples
-    states: StoredStates | None = None
 
 
 class DraftTraining(TrainingRun[DraftRecord]):
@@ -161,15 +153,11 @@ class DraftTraining(TrainingRun[DraftRecord]):
         return [self._batch(self.step + index) for index in range(count)]
 
     def _batch(self, step: int) -> DraftBatch:
-        rows = self._rows(step)
-        train, states = self._data.train, self._data.states
-        batch: Any = DraftBatch(
+        rows, train = self._rows(step), self._data.train
+        batch = DraftBatch(
             tokens=train.tokens[rows],  # pyright: ignore[reportArgumentType]
             learned=train.learned[rows],  # pyright: ignore[reportArgumentType]
         )
-        if states is not None:
-            features, hidden = states.read(rows)
-            batch = batch.replace(features=features, hidden=hidden)
         random = np.random.default_rng((self.config.seed, step, 1))  # other than the rows' order
         return jax.device_put(self.config.loss.drawn(batch, random), self._split)
 
@@ -200,12 +188,10 @@ def held_out_batches(
 
     If there are fewer rows than one batch, the batch size is halved until there are enough.
     """
-    length, batch = held_out.tokens.shape[1], config.batch_size // config.accumulation
+    length = held_out.tokens.shape[1]
     available = max(1, min(len(held_out), schedule.evaluation_tokens // length))
-    while batch > available:
-        batch = -(-batch // 2)
-    count = available // batch * batch
-    rows = spread_rows(len(held_out), count).reshape(-1, batch)
+    batches, size = batches_of(available, config.batch_size // config.accumulation)
+    rows = spread_rows(len(held_out), batches * size).reshape(batches, size)
     batch = DraftBatch(
         tokens=jnp.asarray(held_out.tokens[rows]), learned=jnp.asarray(held_out.learned[rows])
     )

@@ -31,7 +31,7 @@ from jaxspec.parallel.pytree import Pytree, pytree
 from jaxspec.training.heads.loss import DraftBatch, Loss, LossConfig, check_unrolled
 from jaxspec.training.initial import init_layers, reads_last
 from jaxspec.training.optimizer import OptimizerConfig, adamw, descend, learning_rate
-from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
+from jaxspec.training.precision import attention_of, cast_weights
 
 Head = DraftHead | BlockHead
 
@@ -44,8 +44,6 @@ class DraftTrainConfig(OptimizerConfig):
       loss: of the head's method: a LossConfig, or a BlockLoss.
       batch_size: sequences of one step.
       accumulation: micro-batches of a step; their gradients are added up, which saves memory.
-      seed: of the initial weights and the order of the data.
-      attention: attention of the target's forward pass; ``cudnn``: bfloat16 on NVIDIA GPUs.
     """
 
     loss: Loss = dataclasses.field(default_factory=LossConfig)
@@ -53,9 +51,6 @@ class DraftTrainConfig(OptimizerConfig):
     accumulation: int = 1
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
-    seed: int = 0
-    attention: Attention = "xla"
-    compute_dtype: ComputeDtype = "bfloat16"
 
     def __post_init__(self):
         super().__post_init__()
@@ -182,7 +177,7 @@ def train_step[H: Head](
       target: in the compute dtype; not trained.
       batch: B rows, computed in ``config.accumulation`` micro-batches.
 
-    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss; of a block
+    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see Loss; of a block
     head see BlockLoss), and ``total_loss``, ``grad_norm``, ``learning_rate`` [].
     """
     # Counted over the whole batch, so that every learned token has the same weight, however the

@@ -22,6 +22,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend
 from jaxspec.parallel.pytree import Pytree, pytree
+from jaxspec.training.held_out import batches_of
 from jaxspec.training.initial import init_decoder
 from jaxspec.training.optimizer import (
     OptimizerConfig,
@@ -29,24 +30,15 @@ from jaxspec.training.optimizer import (
     descend,
     learning_rate,
 )
-from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
+from jaxspec.training.precision import attention_of, cast_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(OptimizerConfig):
-    """How to train.
-
-    Attributes:
-      context: predicted tokens of each training sequence.
-      attention: ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs.
-      compute_dtype: dtype of the activations and of the copy of the weights that computes them.
-    """
+    """How to train. ``context``: predicted tokens of each training sequence."""
 
     batch_size: int = 128
     context: int = 1024
-    seed: int = 0
-    attention: Attention = "xla"
-    compute_dtype: ComputeDtype = "bfloat16"
 
     def __post_init__(self):
         super().__post_init__()
@@ -145,19 +137,17 @@ def held_out_windows(tokens: np.ndarray, config: TrainConfig, max_tokens: int) -
     If there are fewer windows than one batch, the batch size is halved until there are enough.
     Raises ValueError for less text than one window.
     """
-    width, batch = config.context + 1, config.batch_size
+    width = config.context + 1
     if len(tokens) < width:
         raise ValueError(
             f"the held-out text has {len(tokens)} tokens and needs at least {config.context + 1}, "
             "the context and one: give more data or a smaller context"
         )
-    available = min(len(tokens), max_tokens) // width or 1
-    while batch > available:
-        batch = -(-batch // 2)
-    count = available // batch * batch
+    batches, size = batches_of(min(len(tokens), max_tokens) // width or 1, config.batch_size)
+    count = batches * size
     starts = [i * (len(tokens) - width) // max(count - 1, 1) for i in range(count)]
     rows = [tokens[start : start + width] for start in starts]
-    return np.stack(rows).astype(np.int32).reshape(-1, batch, width)
+    return np.stack(rows).astype(np.int32).reshape(batches, size, width)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.config.mixers import AttentionConfig
@@ -15,24 +14,21 @@ from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.training.data import Report
 from jaxspec.training.lm.model import num_parameters
-from jaxspec.training.lm.run import LMRecord, Pretraining
+from jaxspec.training.lm.run import Pretraining
 from jaxspec.training.precision import cast_weights
+from jaxspec.training.report import Card, write_report
 from jaxspec.training.vocabulary import Owner
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """Fields of the model card that the run itself does not know."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LMCard(Card):
+    """``sample``: a text that the model wrote."""
 
-    name: str
-    device: str
-    command: str
-    license_note: str
     sample: str
 
 
 def export(
-    run: Pretraining, card: Card, directory: Path, hf_config: Mapping[str, Any] | None = None
+    run: Pretraining, card: LMCard, directory: Path, hf_config: Mapping[str, Any] | None = None
 ) -> None:
     """Write a HF folder: bfloat16 safetensors, configs, tokenizer, loss.jsonl, loss.png, README.
 
@@ -46,29 +42,12 @@ def export(
     end = vocabulary.end_of_text_id
     generation = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
-    (directory / "loss.jsonl").write_text("\n".join(lines) + "\n")
-    plot_loss(run.records, directory / "loss.png")
-    (directory / "README.md").write_text(model_card(run, card))
+    picture = directory / "loss.png"
+    card_text = model_card(run, card)
+    write_report(run.records, directory / "loss.jsonl", {"loss": "linear"}, picture, card_text)
 
 
-def plot_loss(records: list[LMRecord], path: Path) -> None:
-    """Training and held-out loss by tokens seen, as a PNG."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    train = [(r.tokens / 1e6, r.loss) for r in records if r.loss is not None]
-    held_out = [(r.tokens / 1e6, r.held_out_loss) for r in records if r.held_out_loss is not None]
-    if train:
-        axes.plot(*zip(*train, strict=True), linewidth=0.8, alpha=0.6, label="training")
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), marker=".", label="held out")
-    axes.set(xlabel="million tokens", ylabel="nats a token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def model_card(run: Pretraining, card: Card) -> str:
+def model_card(run: Pretraining, card: LMCard) -> str:
     """The README.md of an exported model, in Markdown."""
     model, config, last = run.model, run.config, run.records[-1]
     report = run.corpus.report

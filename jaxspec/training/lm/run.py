@@ -10,12 +10,11 @@ import numpy as np
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.training import fingerprint
-from jaxspec.training.compiling import Program
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
 from jaxspec.training.lm import model as lm
 from jaxspec.training.lm.model import TrainConfig
-from jaxspec.training.run import Record, TrainingRun
+from jaxspec.training.run import Program, Record, TrainingRun
 from jaxspec.training.run_folder import batch_shardings
 from jaxspec.training.schedule import Schedule
 
@@ -25,12 +24,8 @@ class LMRecord(Record):
     """One line of the training log. Losses are in nats per token."""
 
     loss: float | None = None  # None: nothing trained since the last record
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
     held_out_loss: float | None = None
     bits_per_byte: float | None = None
-    saved: bool = False
 
 
 class Pretraining(TrainingRun[LMRecord]):

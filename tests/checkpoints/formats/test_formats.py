@@ -28,6 +28,7 @@ from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh, partition_specs
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Kernels
 from tests.helpers.checkpoints import tiny_llama, tiny_qwen2
+from tests.helpers.families import save_family
 from tests.helpers.quantized_checkpoints import FORMATS, awq, gptq, quantize_checkpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
@@ -40,6 +41,15 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("source"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> Path:
+    """Of latent attention: kv_b_proj is keys and values, two projections in memory."""
+    sizes = SIZES | dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "v_head_dim"), 128)
+    sizes |= {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "num_hidden_layers": 1}
+    path = tmp_path_factory.mktemp("latent")
+    return save_family(path, "deepseek_v3-halves", **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +83,29 @@ def weights_of(linear: Any) -> np.ndarray:
     return np.moveaxis(np.asarray(linear.weight), 0, -1)
 
 
+def assert_same_weights(name: str, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert isinstance(found, Float8Linear if name in FLOATS else GroupedLinear)
+        np.testing.assert_allclose(weights_of(found), weights_of(wanted), rtol=2e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_is_what_the_format_says(name: str, checkpoints):
-    quantized, reference = (load(folder) for folder in checkpoints[name])
-    kind = Float8Linear if name in FLOATS else GroupedLinear
-    for ours, theirs in zip(quantized.layers, reference.layers, strict=True):
-        for found, wanted in (
-            (ours.mixer.qkv, theirs.mixer.qkv),
-            (ours.mixer.o, theirs.mixer.o),
-            (ours.mlp.gate_up, theirs.mlp.gate_up),
-            (ours.mlp.down, theirs.mlp.down),
-        ):
-            assert isinstance(found, kind)
-            np.testing.assert_allclose(weights_of(found), weights_of(wanted), rtol=2e-6, atol=1e-9)
+    models = (load(folder) for folder in checkpoints[name])
+    for layers in zip(*(model.layers for model in models), strict=True):
+        parts = [(x.mixer.qkv, x.mixer.o, x.mlp.gate_up, x.mlp.down) for x in layers]
+        assert_same_weights(name, *parts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_keys_and_values_of_latents_are_what_the_format_says(
+    name: str, devices: int, latent: Path, tmp_path: Path
+):
+    quantized, dense = quantize_checkpoint(latent, tmp_path, FORMATS[name])
+    mesh = None if devices == 1 else make_mesh(devices, 1)
+    layers = load(quantized, mesh=mesh).layers + load(dense).layers
+    assert_same_weights(name, *((layer.mixer.key_up, layer.mixer.value_up) for layer in layers))
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ROUNDS])
@@ -296,6 +316,13 @@ def test_unsupported_fields_are_named(
         load(bad)
 
 
+def with_group(folders: tuple[Path, Path]) -> tuple[Path, dict[str, Any]]:
+    """A quantized checkpoint, and its only config group."""
+    config = json.loads((folders[0] / "config.json").read_text())["quantization_config"]
+    [group] = config["config_groups"].values()
+    return folders[0], group
+
+
 @pytest.mark.parametrize(
     ("part", "fields", "message"),
     [
@@ -323,9 +350,7 @@ def test_unsupported_fields_are_named(
 def test_unsupported_fields_of_a_group_are_named(
     part: str, fields: dict[str, Any] | None, message: str, checkpoints, tmp_path: Path
 ):
-    quantized, _ = checkpoints["compressed, rounded inputs"]
-    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
-    [group] = config["config_groups"].values()
+    quantized, group = with_group(checkpoints["compressed, rounded inputs"])
     group = group | {part: True if fields is None else group[part] | fields}
     bad = edited(tmp_path / "bad", quantized, {}, config_groups={"group_0": group})
     with pytest.raises(ValueError, match=re.escape(f"config_groups.group_0.{message}")):
@@ -333,9 +358,7 @@ def test_unsupported_fields_of_a_group_are_named(
 
 
 def test_a_group_may_target_modules_by_expression(checkpoints, tmp_path: Path):
-    quantized, _ = checkpoints["compressed"]
-    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
-    [group] = config["config_groups"].values()
+    quantized, group = with_group(checkpoints["compressed"])
     for index, (targets, message) in enumerate(
         (
             (["re:.*_proj$"], None),
@@ -364,9 +387,7 @@ def test_projections_computed_together_have_one_format(source: Path, tmp_path: P
 
 
 def test_projections_computed_together_round_alike(checkpoints, tmp_path: Path):
-    quantized, _ = checkpoints["compressed, rounded inputs"]
-    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
-    [group] = config["config_groups"].values()
+    quantized, group = with_group(checkpoints["compressed, rounded inputs"])
 
     def read(*unrounded: str) -> Any:
         """With modules whose inputs stay as they are."""

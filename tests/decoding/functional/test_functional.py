@@ -14,7 +14,6 @@ import pytest
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_sampling, prefill
 from jaxspec.checkpoints.orbax_io import restore_pytree, save_pytree
 from jaxspec.decoding import round
-from jaxspec.functional import init_pool, init_rows
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from tests.helpers.checkpoints import tiny_eagle3_head, tiny_llama
@@ -120,18 +119,6 @@ def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeyp
 
 
 @pytest.mark.slow
-def test_decode_stops_early_when_all_are_done(params):
-    state = run(params, SEED, ALL)
-    assert not state.rows.active.any()
-    assert state.rows.stats.rounds.max() < 64
-    after, emitted = jax.jit(decode, static_argnums=2, compiler_options=FAST_COMPILE)(
-        params, state, 10
-    )
-    np.testing.assert_array_equal(after.rows.stats.rounds, state.rows.stats.rounds)
-    assert emitted.num_rounds == 0 and not emitted.counts.any()
-
-
-@pytest.mark.slow
 def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, tmp_path):
     half = run(params, SEED, 6)
     assert half.rows.active.any()
@@ -143,57 +130,6 @@ def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, 
     subprocess.run([sys.executable, "-c", CONTINUE, *arguments], check=True, cwd=Path.cwd())
     expected = run(params, SEED, ALL).rows.tokens
     np.testing.assert_array_equal(np.load(tmp_path / "tokens.npy"), expected)
-
-
-def test_a_prompt_longer_than_the_state_is_an_error(params):
-    with pytest.raises(ValueError, match="longer than a row"):
-        admit(params, empty(params), ROWS, np.zeros((2, 65), np.int32), COUNTS)
-
-
-def test_a_state_longer_than_the_models_positions_is_an_error(params):
-    positions = params.target.config.max_position
-    with pytest.raises(ValueError, match=f"exceeds the model's {positions} positions"):
-        init_state(params, 2, positions + 1)
-
-
-def test_a_page_table_too_narrow_for_the_tree_is_an_error(params):
-    with pytest.raises(ValueError, match="tree slots need"):
-        table = jnp.ones((2, 2), jnp.int32)
-        init_state(params, 2, max_length=64, page_table=table, num_pages=3)
-
-
-def test_more_rows_than_the_pool_was_made_for_are_an_error(params):
-    pool = init_pool(params, 64, 16, num_rows=2)
-    with pytest.raises(ValueError, match="4 rows do not fit a pool that was made for 2"):
-        init_rows(params, pool, 4, 64)
-
-
-def test_a_traced_number_of_rounds_needs_the_most_there_can_be(params):
-    with pytest.raises(ValueError, match="give max_rounds"):
-        jax.jit(decode)(params, empty(params), 3)
-
-
-def test_a_page_table_needs_the_number_of_pages_beside_it(params):
-    with pytest.raises(ValueError, match="give page_table and num_pages together"):
-        init_state(params, 2, max_length=64, num_pages=9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stop_token_ids": (1, 2, 3, 4, 5)}, "larger max_stops"),
-        ({"page_table": jnp.ones((2, 1), jnp.int32)}, "a page_table for 2 rows must be"),
-    ],
-)
-def test_a_request_of_the_wrong_shape_is_an_error(params, options, message):
-    with pytest.raises(ValueError, match=message):
-        admit(params, empty(params), ROWS, PROMPTS, COUNTS, **options)
-
-
-@pytest.mark.parametrize("hidden", [(3,), (-2,), (0, 9)])
-def test_hidden_states_that_the_target_lacks_are_an_error(params, hidden):
-    with pytest.raises(ValueError, match="the target has 0 to 2"):
-        decode(params, empty(params), 1, hidden=hidden)
 
 
 @pytest.mark.slow

@@ -86,6 +86,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
             {"prompts": PROMPTS + np.int64(2**40)},
             ["prompts[0, 0] is 1099511627776: it does not fit 32 bits"],
         ),
+        ({"prompts": np.zeros((2, 33), int)}, ["a prompt of 33 tokens is longer than a row (32)"]),
         ({"prompt_lens": 5}, ["prompt_lens must be integers [B], got shape []: give [prompt_le"]),
         ({"prompt_lens": [5]}, ["prompt_lens has 1 entries, rows has 2"]),
         ({"prompt_lens": [0, 5]}, ["prompt_lens[0] is 0: it must be 1 to 12"]),
@@ -101,8 +102,10 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
         ({"stop_token_ids": [96]}, ["stop_token_ids[0, 0] is 96: it must be a token id, 0 to 95"]),
         ({"stop_token_ids": [[1], [2, 3]]}, ["stop_token_ids must be integers [B, E]: pad its"]),
         ({"stop_token_ids": [1.5]}, ["stop_token_ids must be integers [E], not float64"]),
+        ({"stop_token_ids": (1, 2, 3, 4, 5)}, ["make it with a larger max_stops"]),
+        ({"page_table": np.ones((2, 1), int)}, ["a page_table for 2 rows must be"]),
         ({"sampling": make_sampling(3)}, ["sampling has shape [3] for 2 rows: make_sampling(2"]),
-        ({"controls": 0.5}, ["the state has no room for controls"]),
+        ({"controls": 0.5}, ["the state was made without controls"]),
         ({"sampling": 0.5}, ["sampling must be what make_sampling gives, not float"]),
         (
             {"prompts": PROMPTS * 1.0, "prompt_lens": 5, "max_lens": [1.5, 2]},
@@ -201,6 +204,12 @@ def test_sizes_of_a_state_are_checked(options: dict[str, Any], messages: list[st
         ({"max_rounds": 0}, "max_rounds must be an int, at least 1, got 0"),
         ({"columns": 0}, "columns must be an int, at least 1, got 0"),
         ({"hidden": 1}, "hidden must be a tuple of layers, such as (1,), not 1"),
+        ({"hidden": (3,)}, "hidden states [3] cannot be given: the target has 0 to 2, and -1"),
+        ({"hidden": (-2,)}, "the target has 0 to 2"),
+        ({"hidden": (0, 9)}, "the target has 0 to 2"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs=True"),
+        ({"logprobs": True, "top_logprobs": 97}, "top_logprobs must be 0 to 96, got 97"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs must be 0 to 96, got -1"),
         ({"shape": "chain:2"}, "jaxspec.TreeShape.parse('chain:2'), not 'chain:2'"),
         ({"shape": CHAIN}, "must be a TreeShape, not a SpeculationConfig"),
         ({"controls": True}, "init_state(..., controls=True)"),
@@ -212,6 +221,10 @@ def test_options_of_rounds_are_checked(options: dict[str, Any], message: str):
     refused(lambda: decode(PARAMS, half_read(), **given), message)
 
 
+def test_a_traced_number_of_rounds_needs_the_most_there_can_be():
+    refused(lambda: jax.jit(decode)(PARAMS, empty(), 3), "give max_rounds")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -220,6 +233,7 @@ def test_options_of_rounds_are_checked(options: dict[str, Any], message: str):
         ({"counts": [1, 9]}, "counts[1] is 9: it must be 0 to width, 8"),
         ({"counts": [1]}, "counts has 1 entries for 2 rows"),
         ({"counts": 3}, "counts must be integers [B]"),
+        ({"controls": True}, "init_state(..., controls=True)"),
     ],
 )
 def test_options_of_reading_are_checked(options: dict[str, Any], message: str):
@@ -242,6 +256,7 @@ PAGES = np.arange(1, 7).reshape(1, 6)
         (PAGES * 1.0, 7, "page_table must be integers [R, M], not float64: cast it"),
         (PAGES[0], 7, "page_table must be integers [R, M], got shape [6]: give [page_table]"),
         (np.concatenate([PAGES, PAGES]), 7, "page_table has 2 rows for 1: give one for each"),
+        (PAGES[:, :3], 7, "32 tokens and 3 tree slots need 5 pages of 8, the page table has 3"),
         (PAGES, 6, "page_table[0, 5] is 6: pages are 0 to 5"),
         (-PAGES, 7, "page_table[0, 0] is -1: pages are 0 to 6"),
         (PAGES, 0, "num_pages must be an int, at least 2 with the null pages, got 0"),
@@ -251,6 +266,13 @@ PAGES = np.arange(1, 7).reshape(1, 6)
 def test_page_tables_are_checked(table: Any, num_pages: Any, message: str):
     options: dict[str, Any] = dict(page_size=8, page_table=table, num_pages=num_pages)
     refused(lambda: init_state(PARAMS, 1, LENGTH, **options), message)
+
+
+def test_pages_and_rows_must_go_together():
+    refused(lambda: init_state(PARAMS, 2, LENGTH, num_pages=9), "give page_table and num_pages tog")
+    pool = functional.init_pool(PARAMS, 64, 16, num_rows=2)
+    told = "4 rows do not fit a pool that was made for 2"
+    refused(lambda: functional.init_rows(PARAMS, pool, 4, LENGTH), told)
 
 
 def test_page_tables_may_be_lists():
@@ -315,53 +337,14 @@ def test_weights_that_cannot_replace_others_are_named():
     refused(lambda: in_place_of(PARAMS.target, PARAMS.target.replace(config=other)), "config")
 
 
-# Sampling.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
-        ({"temperature": np.ones(3)}, "temperature must be a scalar or [2], a value for each row"),
-        ({"temperature": "hot"}, "temperature must be numbers, got 'hot'"),
-        ({"temperature": None}, "temperature must be numbers, got None"),
-        ({"top_p": 2.0}, "top_p must be in (0, 1], got 2.0"),
-        ({"top_k": 1.5}, "top_k must be integers, got 1.5"),
-        ({"seeds": "a"}, "seeds must be integers, got 'a'"),
-        ({"seeds": -3}, "seeds must be 0 to 2**32 - 1, got -3"),
-        ({"seeds": 2**32}, "seeds must be 0 to 2**32 - 1, got 4294967296"),
-        ({"seeds": jnp.array([1, -1])}, "seeds must be 0 to 2**32 - 1, got -1"),
-        ({"seeds": jnp.zeros(3, jnp.uint32)}, "seeds must be a scalar or [2]"),
-    ],
-)
-def test_sampling_is_checked(options: dict[str, Any], message: str):
-    refused(lambda: make_sampling(2, **options), message)
-
-
-def test_numbers_of_rows_and_raw_keys_are_checked():
-    refused(lambda: make_sampling(-1), "batch must be an integer, at least 1, got -1")
-    refused(lambda: make_controls(0, 9), "batch must be an integer, at least 1, got 0")
-    raw = jax.random.PRNGKey(0)
-    refused(lambda: make_sampling(1, seeds=raw), "take jax.random.key where that is a raw PRNGKey")
-
-
 def test_controls_are_checked():
     refused(lambda: make_controls(2, 9, min_tokens=1.5), "min_tokens must be integers, got 1.5")
     refused(lambda: make_controls(2, 9, presence_penalty=np.ones(3)), "a scalar or [2]")
     state, wrong = init_state(PARAMS, 2, LENGTH, controls=True), cast(Any, 5)
     told = "controls must be what make_controls gives, not int"
     refused(lambda: admit(PARAMS, state, ROWS, PROMPTS, LENS, controls=wrong), told)
-
-
-def test_typed_keys_are_seeds():
-    key = jax.random.key(7)
-    drawn = np.uint32(jax.random.bits(key, dtype=jnp.uint32))
-    assert make_sampling(2, seeds=key).seeds.tolist() == [drawn, drawn + np.uint32(1)]
-    keys = jax.random.split(key, 2)
-    expected = [int(jax.random.bits(one, dtype=jnp.uint32)) for one in keys]
-    assert make_sampling(2, seeds=keys).seeds.tolist() == expected
-    traced = jax.jit(jax.vmap(lambda one: make_sampling(1, seeds=one).seeds[0]))(keys)
-    assert traced.tolist() == expected
+    wrong, told = make_controls(3, VOCAB), "must have a bias of [2, 96], not [3, 96]"
+    refused(lambda: admit(PARAMS, state, ROWS, PROMPTS, LENS, controls=wrong), told)
 
 
 # Traced values: rows end with an error.

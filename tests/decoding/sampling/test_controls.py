@@ -184,23 +184,3 @@ def test_rows_that_are_listed_have_their_own_controls_and_later_ones_get_new_one
     np.testing.assert_array_equal(state.controls.bias, [np.zeros(vocab), *bias[1:]])
     _, emitted = prefill(params, state, width=16, controls=True)
     assert emitted.tokens[0, 0, 0] != 1 and emitted.tokens[0, 1, 0] == 2
-
-
-def test_controls_need_a_state_with_room_for_them():
-    params = params_of()
-    state = functional.init_state(params, 3, 40, page_size=4)
-    controls = make_controls(3, CONFIG.vocab_size)
-    for function, options in (
-        (functional.admit, {"controls": controls}),
-        (functional.prefill, {"width": 4, "controls": True}),
-        (functional.decode, {"controls": True}),
-    ):
-        arguments = {
-            functional.admit: (np.arange(3), padded(PROMPTS, 16), LENS),
-            functional.prefill: (),
-            functional.decode: (1,),
-        }[function]
-        with pytest.raises(ValueError, match=r"make it with init_state\(..., controls=True\)"):
-            function(params, state, *arguments, **options)
-    with pytest.raises(ValueError, match=r"must have a bias of \[3, 96\], not \[2, 96\]"):
-        admitted(params, controls=make_controls(2, CONFIG.vocab_size))

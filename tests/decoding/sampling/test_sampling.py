@@ -1,4 +1,7 @@
-"""Logits processing against a plain reference."""
+"""Logits processing against a plain reference, and what is refused."""
+
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.decoding.sampling import (
+    make_controls,
     make_sampling,
     perturb,
     probabilities,
@@ -120,23 +124,6 @@ def test_sharded_vocabulary_is_processed_as_a_whole_one():
         np.testing.assert_allclose(one, parts.reshape(one.shape), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "rule"),
-    [
-        ("temperature", -0.1, "at least 0"),
-        ("temperature", np.nan, "at least 0"),
-        ("top_k", -1, "0 keeps all"),
-        ("top_p", 0.0, r"in \(0, 1\]"),
-        ("top_p", 1.5, r"in \(0, 1\]"),
-        ("min_p", -0.5, r"in \[0, 1\]"),
-        ("min_p", [0.1, 2.0], r"in \[0, 1\], got 2.0"),
-    ],
-)
-def test_values_out_of_range_are_named(option: str, value, rule: str):
-    with pytest.raises(ValueError, match=f"{option} must be .*{rule}"):
-        make_sampling(2, **{option: value})
-
-
 def test_no_value_of_a_parameter_compiles_anew():
     logits, process = random_logits(2, NODES, VOCAB), jax.jit(lambda *args: process_logits(*args))
     for options in (
@@ -162,3 +149,49 @@ def test_one_seed_gives_every_row_its_own_and_an_array_is_taken_as_it_is():
     assert make_sampling(3, seeds=jnp.array(7)).seeds.tolist() == [7, 8, 9]
     assert make_sampling(3, seeds=np.array([7, 7, 2**32 - 1])).seeds.tolist() == [7, 7, 2**32 - 1]
     assert make_sampling(2, seeds=2**32 - 1).seeds.tolist() == [2**32 - 1, 0], "they wrap around"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"temperature": np.ones(3)}, "temperature must be a scalar or [2], a value for each row"),
+        ({"temperature": "hot"}, "temperature must be numbers, got 'hot'"),
+        ({"temperature": None}, "temperature must be numbers, got None"),
+        ({"temperature": np.nan}, "temperature must be at least 0, got nan"),
+        ({"top_p": 2.0}, "top_p must be in (0, 1], got 2.0"),
+        ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
+        ({"min_p": -0.5}, "min_p must be in [0, 1], got -0.5"),
+        ({"min_p": [0.1, 2.0]}, "min_p must be in [0, 1], got 2.0"),
+        ({"top_k": -1}, "top_k must be at least 0 (0 keeps all tokens), got -1"),
+        ({"top_k": 1.5}, "top_k must be integers, got 1.5"),
+        ({"seeds": "a"}, "seeds must be integers, got 'a'"),
+        ({"seeds": -3}, "seeds must be 0 to 2**32 - 1, got -3"),
+        ({"seeds": 2**32}, "seeds must be 0 to 2**32 - 1, got 4294967296"),
+        ({"seeds": jnp.array([1, -1])}, "seeds must be 0 to 2**32 - 1, got -1"),
+        ({"seeds": jnp.zeros(3, jnp.uint32)}, "seeds must be a scalar or [2]"),
+    ],
+)
+def test_sampling_is_checked(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_sampling(2, **options)
+
+
+def test_numbers_of_rows_and_raw_keys_are_checked():
+    with pytest.raises(ValueError, match="batch must be an integer, at least 1, got -1"):
+        make_sampling(-1)
+    with pytest.raises(ValueError, match="batch must be an integer, at least 1, got 0"):
+        make_controls(0, 9)
+    with pytest.raises(ValueError, match=r"take jax.random.key where that is a raw PRNGKey"):
+        make_sampling(1, seeds=jax.random.PRNGKey(0))
+
+
+def test_typed_keys_are_seeds():
+    key = jax.random.key(7)
+    drawn = np.uint32(jax.random.bits(key, dtype=jnp.uint32))
+    assert make_sampling(2, seeds=key).seeds.tolist() == [drawn, drawn + np.uint32(1)]
+    keys = jax.random.split(key, 2)
+    expected = [int(jax.random.bits(one, dtype=jnp.uint32)) for one in keys]
+    assert make_sampling(2, seeds=keys).seeds.tolist() == expected
+    traced = jax.jit(jax.vmap(lambda one: make_sampling(1, seeds=one).seeds[0]))(keys)
+    assert traced.tolist() == expected

@@ -1,27 +1,28 @@
 """Structured texts of the built-in model: they match, and speculation does not change them."""
 
+import dataclasses
 import functools
 import json
 import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, SpeculationConfig
-from jaxspec.checkpoints.load import load
-from jaxspec.config.structured_output import StructuredOutput
-from jaxspec.decoding.sampling import make_sampling
-from jaxspec.decoding.state import Ending
-from tests.helpers.marks import slow
-from tests.helpers.structured_outputs import (
-    compiler,
-    conforms,
-    generate_structured,
-    random_schema,
-    tokenizer,
+from jaxspec import (
+    BUILT_IN_HEAD,
+    BUILT_IN_MODEL,
+    LLM,
+    Completion,
+    SamplingParams,
+    SpeculationConfig,
 )
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.models.from_config.model import load_model_config
+from tests.helpers.engines import SAMPLED, seal
+from tests.helpers.marks import slow
+from tests.helpers.structured_outputs import compiler, conforms, random_schema, tokenizer
 
 DRAFTERS: dict[str, tuple[Any, SpeculationConfig]] = {
     "none": ("none", SpeculationConfig.chain(1)),
@@ -60,36 +61,41 @@ PROMPTS = [
 
 
 @functools.cache
-def engine(name: str) -> Any:
+def llm(name: str) -> LLM:
     drafter, speculation = DRAFTERS[name]
-    return load(BUILT_IN_MODEL, drafter, speculation=speculation, dtype="float32")
-
-
-def generate(name: str, temperature: float, new_tokens: int = 48):
-    sampling = make_sampling(len(PROMPTS), temperature=temperature, seeds=3)
-    return generate_structured(engine(name), PROMPTS, OUTPUTS, sampling, new_tokens=new_tokens)
+    options: Any = {"speculation": speculation, "dtype": "float32", "max_length": 512}
+    own = LLM(BUILT_IN_MODEL, drafter, engine=EngineConfig(max_rows=10), **options)
+    seal(own.engine, dataclasses.replace(SAMPLED, structured=OUTPUTS[0]))
+    seal(own.engine)
+    return own
 
 
 @functools.cache
-def expected(temperature: float):
-    return generate("none", temperature)
+def generated(name: str, temperature: float) -> list[Completion]:
+    sampling = [
+        SamplingParams(temperature, seed=index, max_tokens=48, structured=output)
+        for index, output in enumerate(OUTPUTS)
+    ]
+    return llm(name).generate(PROMPTS, sampling)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_speculation_does_not_change_a_structured_text(name: str, temperature: float):
-    _, found, state = generate(name, temperature)
-    assert found == expected(temperature)[1]
-    assert np.asarray(state.rows.stats.accepted)[:, 1:].any(), "some drafts must be accepted"
+    found, expected = generated(name, temperature), generated("none", temperature)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert max(one.acceptance_length for one in found) > 1, "some drafts must be accepted"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_kinds_are_obeyed(temperature: float):
-    texts, found, _ = expected(temperature)
-    for text, output in zip(texts, OUTPUTS, strict=True):
-        if text is None or output is None:
+    completions = generated("none", temperature)
+    ended = [one.finish_reason == "stop" for one in completions]
+    for completion, done, output in zip(completions, ended, OUTPUTS, strict=True):
+        text = completion.text
+        if not done or output is None:
             continue  # cut at its limit, or free
         match output.kind:
             case "json_schema" | "json_object":
@@ -100,34 +106,31 @@ def test_the_kinds_are_obeyed(temperature: float):
                 assert re.fullmatch(r"[1-9][0-9]?( \+ [1-9][0-9]?)*", text)
             case _:
                 assert text in (output.choice or ())
-    assert texts[5] is not None and sum(text is not None for text in texts[:6]) >= 3
+    assert ended[5] and sum(ended[:6]) >= 3
     # Of those that were cut, what there is matches so far: the matcher took every token.
-    assert all(len(row) == 48 for row, text in zip(found, texts, strict=True) if text is None)
-
-
-def check_random_schemas(name: str, count: int, rows: int) -> None:
-    rng = random.Random(0)
-    prompts = ["config = ", "data = json.loads('", "x = ", "# JSON:\n"]
-    for first in range(0, count, rows):
-        schemas = [random_schema(rng, 2) for _ in range(rows)]
-        outputs = [StructuredOutput(json_schema=one, whitespace=False) for one in schemas]
-        sampling = make_sampling(
-            rows, temperature=np.arange(rows) % 3 * 0.6, seeds=np.arange(rows) + first
-        )
-        texts, _, state = generate_structured(
-            engine(name), [prompts[i % 4] for i in range(rows)], outputs, sampling, new_tokens=300
-        )
-        assert (np.asarray(state.rows.ending) == Ending.STOP).all()
-        for schema, text in zip(schemas, texts, strict=True):
-            assert text is not None and conforms(json.loads(text), schema), (schema, text)
+    assert all(len(one.token_ids) == 48 for one in completions if one.finish_reason == "length")
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "rows"),
-    [slow("ngram", 10, 10), slow("eagle3", 40, 20), slow("ngram", 500, 50)],
+    ("name", "count"), [slow("ngram", 10), slow("eagle3", 40), slow("ngram", 500)]
 )
-def test_the_outputs_of_random_schemas_parse_and_conform(name: str, count: int, rows: int):
-    check_random_schemas(name, count, rows)
+def test_the_outputs_of_random_schemas_parse_and_conform(name: str, count: int):
+    rng = random.Random(0)
+    schemas = [random_schema(rng, 2) for _ in range(count)]
+    prompts = ["config = ", "data = json.loads('", "x = ", "# JSON:\n"]
+    sampling = [
+        SamplingParams(
+            index % 3 * 0.6,
+            seed=index,
+            max_tokens=300,
+            structured=StructuredOutput(json_schema=schema, whitespace=False),
+        )
+        for index, schema in enumerate(schemas)
+    ]
+    completions = llm(name).generate([prompts[i % 4] for i in range(count)], sampling)
+    for schema, completion in zip(schemas, completions, strict=True):
+        assert completion.finish_reason == "stop"
+        assert conforms(json.loads(completion.text), schema), (schema, completion.text)
 
 
 def test_the_check_of_schemas_can_fail():
@@ -139,5 +142,5 @@ def test_the_check_of_schemas_can_fail():
 
 
 def test_the_words_of_a_mask_fit_the_model():
-    assert compiler().vocab_size == engine("none").target.config.vocab_size == 4096
+    assert compiler().vocab_size == load_model_config(BUILT_IN_MODEL).vocab_size == 4096
     assert tokenizer().eos_token_id in compiler().stop_token_ids

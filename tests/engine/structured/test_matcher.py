@@ -156,24 +156,23 @@ def test_the_trees_of_a_batch():
     rng, size = random.Random(2), 10
     trees = [random_tree(output or OUTPUTS[0], [], rng, size)[:2] for output in outputs]
     tokens, parents = (np.array(x) for x in zip(*trees, strict=True))
-    found = tree_masks(matchers, tokens, parents, np.full(3, size), compiler().num_words)
-    assert found.masks.shape == (3, size, VOCAB // 32) and not found.errors
+    found, errors = tree_masks(matchers, tokens, parents, np.full(3, size), compiler().num_words)
+    assert found.shape == (3, size, VOCAB // 32) and not errors
     for row, matcher in enumerate(matchers):
         if matcher is None:
-            assert (found.masks[row] == FULL).all() and found.legal[row].all()
+            assert (found[row] == FULL).all()
         else:
-            masks, legal = matcher.masks(tokens[row], parents[row], size)
-            np.testing.assert_array_equal(found.masks[row], masks)
-            np.testing.assert_array_equal(found.legal[row], legal)
+            masks, _ = matcher.masks(tokens[row], parents[row], size)
+            np.testing.assert_array_equal(found[row], masks)
 
 
 def test_a_grammar_that_gives_up_fails_its_own_row():
     matchers = [compiler().matcher(OUTPUTS[3]) for _ in range(2)]
     matchers[0]._grammar.consume_token(END)  # what exceeds a limit of llguidance ends so too
     tokens, parents = np.zeros((2, 3), int), np.tile(np.arange(3) - 1, (2, 1))
-    found = tree_masks(matchers, tokens, parents, np.full(2, 3), compiler().num_words)
-    assert list(found.errors) == [0] and "the grammar gave up: " in str(found.errors[0])
-    assert (found.masks[0] == FULL).all() and not (found.masks[1, 0] == FULL).all()
+    found, errors = tree_masks(matchers, tokens, parents, np.full(2, 3), compiler().num_words)
+    assert list(errors) == [0] and "the grammar gave up: " in str(errors[0])
+    assert (found[0] == FULL).all() and not (found[1, 0] == FULL).all()
 
 
 @pytest.mark.parametrize(
@@ -219,15 +218,17 @@ def test_what_is_too_large_is_refused_soon(given):
     assert time.thread_time() - started < 0.8
 
 
-def test_what_takes_too_long_is_refused():
+def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_module, "MOST_SECONDS", 0)
     text = tokenizer().backend_tokenizer.to_str()
-    own = GrammarCompiler(text, VOCAB, [END], max_seconds=0)
+    own = GrammarCompiler(text, VOCAB, [END])
     with pytest.raises(ValueError, match="regex: it takes too long to compile"):
         own.matcher(StructuredOutput(regex="[a-z]+"))
 
 
-def test_few_grammars_are_kept():
-    own = GrammarCompiler(tokenizer().backend_tokenizer.to_str(), VOCAB, [END], max_grammars=2)
+def test_few_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler_module, "MOST_GRAMMARS", 2)
+    own = GrammarCompiler(tokenizer().backend_tokenizer.to_str(), VOCAB, [END])
     first, second, third = (StructuredOutput(regex=text) for text in "abc")
     own.matcher(first)
     own.matcher(second)
@@ -253,8 +254,6 @@ def test_bad_compilers_are_refused(monkeypatch: pytest.MonkeyPatch):
         GrammarCompiler(text, VOCAB, [VOCAB])
     with pytest.raises(ValueError, match="must be the text of a tokenizer"):
         GrammarCompiler("tokenizer.json", VOCAB, [END])
-    with pytest.raises(ValueError, match="max_grammars must be at least 1"):
-        GrammarCompiler(text, VOCAB, [END], max_grammars=0)
 
     def missing(name: str):
         raise ModuleNotFoundError(name)

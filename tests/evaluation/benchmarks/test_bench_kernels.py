@@ -14,21 +14,13 @@ from jaxspec.evaluation.benchmarks.kernels import (
     relative_error,
     time_benchmark,
 )
-from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
-from pallas_kernels.delta_rule.cases import (
-    BENCHMARK_ROUNDS,
-    Case,
-    Round,
-    round_benchmark,
-    snapshot_benchmark,
-)
+from pallas_kernels.delta_rule.cases import BENCHMARK_ROUNDS
 from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
-    as_benchmark,
-    as_float8_benchmark,
-    as_partial_benchmark,
     benchmarks,
+    float8_benchmarks,
+    partial_benchmarks,
 )
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from tests.helpers.json_lines import joined
@@ -41,9 +33,11 @@ BYTES = dataclasses.replace(TREE, name="tree of bytes")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one query", "small tree", "half tree", "tree of bytes"])
 def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
-    cases = [as_benchmark(case, jnp.bfloat16) for case in (TEST_CASES[0], TREE)]
-    cases.append(as_partial_benchmark(HALF, jnp.bfloat16))
-    cases.append(as_float8_benchmark(BYTES, jnp.bfloat16))
+    cases = [
+        *benchmarks([TEST_CASES[0], TREE]),
+        *partial_benchmarks([HALF]),
+        *float8_benchmarks([BYTES]),
+    ]
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
     arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", name]
     assert bench_kernels.main(arguments) == 0
@@ -59,54 +53,11 @@ def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
     assert name in printed.err and "% of floor" in printed.err
 
 
-@pytest.mark.slow
-def test_rounds_of_recurrent_layers_are_timed_by_nodes(monkeypatch, capsys):
-    """One program a case, without the reference; rounds with a state per node beside ours."""
-    case = Case(2, 4, groups=1, v_dim=8, capacity=4, k_dim=16)
-    sizes = [
-        Round(dataclasses.replace(case, nodes=sum(levels)), levels, pool=4)
-        for levels in ((1, 1), (1, 1, 2))
-    ]
-    made = [make(size) for size in sizes for make in (round_benchmark, snapshot_benchmark)]
-    monkeypatch.setattr(bench_kernels, "OPERATIONS", {"delta_rule": lambda: made})
-    chosen = ["--only", "delta_rule: round", "--only", "state per node 2 x 4", "--skip-reference"]
-    assert bench_kernels.main([*chosen, "--json", "--repeats", "1", "--seconds", "1e-5"]) == 0
-    printed = capsys.readouterr()
-    rows = joined(printed.out, "timings")["timings"]
-    names = ["round 2 x 2 nodes", "round 2 x 4 nodes", "state per node 2 x 4 nodes"]
-    assert [row["case"] for row in rows] == names
-    assert all(row["us"] > 0 and row["bytes"] > 0 for row in rows)
-    assert all(row["reference_us"] is row["error"] is None for row in rows)
-    assert "us by nodes" in printed.err and len(printed.out.splitlines()) == 3
-
-
 def test_recurrent_layers_are_timed_at_these_sizes():
     sizes = {(one.case.batch, one.case.nodes) for one in BENCHMARK_ROUNDS}
     assert sizes == {(b, n) for b in (1, 8, 32) for n in (1, 2, 4, 8, 16, 32, 64)}
     names = [benchmark.name for benchmark in bench_kernels.OPERATIONS["delta_rule"]()]
-    kinds = ("read", "round", "state per node")
-    assert all(f"{kind} {b} x {n} nodes" in names for kind in kinds for b, n in sizes)
-    rows = [{"operation": "delta_rule", "case": name, "us": 2.0, "floor_us": 1.0} for name in names]
-    table = bench_kernels.make_nodes_table(rows)
-    assert table is not None and table.row_count == len(sizes)
-    columns = [[*column.cells] for column in table.columns if column.header != "floor of that"]
-    assert all(cell == "2.0" for column in columns[2:] for cell in column)
-    assert bench_kernels.make_nodes_table([]) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "no such case"], "no case contains 'no such case'"),
-        (["--only", "none", "--only", "nil"], "no case contains 'none' or 'nil'"),
-        (["--repeats", "0"], "at least 1"),
-        (["--seconds", "0"], "more than 0"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert bench_kernels.main(arguments) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("jaxspec bench kernels: ") and message in line
+    assert all(f"{kind} {b} x {n} nodes" in names for kind in ("read", "round") for b, n in sizes)
 
 
 def test_every_call_is_fed_by_the_one_before_and_sets_rotate():
@@ -147,42 +98,37 @@ def expected_chain(sets: int, calls: int) -> list[tuple[float, float]]:
 def test_bytes_and_flops_of_attention():
     case = AttentionCase("", (100, 20), 3, 8, 2, 16, 16, window=64, first_slot=1)
     slots = 64 + 19 + 2 * 3
-    assert case.num_bytes(jnp.bfloat16) == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
+    assert case.num_bytes == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
     assert case.flops == 4 * 3 * 8 * 16 * slots
     queries = 2 * 3 * 8
     half = slots * 2 * 16 * 2 + queries * 16 * (2 + 4) + queries * 4
-    assert case.num_partial_bytes(jnp.bfloat16, 2) == half
+    assert case.num_partial_bytes(2) == half
 
 
-def test_a_rounded_norm_is_fed_by_the_one_before():
-    case = add_rms_norm.Case(3, 256, 2)
-    benchmark = add_rms_norm.rounded_benchmark(case)
-    arguments = benchmark.make_arguments(0)
-    output = benchmark.call(*arguments)
-    total, rounded, scale = output
-    assert (rounded.dtype, scale.shape) == (jnp.float8_e4m3fn, (1, 3))
-    fed, partials, weight = benchmark.feed(arguments, output)
-    assert fed is not None and jnp.array_equal(fed, total)
-    assert partials is arguments[1]
-    assert weight is not None and weight.dtype == jnp.bfloat16
-    assert case.num_rounded_bytes == 256 * (2 + 3 * (2 + 2 * 4 + 2 + 1)) + 3 * 4
+HALVING = Benchmark(
+    name="halving",
+    make_arguments=lambda seed: (jnp.float32(1),),
+    call=lambda x: x / 2,
+    reference=lambda x: x / 2,
+    feed=lambda arguments, output: (output,),
+    num_bytes=8,
+    flops=1,
+    implementation="reference",
+    reference_seconds=1e-3,
+)
 
 
 def test_a_slow_reference_is_called_less_often():
-    benchmark = Benchmark(
-        name="halving",
-        make_arguments=lambda seed: (jnp.float32(1),),
-        call=lambda x: x / 2,
-        reference=lambda x: x / 2,
-        feed=lambda arguments, output: (output,),
-        num_bytes=8,
-        flops=1,
-        implementation="reference",
-        reference_seconds=1e-3,
-    )
     plan = Plan(rotation_bytes=0, seconds=3.2e-2, repeats=1)
-    compiled = compile_benchmark(benchmark, Peaks(1e9, 1e9), plan)
+    compiled = compile_benchmark(HALVING, Peaks(1e9, 1e9), plan)
     assert (compiled.calls, compiled.reference_calls) == (1 + 3200, 1 + 32)
+
+
+def test_the_reference_may_be_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(bench_kernels, "OPERATIONS", {"numbers": lambda: [HALVING]})
+    assert bench_kernels.main(["--skip-reference", "--json", "--seconds", "1e-5"]) == 0
+    [row] = joined(capsys.readouterr().out, "timings")["timings"]
+    assert row["us"] > 0 and row["reference_us"] is row["error"] is None
 
 
 def test_the_longer_of_two_floors_counts():

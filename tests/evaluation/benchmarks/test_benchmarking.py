@@ -20,7 +20,7 @@ from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.evaluation.benchmarks.ahead_of_time import Job, decode_program
 from jaxspec.evaluation.benchmarks.floors import FloorBytes, floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_draft_head
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.decoder import decoder_shapes
@@ -93,7 +93,7 @@ def test_other_modes_are_refused(text: str):
 @pytest.mark.slow
 def test_random_weights_are_all_different_and_of_a_sane_size():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_head(TINY, BFLOAT16, None, seed=1)
+    head = random_draft_head(TINY, BFLOAT16, None, seed=1)
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((target, head))]
     assert len({array.tobytes() for array in arrays}) == len(arrays)
     assert {array.dtype for array in arrays} == {BFLOAT16, np.dtype("int32")}
@@ -106,7 +106,7 @@ def test_random_weights_are_all_different_and_of_a_sane_size():
 
 def test_the_floor_of_a_chain():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_head(TINY, BFLOAT16, None, seed=1)
+    head = random_draft_head(TINY, BFLOAT16, None, seed=1)
     params = make_params(parse_mode("chain:3"), target, head, None, Kernels())
     hidden, ff, vocab, layers = 64, 128, 1000, 4  # tiny's; 8 query and 4 KV heads of 16
     layer = hidden * (256 + 128 + 3 * ff) + 2 * hidden
@@ -125,7 +125,7 @@ def test_the_floor_of_a_chain():
 def test_of_experts_those_count_that_are_chosen(mode: str, tokens: int):
     config = SHAPES["tiny-experts"]
     target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_head(config, BFLOAT16, None, seed=1)
+    head = random_draft_head(config, BFLOAT16, None, seed=1)
     params = make_params(parse_mode(mode), target, head, None, Kernels())
     hidden, width, vocab, layers = 64, 64, 1000, 4
     rest = layers * (hidden * (256 + 128 + 8) + 2 * hidden) + hidden + hidden * vocab
@@ -138,7 +138,7 @@ def test_of_experts_those_count_that_are_chosen(mode: str, tokens: int):
 def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
     config = SHAPES["tiny-hybrid"]
     target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_head(config, BFLOAT16, None, seed=1)
+    head = random_draft_head(config, BFLOAT16, None, seed=1)
     params = make_params(parse_mode(mode), target, head, None, Kernels())
     found = floor_bytes(params, batch=5, context=100, committed=2)
     keys, values, width, folded, recurrent = 4, 8, 16, 32, 3
@@ -174,7 +174,7 @@ def test_latents_of_the_context_are_read_once_for_all_heads():
 def test_the_floor_of_several_mtp_layers():
     config = dataclasses.replace(TINY, mtp=MtpConfig("deepseek", 3, AFTER))
     target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_head(config, BFLOAT16, None, seed=1)
+    head = random_draft_head(config, BFLOAT16, None, seed=1)
     params = make_params(parse_mode("chain:5"), target, head, None, Kernels())
     drafter = EagleDrafter(head=head, later=(head, head))
     found = floor_bytes(params.replace(drafter=drafter), batch=5, context=100)
@@ -207,7 +207,7 @@ def test_random_experts_keep_the_size_of_a_row():
 @pytest.mark.slow
 def test_a_head_of_eight_bits_has_about_half_the_floor():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_head(TINY, BFLOAT16, None, seed=1)
+    head = random_draft_head(TINY, BFLOAT16, None, seed=1)
     own, scaled = (
         floor_bytes(make_params(parse_mode(mode), target, head, None, Kernels()), 5, 100)
         for mode in ("chain:3", "chain:3+int8")

@@ -21,7 +21,7 @@ from jaxspec.evaluation.benchmarks.chosen_experts import (
 )
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
 from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.functional import EngineParams
@@ -43,7 +43,7 @@ EXPERTS, TOP_K, ROUNDS = 8, 2, 3
 def params_of(mode: str) -> EngineParams:
     head = None
     if mode != "plain":
-        head = random_head_of_kind("mtp", CONFIG, FLOAT32, None, seed=1)
+        head = random_head(CONFIG, FLOAT32, None, seed=1, kind="mtp")
     return make_params(parse_mode(mode), TARGET, head, None, NO_KERNELS)
 
 

@@ -12,12 +12,12 @@ from jaxspec.evaluation.benchmarks.draft_heads import (
     HeadKind,
     block_head_config,
     head_config,
+    head_shapes_for,
     mtp_config,
-    shapes_of_kind,
 )
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import Workload
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.from_config.model import parse_model_config, with_mtp_layer
@@ -42,7 +42,7 @@ def test_block_heads_have_published_sizes():
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_block_head_is_read_once_a_round(kind: BlockKind):
     target = random_decoder(TINY, FLOAT32, None, 0)
-    head = random_head_of_kind(kind, TINY, FLOAT32, None, seed=1)
+    head = random_head(TINY, FLOAT32, None, seed=1, kind=kind)
     assert isinstance(head, BlockHead) and target.lm_head is not None
     params = make_params(parse_mode("chain:5@3"), target, head, None, NO_KERNELS)
     assert isinstance(params.drafter, BlockDrafter)
@@ -57,7 +57,7 @@ def test_a_block_head_is_read_once_a_round(kind: BlockKind):
 
 def test_a_tree_deeper_than_a_block_is_refused():
     target = random_decoder(TINY, FLOAT32, None, 0)
-    head = random_head_of_kind("dspark", TINY, FLOAT32, None, seed=1)
+    head = random_head(TINY, FLOAT32, None, seed=1, kind="dspark")
     with pytest.raises(ValueError, match="choose one of at most 7"):
         make_params(parse_mode("chain:8@3"), target, head, None, NO_KERNELS)
 
@@ -78,9 +78,9 @@ def test_an_mtp_layer_for_any_shape_is_the_one_that_is_trained():
 @pytest.mark.parametrize("kind", ["auto", "mtp", "dflash", "dspark"])
 def test_what_is_compiled_ahead_has_the_shapes_of_what_is_timed(kind: HeadKind):
     """A rounded copy of the target's LM head included, for heads that read the target's."""
-    how = (kind, SHAPES["tiny-wide"], FLOAT32, None)
-    shapes = shapes_of_kind(*how, quantization="w8a16")
-    head = random_head_of_kind(*how, seed=1, quantization="w8a16")
+    how = (SHAPES["tiny-wide"], FLOAT32, None)
+    shapes = head_shapes_for(*how, kind=kind, quantization="w8a16")
+    head = random_head(*how, seed=1, kind=kind, quantization="w8a16")
     assert jax.tree.structure(head) == jax.tree.structure(shapes)
     made, compiled = jax.tree.leaves(head), jax.tree.leaves(shapes)
     assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in compiled]
@@ -92,5 +92,6 @@ def test_what_is_compiled_ahead_has_the_quantized_head():
     shape, mode = SHAPES["tiny-wide"], parse_mode("chain:3")
     job = Job(shape, mode, workload, drafter_quantization="w8a16", head="dflash")
     weights = decode_program(job, jax.devices()).arguments[0]
-    head = shapes_of_kind("dflash", shape, jnp.dtype("bfloat16"), None, quantization="w8a16")
+    bfloat16 = jnp.dtype("bfloat16")
+    head = head_shapes_for(shape, bfloat16, None, kind="dflash", quantization="w8a16")
     assert jax.tree.structure(weights.drafter.head) == jax.tree.structure(head)

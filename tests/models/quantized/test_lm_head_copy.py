@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 from jaxspec import load
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.engine.engine import Engine
 from jaxspec.evaluation.benchmarks.draft_heads import BlockKind
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params as bench_params
 from jaxspec.evaluation.benchmarks.modes import parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head_of_kind
+from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
@@ -33,11 +29,9 @@ from jaxspec.parallel.bytes import local_bytes
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.block_checkpoints import published_head
 from tests.helpers.checkpoints import tiny_llama
-from tests.helpers.engines import CHAIN
+from tests.helpers.engines import CHAIN, sampled_texts
 from tests.helpers.layouts import on_mesh
 from tests.helpers.random_models import make_params
-
-PROMPTS = [[5, 9, 2, 7], list(range(30))]
 
 
 def with_copy(bits: int, params: EngineParams) -> EngineParams:
@@ -45,16 +39,6 @@ def with_copy(bits: int, params: EngineParams) -> EngineParams:
     rounding = in_eight_bits if bits == 8 else to_four_bits
     drafter = with_lm_head_copy(params.drafter, params.target, rounding, params.mesh)
     return params.replace(drafter=drafter)
-
-
-def texts(params: EngineParams) -> list[list[int]]:
-    engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
-    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=16, stop_token_ids=())
-    generations = [engine.add(prompt, sampling) for prompt in PROMPTS]
-    engine.finish(generations)
-    accepting = sum(one.statistics.accepted[1] for one in generations)
-    assert accepting > 4, "hardly a draft was accepted: this run tested little"
-    return [generation.token_ids for generation in generations]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -80,7 +64,7 @@ def test_logits_are_those_of_the_rounded_lm_head(bits: int, tied: bool):
 @pytest.mark.parametrize("drafter", ["dflash", "dspark", "mtp"])
 def test_it_changes_no_text(drafter: str, bits: int):
     params = make_params(drafter, CHAIN)
-    assert texts(with_copy(bits, params)) == texts(params)
+    assert sampled_texts(with_copy(bits, params)) == sampled_texts(params)
 
 
 @pytest.mark.slow
@@ -92,7 +76,7 @@ def test_over_a_mesh_it_is_split_as_the_target(shard_drafter: bool):
     lm_head: Any = split.target.lm_head
     values, weight = drafter.head.lm_head_copy.linear.values, lm_head.weight
     assert values.sharding.shard_shape(values.shape)[0] * 2 == weight.shape[1]
-    assert texts(split) == texts(params)
+    assert sampled_texts(split) == sampled_texts(params)
 
 
 def test_a_head_with_its_own_lm_head_and_a_quantized_target_have_no_copy():
@@ -117,7 +101,7 @@ def test_load_makes_it(tmp_path):
 
 def test_floors_count_it_in_place_of_the_targets():
     target = random_decoder(SHAPES["tiny"], jnp.dtype("float32"), None, 0)
-    head = random_head_of_kind("dflash", SHAPES["tiny"], jnp.dtype("float32"), None, seed=1)
+    head = random_head(SHAPES["tiny"], jnp.dtype("float32"), None, seed=1, kind="dflash")
     params = bench_params(parse_mode("chain:5@3"), target, head, None, NO_KERNELS)
     copied: Any = with_copy(4, params)
     before, after = (floor_bytes(one, 1, 10).draft_weights for one in (params, copied))
@@ -127,8 +111,8 @@ def test_floors_count_it_in_place_of_the_targets():
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_random_heads_of_a_scheme_have_one(kind: BlockKind):
-    head: Any = random_head_of_kind(
-        kind, SHAPES["tiny"], jnp.dtype("bfloat16"), None, 1, quantization="fp8"
+    head: Any = random_head(
+        SHAPES["tiny"], jnp.dtype("bfloat16"), None, 1, kind=kind, quantization="fp8"
     )
     copy = head.lm_head_copy.linear
     assert isinstance(copy, Float8Linear) and copy.out_shape == (SHAPES["tiny"].vocab_size,)

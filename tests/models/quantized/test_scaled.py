@@ -9,10 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import load
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
@@ -26,12 +22,11 @@ from jaxspec.models.quantized.scaled import (
 from jaxspec.models.quantized.schemes import in_four_bits
 from jaxspec.parallel import make_mesh
 from pallas_kernels.selection import NO_KERNELS
-from tests.helpers.engines import CHAIN
+from tests.helpers.engines import CHAIN, sampled_texts
 from tests.helpers.layouts import on_mesh
 from tests.helpers.random_models import make_params
 
 IN, OUT = 64, (3, 8)  # as an input and the outputs of heads
-PROMPTS = [[5, 9, 2, 7], list(range(30))]
 
 
 def made(dtype: Any = jnp.float32, *, bias: bool = False) -> Linear:
@@ -108,14 +103,6 @@ def in_bits(bits: int, params: EngineParams) -> EngineParams:
     return params.replace(drafter=own)
 
 
-def run(params: EngineParams) -> list[list[int]]:
-    engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
-    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=16, stop_token_ids=())
-    generations = [engine.add(prompt, sampling) for prompt in PROMPTS]
-    engine.finish(generations)
-    return [generation.token_ids for generation in generations]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle3", "draft_model"])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -124,7 +111,7 @@ def test_a_drafter_in_fewer_bits_changes_no_text(drafter: str, bits: int):
     scaled = in_bits(bits, params)
     kinds = {type(x) for x in jax.tree.leaves(scaled.drafter, is_leaf=is_weight)}
     assert {4: GroupedLinear, 8: ScaledLinear}[bits] in kinds and Linear not in kinds  # but in them
-    assert run(scaled) == run(params)
+    assert sampled_texts(scaled) == sampled_texts(params)
 
 
 def is_weight(node: Any) -> bool:
@@ -144,7 +131,7 @@ def test_over_a_mesh_it_is_split_as_the_weights_were(bits: int):
         assert down.weight.sharding.spec == before.weight.sharding.spec
     else:
         assert down.values.sharding.spec == P(None, *before.weight.sharding.spec)
-    assert run(scaled) == run(params)
+    assert sampled_texts(scaled) == sampled_texts(params)
 
 
 def test_bad_bits_are_refused():

@@ -1,0 +1,191 @@
+"""Small random checkpoints of every family, made with transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.helpers import hybrid_checkpoints, mtp_families
+from tests.helpers.checkpoints import TINY, save_random_model
+
+LENGTH = 40  # of the texts that logits are compared for
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WIDE_YARN = YARN | {
+    "rope_theta": 10000.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 128,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 7}
+QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GLM = {
+    "head_dim": 32,
+    "n_routed_experts": 16,  # 4 in a group, of which the best two count
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "n_shared_experts": 2,
+}
+DEEPSEEK: dict[str, Any] = mtp_families.CONFIGS["deepseek_v3"] | {
+    "moe_intermediate_size": 48,
+    "num_mtp_layers": 0,
+}
+LLAMA = {"rms_norm_eps": 1e-5}
+# The class of the config, and what it has other than TINY.
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama-mha": (transformers.LlamaConfig, LLAMA | {"num_key_value_heads": 4}),
+    "llama-gqa": (transformers.LlamaConfig, LLAMA),
+    "llama-mqa": (transformers.LlamaConfig, LLAMA | {"num_key_value_heads": 1}),
+    "llama-tied": (transformers.LlamaConfig, LLAMA | {"tie_word_embeddings": True}),
+    "llama-biases": (transformers.LlamaConfig, LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": (transformers.LlamaConfig, LLAMA | {"head_dim": 24}),
+    "llama3-rope": (transformers.LlamaConfig, LLAMA | {"rope_parameters": LLAMA3}),
+    "linear": (transformers.LlamaConfig, {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    # Up to the longest text: longer ones would be rotated otherwise, and are refused.
+    "dynamic": (
+        transformers.LlamaConfig,
+        {"rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": LENGTH},
+    ),
+    "yarn": (transformers.LlamaConfig, {"rope_scaling": YARN}),
+    "yarn-mscale": (
+        transformers.LlamaConfig,
+        {
+            "rope_scaling": YARN
+            | {"mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False, "beta_fast": 8.0}
+        },
+    ),
+    "longrope": (
+        transformers.LlamaConfig,
+        {"head_dim": 8, "rope_scaling": LONGROPE | {"original_max_position_embeddings": 64}},
+    ),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2-tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-windows": (transformers.Qwen2Config, WINDOWS),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "qwen3-biases-windows": (
+        transformers.Qwen3Config,
+        WINDOWS | {"head_dim": 32, "attention_bias": True},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 8}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 24}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3-cap": (
+        transformers.Gemma3TextConfig,
+        GEMMA | {"final_logit_softcapping": 2.0, "attention_bias": True},
+    ),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 9}),
+    "phi4-mini": (
+        transformers.Phi3Config,
+        {
+            "rope_parameters": LONGROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo2-mqa": (transformers.Olmo2Config, {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {"sliding_window": 7, "num_hidden_layers": 4, "rope_scaling": YARN},
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "smollm3-windows": (
+        transformers.SmolLM3Config,
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.4,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "sliding_window": 8}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "qwen3_moe-every-second": (
+        transformers.Qwen3MoeConfig,
+        QWEN_MOE | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "glm4_moe": (transformers.Glm4MoeConfig, GLM),
+    "glm4_moe-qk-norm": (
+        transformers.Glm4MoeConfig,
+        GLM | {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 8,
+            "intermediate_size": 64,  # as wide as hidden states: layouts cannot be told by shapes
+            "rope_parameters": WIDE_YARN | {"truncate": False},
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        DEEPSEEK | {"rope_parameters": WIDE_YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek_v3-no-query-latent": (
+        transformers.DeepseekV3Config,
+        DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
+    ),
+    "deepseek_v3-halves": (
+        transformers.DeepseekV3Config,
+        DEEPSEEK | {"rope_interleave": False, "first_k_dense_replace": 2},
+    ),
+    **hybrid_checkpoints.VARIANTS,
+}
+
+
+def save_family(directory: Path, name: str, **changes: Any) -> Path:
+    """A checkpoint of a variant of two layers, or as many as it needs."""
+    if name in hybrid_checkpoints.VARIANTS:
+        return hybrid_checkpoints.save_hybrid(directory, name, **changes)
+    kind, own = VARIANTS[name]
+    sizes = TINY | {"num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
+    return save_random_model(directory, kind(**sizes | own | changes))

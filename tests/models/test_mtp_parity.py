@@ -1,0 +1,233 @@
+"""MTP layers of every layout: transformers' logits, in one pass, in drafting and in training.
+
+transformers reads no checkpoints in the layouts of MiMo and Qwen: its MTP layers are given their
+tensors, and the hidden states that each family reads.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import Array
+
+from jaxspec import SpeculationConfig, functional, load
+from jaxspec.checkpoints.mtp import load_mtp_head
+from jaxspec.checkpoints.safetensors_io import load_decoder
+from jaxspec.config.mtp import AFTER, AFTER_BEFORE, ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpStates
+from jaxspec.decoding.sampling import make_sampling
+from jaxspec.decoding.state import EngineState
+from jaxspec.functional import EngineParams
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.from_config.model import load_model_config
+from jaxspec.training.heads.loss import unroll
+from tests.helpers.checkpoints import add_mtp_layer
+from tests.helpers.families import VARIANTS, save_family
+from tests.helpers.marks import slow
+from tests.helpers.mtp_reference import draft_log_probs, target_states, torch_mtp
+from tests.helpers.parity import paged_head_logits
+from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.random_models import jit_admit, padded
+
+FLOAT32 = jnp.dtype("float32")
+COUNT, PAGE, LENGTH = 3, 5, 64
+TOKENS = np.random.default_rng(0).integers(0, 320, (2, 13))
+PROMPTS = [np.random.default_rng(seed).integers(0, 257, size) for seed, size in ((1, 23), (2, 4))]
+# With this rule drafts are drawn, and their distributions kept.
+DRAWN = SpeculationConfig.chain(COUNT, acceptance="rejection")
+# By name: the model's variant, the layout of its MTP layers, and what these read by default.
+BODIES: dict[str, tuple[str, str, MtpStates]] = {
+    "deepseek": ("llama-gqa", "deepseek", AFTER),
+    "mimo": ("qwen2", "mimo", BEFORE_AFTER),
+    "deepseek_v3": ("deepseek_v3", "deepseek", AFTER),
+    "deepseek_v3-halves": ("deepseek_v3-halves", "deepseek", AFTER),
+    "glm4_moe": ("glm4_moe", "deepseek", AFTER),
+    "glm4_moe-qk-norm": ("glm4_moe-qk-norm", "deepseek", AFTER),
+    "qwen3_next": ("qwen3_next", "qwen", AFTER),
+    "qwen3_5_text": ("qwen3_5_text", "qwen", AFTER),
+    "qwen3_5_text-tied": ("qwen3_5_text-tied", "qwen", AFTER),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """(name, number of MTP layers) -> its directory, transformers' model and MTP layers"""
+
+    @functools.cache
+    def make(name: str, count: int = 1) -> tuple[Path, Any, Any]:
+        variant, layout, _ = BODIES[name]
+        changes = {"first_k_dense_replace": 1} if "halves" in name else {}
+        path = save_family(tmp_path_factory.mktemp("mtp"), variant, **changes)
+        # Little noise: rounding grows from layer to layer, in transformers' float32 as in ours.
+        add_mtp_layer(path, layout, count=count, noise=0.05)
+        return path, *torch_mtp(path, layout, VARIANTS[variant][0], count)
+
+    return make
+
+
+def name_of(case: Any) -> str:
+    return case.name if isinstance(case, MtpStates) else str(case)
+
+
+STATES = [(name, states) for name in ("deepseek", "mimo") for states in ALL_MTP_STATES]
+OTHERS = [(name, AFTER) for name in BODIES if name not in ("deepseek", "mimo")]
+FAST = ("deepseek", "mimo", "deepseek_v3", "glm4_moe", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        (name, states) if name in FAST and states == AFTER else slow(name, states)
+        for name, states in STATES + OTHERS
+    ],
+    ids=name_of,
+)
+def test_logits_are_those_of_transformers(checkpoint, name: str, states: MtpStates):
+    """In one pass, and over pages."""
+    path, model, mtp = checkpoint(name)
+    ids = torch.from_numpy(TOKENS)
+    hidden = target_states(model, ids, normed=states.target_normed)[:, :-1]
+    with torch.no_grad():
+        positions = torch.arange(ids.shape[1] - 1)[None]
+        after = mtp.forward_layer(0, hidden, positions, None, input_ids=ids[:, 1:])
+        expected = model.lm_head(after).numpy()
+    config = load_model_config(path)
+    target = load_decoder(path, config, FLOAT32)
+    head = load_mtp_head(path, config, FLOAT32, states=states)
+    assert head.config.layers == config.layers[-1:]
+    assert head.capture == ((FINAL_NORM,) if states.target_normed else (config.num_layers,))
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def run(tokens: Array) -> Any:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        none, attend = target.no_states(), dense_causal_attend
+        captured = decoder.run(target, tokens, positions, none, attend, head.capture)[2]
+        assert captured is not None
+        read = tokens[:, 1:], head.hidden(captured[:, :-1]), positions[:, :-1], (None,)
+        out = head.run(target, *read, attend)
+        return out, head.logits(target, out.normed)
+
+    out, logits = run(jnp.asarray(TOKENS))
+    print(f"{name}: {np.abs(logits - expected).max():.1e} of {np.abs(expected).max():.1f}")
+    np.testing.assert_allclose(out.normed, after, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
+    is_normed = np.array_equal(out.hidden, out.normed)
+    assert is_normed == states.draft_normed  # what the next draft step reads
+    paged = paged_head_logits(head, target, TOKENS[:, 1:], hidden.numpy(), 3, 4)
+    np.testing.assert_allclose(paged, expected, rtol=0, atol=2e-4)
+
+
+def draft_after(
+    params: EngineParams, width: int, rounds: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """Committed tokens and drafted ones of each row, and log-probabilities [B, COUNT, V] of drafts,
+    after so many rounds. Prompts are read in pieces of ``width``."""
+    batch = len(PROMPTS)
+    lens = np.array([len(prompt) for prompt in PROMPTS])
+    sampling = make_sampling(batch, temperature=1.0, seeds=np.arange(batch, dtype=np.uint32))
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def read(state: EngineState) -> EngineState:
+        return functional.prefill(params, state, width=width)[0]
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def propose(state: EngineState) -> Any:
+        if rounds:
+            state, _ = functional.decode(params, state, rounds, max_rounds=rounds)
+        return state, params.drafter.propose(params.target, state, params.round_options())[0]
+
+    state = functional.init_state(params, batch, LENGTH, page_size=PAGE)
+    prompts = padded(PROMPTS, LENGTH)
+    state = jit_admit(params, state, np.arange(batch), prompts, lens, sampling=sampling)
+    for _ in range(0, max(lens), width):
+        state = read(state)
+    state, tree = propose(state)
+    lengths = np.asarray(state.rows.context_lens) + 1
+    rows, drafted = np.asarray(state.rows.tokens), np.asarray(tree.tokens)[:, 1:].tolist()
+    texts = [row[:n].tolist() + more for row, n, more in zip(rows, lengths, drafted, strict=True)]
+    return texts, np.log(np.asarray(tree.probs)[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "count", "width", "rounds"),
+    [
+        ("deepseek", AFTER, COUNT, 5, 3),
+        slow("deepseek", AFTER, COUNT, 32, 0),
+        slow("deepseek", BEFORE, COUNT, 32, 2),
+        slow("deepseek", AFTER_BEFORE, COUNT, 7, 3),
+        slow("deepseek", AFTER, COUNT, 1, 7),
+        ("mimo", BEFORE_AFTER, 1, 5, 2),
+        slow("mimo", BEFORE_AFTER, COUNT, 5, 2),
+        slow("mimo", BEFORE_AFTER, COUNT, 32, 0),
+        slow("mimo", BEFORE, COUNT, 3, 4),
+        slow("mimo", BEFORE, 1, 1, 0),
+        slow("mimo", AFTER, COUNT, 7, 2),
+        slow("mimo", AFTER, 1, 32, 3),
+        slow("mimo", AFTER_BEFORE, 1, 7, 2),
+        ("deepseek_v3", AFTER, 1, 5, 2),
+        slow("deepseek_v3", AFTER, 1, 1, 0),  # the prompt read token by token
+        slow("deepseek_v3", AFTER, COUNT, 5, 2),  # a layer for each step
+        slow("deepseek_v3-halves", AFTER, 1, 32, 3),
+        slow("glm4_moe", AFTER, 1, 1, 0),
+        slow("glm4_moe", AFTER, COUNT, 5, 2),
+        slow("glm4_moe-qk-norm", AFTER, 1, 32, 3),
+        ("qwen3_5_text", AFTER, 1, 1, 0),
+        slow("qwen3_5_text", AFTER, 1, 7, 3),
+        slow("qwen3_next", AFTER, 1, 1, 0),
+        slow("qwen3_next", AFTER, 1, 32, 4),
+    ],
+    ids=name_of,
+)
+def test_draft_logits_are_those_of_transformers(
+    checkpoint, name: str, states: MtpStates, count: int, width: int, rounds: int
+):
+    """Over pages of five slots, of prompts read in pieces, and after rounds that rejected drafts;
+    one layer reads what it wrote itself. Drafts over other states are far from them."""
+    path, model, mtp = checkpoint(name, count)
+    drafter = "mtp" if states == BODIES[name][2] else f"mtp:{states.name}"
+    params = load(path, drafter, speculation=DRAWN, dtype="float32")
+    found: Any = params.drafter
+    assert len(found.heads) == count
+    texts, ours = draft_after(params, width, rounds)
+
+    def distance(of: MtpStates) -> float:
+        theirs = [draft_log_probs(model, mtp, text, COUNT, of) for text in texts]
+        return np.abs(ours - np.stack(theirs)).max()
+
+    print(f"{name}, {states.name}, {count}: {distance(states):.1e}")
+    assert distance(states) < 2e-4
+    assert min(distance(other) for other in ALL_MTP_STATES if other != states) > 0.01
+
+
+@pytest.mark.parametrize(
+    "states", [BEFORE_AFTER, *(slow(one) for one in ALL_MTP_STATES if one != BEFORE_AFTER)],
+    ids=name_of,
+)  # fmt: skip
+def test_training_unrolls_the_same_steps(checkpoint, states: MtpStates):
+    """Step by step, at several places of a row: a layer is trained on what it reads in drafting."""
+    path, model, mtp = checkpoint("mimo")
+    config = load_model_config(path)
+    target = load_decoder(path, config, FLOAT32)
+    head = load_mtp_head(path, config, FLOAT32, states=states)
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def run(tokens: Array) -> list[Array]:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        none, attend = target.no_states(), dense_causal_attend
+        captured = decoder.run(target, tokens, positions, none, attend, head.capture)[2]
+        assert captured is not None
+        steps = unroll(head, target, tokens, captured, COUNT)
+        return [jax.nn.log_softmax(head.logits(target, normed)) for _, normed in steps]
+
+    found = run(jnp.asarray(TOKENS))
+    for row, ids in enumerate(TOKENS.tolist()):
+        for root in (2, 5, len(ids) - COUNT - 1):  # the last token before the drafts
+            ours = np.array([found[step][row, root + step] for step in range(COUNT)])
+            theirs = draft_log_probs(model, mtp, ids[: root + COUNT + 1], COUNT, states)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)

@@ -1,0 +1,142 @@
+"""The command that trains heads: what it writes, what it refuses, and that its heads draft."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands import train_drafter
+from jaxspec.models.json.values import read_json
+from tests.helpers.checkpoints import tiny_byte_llama
+from tests.helpers.marks import slow
+
+BLOCKS = ["--block-size", "5", "--layers", "1", "--ff", "32", "--anchors", "6", "--method"]
+# Arguments, and what the card says.
+RUNS = {
+    "eagle3": (["--unroll", "2", "--draft-vocab", "60"], ["EAGLE3 draft head", "60 tokens"]),
+    "dspark": ([*BLOCKS, "dspark"], ["DSPARK draft head", "at up to 6 places of a row"]),
+    "dflash": ([*BLOCKS, "dflash"], ["DFLASH draft head", "at up to 6 places of a row"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/no/such/folder"], "no such file or folder"),
+        (["--data", "{empty}"], "is empty"),
+        (["--length", "4096"], "--length 4096 exceeds the model's 2048"),
+        (["--draft-vocab", "5000"], "1 to 4096 tokens"),
+        (["--batch", "7", "--accumulation", "2"], "multiple of accumulation"),
+        (["--model", "/no/such/model"], "no directory"),
+        (["--resume"], "no checkpoint to resume from"),
+        (["--steps", "0"], "must be at least 1"),
+        (["--unroll", "0"], "steps must be at least 1"),
+        (["--layers", "0"], "num_layers must be above 0"),
+        (["--draft-vocab", "0"], "1 to 4096 tokens"),
+        (["--capture", "1", "99"], "distinct, of 0 to 8"),
+        (["--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
+        (["--method", "eagle1", "--anchors", "8"], "--method eagle1 does not take --anchors"),
+        (["--method", "mtp", "--layers", "2"], "--method mtp does not take --ff and --layers"),
+        (["--block-size", "8"], "eagle3 does not take --block-size"),
+        (["--answers", "."], "--answers would do nothing: add --regenerate"),
+        (["--keep-text"], "--keep-text would do nothing: add --regenerate"),
+        (["--regenerate-rows", "0"], "--regenerate-rows would do nothing"),
+        (["--regenerate-batch", "8"], "--regenerate-batch would do nothing"),
+        (
+            ["--prompt-tokens", "8", "--regenerate-temperatures", "0"],
+            "--prompt-tokens and --regenerate-temperatures would do nothing",
+        ),
+        (["--regenerate", "--regenerate-rows", "0"], "at least 1, got 0"),
+        (["--regenerate", "--regenerate-batch", "-1"], "at least 1, got -1"),
+        (["--regenerate", "--prompt-tokens", "0"], "at least 1, got 0"),
+        (["--length", "0"], "rows of 0 tokens hold no text"),
+        (["--attention", "cudnn"], "needs bfloat16 and a GPU"),
+        (["--out", "{empty}"], "File exists"),
+        (
+            ["--method", "dflash", "--unroll", "3", "--draft-vocab", "9"],
+            "--method dflash does not take --draft-vocab and --unroll",
+        ),
+        (["--method", "dflash", "--markov-rank", "8"], "dflash does not take --markov-rank"),
+        (["--method", "dflash", "--block-size", "1"], "block_size must be an integer from 2"),
+        (
+            ["--method", "dflash", "--capture", "4", "8"],
+            "increasing layers from -1 to 6, got [3, 7]",
+        ),
+        (["--method", "dflash", "--block-size", "65"], "leave nothing to learn to 64 steps"),
+        (["--method", "dspark", "--anchors", "0"], "one or more places of a row"),
+        (["--method", "dspark", "--markov-rank", "-1"], "is at least 0, got -1"),
+        (
+            ["--method", "dspark", "--mask-token", "4096"],
+            "4096 is no id of the target's 4096 tokens",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    sources: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    fixed = ["--data", str(sources), "--out", str(tmp_path / "o"), "--work", str(tmp_path / "w")]
+    fixed += ["--steps", "1", "--ff", "64", "--length", "64", "--batch", "8"]
+    arguments = [argument.format(empty=empty) for argument in arguments]
+    assert train_drafter.main([*fixed, *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert message in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "dspark", slow("dflash")])
+def test_the_script_trains_exports_and_goes_on(
+    method: str, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = tiny_byte_llama(tmp_path / "model")
+    more, shown = RUNS[method]
+    arguments = [
+        *("--model", str(model), "--data", str(sources), "--steps", "4", *more),
+        *("--work", str(tmp_path / "work"), "--length", "32", "--batch", "8"),
+        *("--regenerate", "--keep-text", "--regenerate-rows", "6", "--prompt-tokens", "8"),
+        *("--license-note", "Free."),
+    ]
+    out = tmp_path / "head"
+    assert train_drafter.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
+    assert len((out / "log.jsonl").read_text().splitlines()) >= 2
+    assert (out / "training.png").stat().st_size > 10_000
+    card = (out / "README.md").read_text()
+    assert all(text in card for text in ("4 steps of 8 rows", "Free.", *shown))
+    assert ("| confidence |" in card) == (method == "dspark")
+    if method != "eagle3":
+        assert read_json(out / "config.json")["block_size"] == 5
+    again = tmp_path / "again"
+    assert train_drafter.main([*arguments, "--resume", "--out", str(again)]) == 0
+    weights = "model.safetensors"
+    assert (again / weights).read_bytes() == (out / weights).read_bytes()
+    llm = LLM(model, out, speculation=SpeculationConfig.chain(3), max_length=64)
+    plain = LLM(model, "none", max_length=64)
+    texts = [each.generate(["def f(x):"], SamplingParams(max_tokens=20)) for each in (llm, plain)]
+    assert texts[0][0].token_ids == texts[1][0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dspark", "dflash"])
+def test_a_block_head_of_the_built_in_model_drafts_better_than_at_the_start(
+    method: str, sources: Path, tmp_path: Path
+):
+    arguments = [
+        *("--data", str(sources), "--method", method, "--work", str(tmp_path / "work")),
+        *("--length", "64", "--batch", "8", "--block-size", "4", "--anchors", "16", "--ff", "128"),
+        *("--layers", "1", "--warmup", "5", "--lr", "3e-3"),
+    ]
+    prompt = (sources / "a.py").read_text()[:100]
+    lengths = []
+    for steps in ("1", "60"):
+        out = tmp_path / steps
+        assert train_drafter.main([*arguments, "--steps", steps, "--out", str(out)]) == 0
+        llm = LLM(drafter=out, speculation=SpeculationConfig.chain(3), max_length=128)
+        [completion] = llm.generate([prompt], SamplingParams(max_tokens=40))
+        lengths.append(completion.acceptance_length)
+    assert lengths[1] > max(1.5, lengths[0])
