@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 
 from jaxspec.checkpoints.checkpoint_files import (
-    StoredTensor,
     canonical_tensors,
     quantization_of,
     scan,
@@ -68,6 +67,10 @@ class Checkpoint:
         if says_block(self.raw):
             raise ValueError(f"{directory} is a block drafter, which is not quantized")
         self.stored = scan(directory)
+        if any(tensor.file.suffix == ".gguf" for tensor in self.stored.values()):
+            raise ValueError(
+                f"{directory} leads to a GGUF file: take the checkpoint in safetensors"
+            )
         if quantization_of(directory, self.stored) is not None:
             raise ValueError(f"{directory} is quantized already: take the original checkpoint")
         self.config = None
@@ -143,7 +146,7 @@ class Checkpoint:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _described(tensor: StoredTensor) -> tuple[Any, ...]:
+def _described(tensor: CheckpointTensor) -> tuple[Any, ...]:
     status = tensor.file.stat()
     return tensor.name, tensor.shape, tensor.dtype, status.st_size, status.st_mtime_ns
 

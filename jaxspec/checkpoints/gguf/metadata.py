@@ -77,7 +77,9 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     names = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
     files = tuple(path.with_name(name) for name in names)
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{path} is one of {count} files, of which are missing: {missing}")
+        raise ValueError(
+            f"{path} is one of {count} files, of which are missing: {', '.join(missing)}"
+        )
     return files
 
 
