@@ -49,7 +49,8 @@ def _downloaded(repository: str, name: str, kind: str, patterns: Sequence[str]) 
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises many types, some of its HTTP library
         raise ValueError(
-            f"{name} is not a {kind} here, and the Hugging Face hub does not give it: {_reason(error)}"
+            f"{name} is not a {kind} here, and the Hugging Face hub does not give it: "
+            f"{_reason(error)}"
         ) from error
 
 
