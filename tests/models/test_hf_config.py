@@ -15,6 +15,7 @@ from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.from_config.model import load_model_config, parse_model_config, to_hf_config
+from jaxspec.models.json.declared import COMPUTED, declared_keys
 
 LLAMA3 = {
     "factor": 8.0,
@@ -221,7 +222,6 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
          "low_freq_factor (1.0) must be below high_freq_factor (1.0)"),
         (LLAMA | {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_type ['llama3'] is not supp"),
         (LLAMA | {"eos_token_id": 320}, "eos_token_id 320 is no id of a vocabulary of 320 tokens"),
-        (LLAMA | {"a\nkey": "a\nvalue"}, r"unknown key 'a\nkey' (= 'a\nvalue')"),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": "3"},
          "max_window_layers must be an integer, got '3'"),
         (QWEN2 | {"layer_types": 4}, "layer_types must be a list, got 4"),
@@ -236,7 +236,8 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
         (LLAMA | {"rope_scaling": [1]}, "rope parameters must be an object, got [1]"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id must be an integer or a list of them"),
         (LLAMA | {"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
-        (LLAMA | {"num_key_value_heads": 3}, "num_kv_heads"),
+        (LLAMA | {"num_key_value_heads": 3},
+         "num_attention_heads (4) must be a multiple of num_key_value_heads (3)"),
     ],
 )  # fmt: skip
 def test_refused(raw: dict[str, Any], message: str):
@@ -244,6 +245,37 @@ def test_refused(raw: dict[str, Any], message: str):
         parse_model_config(raw)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_transformers_does_not_read_are_named_in_one_warning():
+    """Those of published fine-tunes, and those of another family, which the class does not have."""
+    other = {"unk_token_id": 0, "_model_name_or_path": "x", "max_new_tokens_hint": 1, "clip_qkv": 8}
+    with pytest.warns(UserWarning) as caught:
+        assert parse_model_config(LLAMA | other) == parse_model_config(LLAMA)
+    [warning] = caught
+    expected = (
+        "config.json has keys that a llama model does not read: max_new_tokens_hint, clip_qkv"
+    )
+    assert str(warning.message) == expected
+
+
+def test_all_keys_that_transformers_reads_and_jaxspec_does_not_are_named_at_once():
+    other = {"hidden_act": "relu", "attention_bias": True, "sliding_window": 8, "a": 1}
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(QWEN2 | {"use_mrope": True} | other)
+    assert str(caught.value).startswith("use_mrope = True is not supported, only False; hidden_act")
+    declared = declared_keys("olmo2")
+    assert declared is not None and declared["rms_norm_eps"] == 1e-5 and "clip_qkv" not in declared
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in CONFIG_MAPPING])
+def test_declared_keys_are_the_fields_of_the_config_class(kind: str):
+    declared, theirs = declared_keys(kind), type(transformers.AutoConfig.for_model(kind))
+    assert declared is not None
+    named = {name for name, what in theirs.__annotations__.items() if "ClassVar" not in str(what)}
+    assert named <= declared.keys()
+    for name in named & vars(theirs).keys():
+        assert declared[name] in (COMPUTED, vars(theirs)[name])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in CONFIG_MAPPING])

@@ -138,7 +138,6 @@ def test_sequences_are_not_spread(with_mtp: Path):
         ),
         ({"first_k_dense_replace": None}, "first_k_dense_replace must be an integer"),
         ({"first_k_dense_replace": -1}, "must be an integer from 0 on, got -1"),
-        ({"index_topk": 64}, "unknown key 'index_topk'"),
     ],
 )
 def test_unsupported_configs_are_named(checkpoint, change: dict[str, Any], message: str):

@@ -1,11 +1,13 @@
 """What a model family is: how its ``config.json`` becomes a ModelConfig, and what families share.
 
-Every key of a config must be one that the family reads or one known not to change the mathematics.
-Any other key, or a value that the decoder cannot honour, is an error that names it. Absent keys
-take transformers' defaults.
+A key that transformers' config class of the family declares, and that is not read here, is an error
+unless it has the class's own default; so is a value that the decoder cannot honour. Keys that the
+class does not declare change nothing there either: they are ignored, with a warning that lists
+them. Absent keys take transformers' defaults.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout, MtpStates
 from jaxspec.config.rope import LongRopeScaling, RopeConfig
 from jaxspec.models.json import keys as hf_keys
+from jaxspec.models.json.declared import declared_keys
 from jaxspec.models.json.values import (
     check_flag,
     is_integer,
@@ -22,6 +25,7 @@ from jaxspec.models.json.values import (
     is_positive_number,
     naming,
     shown,
+    shown_name,
 )
 
 MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memory
@@ -62,20 +66,21 @@ class Family:
 
         Raises ValueError for a model that the decoder would not compute exactly.
         """
+        model_type = raw["model_type"]
         if self.inside is not None:
-            raw = self._inner(raw, self.inside)
+            raw, model_type = self._inner(raw, self.inside), f"{model_type}_text"
         known = self.keys | (self.defaults.keys() - self.fixed.keys())
         if self.more_keys is not None:
             known |= self.more_keys(raw)
         fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
         fixed = {key: values for key, values in fixed.items() if key not in known}
-        check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | known, fixed)
+        check_config_keys(raw, hf_keys.COMMON_KEYS | known, fixed, model_type)
         self._check_code(raw.get("auto_map"))
         _check_rope_keys(raw)
         return self.read(self._with_defaults(raw))
 
     def _inner(self, raw: Keys, inside: str) -> Keys:
-        """The keys of the text model. Raises ValueError for unknown keys beside it."""
+        """The keys of the text model. Raises ValueError for keys beside it that matter."""
         text, tied = raw.get(inside, {}), raw.get("tie_word_embeddings")
         if not isinstance(text, dict):
             raise ValueError(f"{inside} must be an object, got {shown(text)}")
@@ -83,8 +88,8 @@ class Family:
         if text.get("model_type", kind) != kind:
             given = shown(text["model_type"])
             raise ValueError(f"{inside}: model_type {given} is not supported, only {kind!r}")
-        known = hf_keys.AROUND_KEYS | hf_keys.HARMLESS_KEYS | {inside}
-        check_keys(raw, known, hf_keys.FIXED_VALUES)
+        known = hf_keys.AROUND_KEYS | {inside}
+        check_config_keys(raw, known, hf_keys.FIXED_VALUES, raw["model_type"])
         if text.get("tie_word_embeddings", tied) != tied and tied is not None:
             raise ValueError(f"tie_word_embeddings is {shown(tied)}, and not so in {inside}")
         outer = {key: raw.get(key) for key in ("tie_word_embeddings", "eos_token_id")}
@@ -137,6 +142,46 @@ def _check_rope_keys(raw: Keys) -> None:
                 check_agrees(raw, key, inside[key], f"that of {where}")
 
 
+def check_config_keys(
+    raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, model_type: str
+) -> None:
+    """Warn of the keys of a config.json that nobody reads.
+
+    Raises ValueError that lists all keys that transformers reads and jaxspec does not, and all
+    values that are not among those a key is fixed to.
+    """
+    declared = declared_keys(model_type)
+    problems, ignored = [], []
+    for key, value in raw.items():
+        if key in fixed:
+            if value not in fixed[key]:
+                problems.append(_not_supported(key, value, fixed))
+        elif key in known or hf_keys.is_bookkeeping(key):
+            continue
+        elif declared is None or (key in declared and value != declared[key]):
+            problems.append(_unknown(key, value))
+        elif key not in declared:
+            ignored.append(shown_name(key))
+    if problems:
+        raise ValueError("; ".join(problems))
+    if ignored:
+        warnings.warn(
+            f"config.json has keys that a {model_type} model does not read: {', '.join(ignored)}",
+            stacklevel=2,
+        )
+
+
+def _not_supported(key: str, value: Any, fixed: hf_keys.Allowed) -> str:
+    return f"{key} = {shown(value)} is not supported, only {fixed[key][-1]!r}"
+
+
+def _unknown(key: str, value: Any) -> str:
+    return (
+        f"unknown key {shown(key)} (= {shown(value)}); it may change what the model computes. "
+        "Remove it if it does not"
+    )
+
+
 def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside: str = "") -> None:
     """Raise ValueError unless each key is known, or has one of the values it is fixed to.
 
@@ -145,14 +190,9 @@ def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside:
     where = f"{inside}: " if inside else ""
     for key, value in raw.items():
         if key in fixed and value not in fixed[key]:
-            raise ValueError(
-                f"{where}{key} = {shown(value)} is not supported, only {fixed[key][-1]!r}"
-            )
+            raise ValueError(where + _not_supported(key, value, fixed))
         if key not in known and key not in fixed:
-            raise ValueError(
-                f"{where}unknown key {shown(key)} (= {shown(value)}); it may change what the model "
-                "computes. Remove it if it does not"
-            )
+            raise ValueError(where + _unknown(key, value))
 
 
 def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -> ModelConfig:
@@ -210,7 +250,14 @@ def attention_of(hf: Keys, rope: RopeConfig, window: int | None = None) -> Atten
     """Attention with the heads and biases that most families read alike, without norms."""
     heads, bias = hf["num_attention_heads"], hf["attention_bias"]
     kv_heads = hf["num_key_value_heads"] or heads
+    check_multiple(hf, "num_attention_heads", "num_key_value_heads")
     return AttentionConfig(heads, kv_heads, rope, window, qkv_bias=bias, o_bias=bias)
+
+
+def check_multiple(hf: Keys, name: str, divisor: str) -> None:
+    """Raise ValueError unless the value of a key is a multiple of another's, if that has one."""
+    if hf[divisor] and hf[name] % hf[divisor]:
+        raise ValueError(f"{name} ({hf[name]}) must be a multiple of {divisor} ({hf[divisor]})")
 
 
 def dense_of(hf: Keys) -> DenseConfig:

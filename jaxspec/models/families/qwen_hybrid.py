@@ -18,6 +18,7 @@ from jaxspec.models.families.family import (
     Family,
     Keys,
     attention_of,
+    check_multiple,
     dense_of,
     model_of,
     mtp_of,
@@ -42,6 +43,7 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
     """
     plain = attention_of(hf, rope_of(_of_text(hf)))
     attention = dataclasses.replace(plain, qk_norm=True, gated=True)
+    check_multiple(hf, "linear_num_value_heads", "linear_num_key_heads")
     recurrence = GatedDeltaConfig(
         num_key_heads=hf["linear_num_key_heads"],
         num_value_heads=hf["linear_num_value_heads"],

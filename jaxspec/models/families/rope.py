@@ -131,7 +131,12 @@ def _rotary_dim(parameters: Keys, width: int) -> int | None:
         return None
     if not is_positive_number(share) or share > 1:
         raise ValueError(f"{PARTIAL} must be above 0, at most 1, got {shown(share)}")
-    return int(width * share)
+    rotary = int(width * share)
+    if rotary % 2:
+        raise ValueError(
+            f"{PARTIAL} {share} of a head_dim of {width} is {rotary}: it must be an even number"
+        )
+    return rotary
 
 
 def _scaling(parameters: Keys) -> RopeScaling | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.families.family import check_keys
+from jaxspec.models.from_config.head_keys import check_head_keys
 from jaxspec.models.from_config.model import parse_model_config, to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead
 from jaxspec.models.json.keys import words
@@ -83,6 +84,7 @@ def _layers(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") != "qwen3":
         given = shown(raw.get("model_type"))
         raise ValueError(f"model_type {given} is not supported for a block drafter, only 'qwen3'")
+    check_head_keys(raw)
     model = parse_model_config({**raw, "architectures": None, "tie_word_embeddings": False})
     if any(layer.attention.window for layer in model.layers):
         raise ValueError("sliding windows in the layers of a block drafter are not supported")

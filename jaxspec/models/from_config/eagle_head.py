@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import check_keys
+from jaxspec.models.from_config.head_keys import check_head_keys
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.json import keys as hf_keys
@@ -156,6 +157,7 @@ def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
         llama = {key: value for key, value in llama.items() if key not in hf_keys.WINDOW_KEYS}
     if is_qwen2 and not windows:
         llama["model_type"] = "llama"
+    check_head_keys(llama)
     model_type = llama.get("model_type")
     if isinstance(model_type, str) and model_type not in hf_keys.HEAD_MODEL_TYPES:
         known = ", ".join(sorted(hf_keys.HEAD_MODEL_TYPES))

@@ -85,6 +85,14 @@ HARMLESS_KEYS = words(
     is_llama_config transformers.js_config quantization_config compression_config"""
 )
 
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether a key says nothing of what a model computes, in any family: training, labels,
+    defaults of ``generate``, ids of tokens but the one that ends a text."""
+    of_token = key.endswith("_token_id") and key != "eos_token_id"
+    return key in HARMLESS_KEYS or key.startswith("_") or of_token
+
+
 # Keys beside the config of a text model, in files that have those of other models, too.
 AROUND_KEYS = words(
     """architectures model_type tie_word_embeddings vision_config eos_token_id image_token_id
