@@ -45,7 +45,24 @@ def test_the_notebook_is_stored_without_outputs():
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells("code"))
 
 
+def test_chat_prompts_are_made_of_code_and_of_texts(tmp_path: Path):
+    text = "Words that explain what this function does, long enough to be summarized. " * 3
+    code = f'def add(a, b):\n    """{text}"""\n    return a + b\n'
+    (tmp_path / "package.py").write_text(code)
+    out, folder = tmp_path / "prompts.jsonl", str(tmp_path)
+    main = runpy.run_path(str(EXAMPLES / "chat_prompts.py"))["main"]
+    asked = {}
+    for kind in ("chat", "code", "summary"):
+        main([str(out), "--kind", kind, "--folder", folder])
+        chats = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+        assert [turn["role"] for turn in chats[0]] == ["user", "assistant"]
+        asked[kind] = [question["content"] for question, _ in chats]
+    assert len(asked["chat"]) > 1000
+    assert any("return a + b\n```" in prompt for prompt in asked["code"])
+    assert len(asked["summary"]) == 1 and text.strip() in asked["summary"][0]
+
+
 def test_no_example_is_left_out():
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SCRIPTS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "chat_prompts"}
     assert all(f"({path.name})" in page for path in EXAMPLES.glob("*.[pi]*"))

@@ -10,6 +10,7 @@ The layers are the same as in serving; only the attention function differs.
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -141,20 +142,21 @@ class LossConfig(Loss):
     ) -> tuple[Array, dict[str, Array]]:
         features, hidden = target_states(target, batch, head.capture, attend)
         counts = self.counts(batch) if counts is None else counts
-        total, metrics = jnp.float32(0), []
         unrolled = unroll(head, target, batch.tokens, features, self.steps)
-        for index, (outputs, normed) in enumerate(unrolled):
+        outputs, normed = zip(*unrolled, strict=True)
+        total, metrics = jnp.float32(0), []
+        for index, of_logits in enumerate(_of_logits(head, target, normed, hidden)):
             part = slice(index + 1, -1)
             learned = batch.learned[:, index + 2 :]  # what these entries predict
-            of_logits = _of_logits(head, target, normed[:, part], hidden[:, part])
-            differences = outputs[:, part], hidden[:, part]
-            metrics.append(self._of_step(of_logits, differences, learned, counts[index]))
+            values = tuple(x[:, part] for x in of_logits)
+            differences = outputs[index][:, part], hidden[:, part]
+            metrics.append(self._of_step(values, differences, learned, counts[index]))
             total += self.step_decay**index * metrics[-1]["loss"]
         return total, jax.tree.map(lambda *values: jnp.stack(values), *metrics)
 
     def _of_step(
         self,
-        of_logits: tuple[Array, Array, Array, Array],
+        of_logits: tuple[Array, ...],
         states: tuple[Array, Array],
         learned: Array,
         count: Array,
@@ -264,25 +266,31 @@ def unroll(
 
 @jax.checkpoint
 def _of_logits(
-    head: DraftHead, target: Decoder, normed: Array, hidden: Array
-) -> tuple[Array, Array, Array, Array]:
-    """(cross entropy, in the draft vocabulary, right, overlap), each [B, T].
+    head: DraftHead, target: Decoder, normed: Sequence[Array], hidden: Array
+) -> list[tuple[Array, ...]]:
+    """(cross entropy, in the draft vocabulary, right, overlap), each [B, T], of each step.
 
     The target's probabilities are renormalized over the draft vocabulary. Positions whose
-    likeliest token is outside it are skipped. The backward pass recomputes this function, as the
-    logits of all steps together would not fit in memory.
+    likeliest token is outside it are skipped. The target's logits are computed once for all steps.
+    The backward pass recomputes this function, as the logits would not fit in memory.
+
+    Args: normed states of the head, each [B, T, H], and the target's hidden states [B, T, H].
     """
     wanted = decoder.logits(target, hidden)
-    drafted = head.logits(target, normed)
-    best = jnp.argmax(wanted, axis=-1)
+    best, total = jnp.argmax(wanted, axis=-1), jax.nn.logsumexp(wanted, axis=-1)
     ids, known = head.token_ids, jnp.ones(best.shape, bool)
-    log_p = jax.nn.log_softmax(wanted)
     if ids is not None:
         known = jnp.zeros(wanted.shape[-1], bool).at[ids].set(True)[best]
-        wanted, log_p = wanted[..., ids], log_p[..., ids]
-    log_q = jax.nn.log_softmax(drafted)
-    cross_entropy = -jnp.sum(jax.nn.softmax(wanted) * log_q, axis=-1)
-    choice = jnp.argmax(drafted, axis=-1)
-    right = (choice if ids is None else ids[choice]) == best
-    overlap = jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)), axis=-1)
-    return cross_entropy, known, right, overlap
+        wanted = wanted[..., ids]
+
+    @jax.checkpoint  # one step's logits at a time
+    def of_step(normed: Array) -> tuple[Array, ...]:
+        drafted = head.logits(target, normed)
+        log_q = jax.nn.log_softmax(drafted)
+        cross_entropy = -jnp.sum(jax.nn.softmax(wanted) * log_q, axis=-1)
+        choice = jnp.argmax(drafted, axis=-1)
+        right = (choice if ids is None else ids[choice]) == best
+        overlap = jnp.minimum(jnp.exp(wanted - total[..., None]), jnp.exp(log_q)).sum(axis=-1)
+        return cross_entropy, known, right, overlap
+
+    return [of_step(x) for x in normed]
