@@ -92,7 +92,7 @@ def load_eagle_head(
     """
     directory = Path(directory)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    stored, kind = open_checkpoint(directory, shards, kind)
+    stored, kind = open_checkpoint(directory, dtype, shards, kind)
     config = _head_config(directory, stored, target)
     shapes = head_shapes(config, target, dtype, shards)
     midlayer = any(name.startswith("midlayer.") for name in stored)

@@ -175,7 +175,7 @@ def load_mtp_head(
     head = mtp_head_config(target, mtp, index)
     assert head.mtp is not None
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    stored, kind = open_checkpoint(directory, shards, None)
+    stored, kind = open_checkpoint(directory, dtype, shards, None)
     tensors = {name: tensor for name, tensor in stored.items() if head.mtp.have(name)}
     named = {_COPIED[copy]: f"{head.mtp.prefix}{copy}" for copy in head.mtp.copies}
     copies = {name: stored[copy] for name, copy in named.items() if copy in stored}

@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors, scan
 from jaxspec.checkpoints.formats.to_linear import as_stored
 from jaxspec.checkpoints.fused_experts import unfused
+from jaxspec.checkpoints.gguf.packed import with_packed
 from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
@@ -82,7 +83,7 @@ def load_decoder(
       kind: chooses the weight format of each projection. It is called with a ``Linear`` of shapes
         and its source, and returns that ``Linear`` or another format's shapes (see
         models.linear.AnyLinear). By default the formats are those that config.json names (see
-        quantization.formats).
+        checkpoints.formats), or of a GGUF file those of its tensors (see gguf.packed).
 
     The result's config is ``config``, untied if the checkpoint has an LM head that is not a copy of
     its embeddings (see tied_head.with_stored_head, which warns).
@@ -90,7 +91,7 @@ def load_decoder(
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    stored, kind = open_checkpoint(directory, shards, kind)
+    stored, kind = open_checkpoint(directory, dtype, shards, kind)
     config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
     shapes = decoder_shapes(config, dtype, shards).mapped(choosing(kind))
@@ -112,7 +113,7 @@ def load_pipeline(
 ) -> Pipeline:
     """load_decoder for a pipeline of so many layers on each mesh."""
     shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
-    stored, kind = open_checkpoint(directory, shards, None)
+    stored, kind = open_checkpoint(directory, dtype, shards, None)
     config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
@@ -130,16 +131,19 @@ def load_pipeline(
 
 
 def open_checkpoint(
-    directory: str | Path, shards: Shards, kind: Callable[[Any, Source], Any] | None
+    directory: str | Path,
+    dtype: jnp.dtype,
+    shards: Shards,
+    kind: Callable[[Any, Source], Any] | None,
 ) -> tuple[dict[str, CheckpointTensor], Callable[[Any, Source], Any]]:
-    """A checkpoint's tensors, and what chooses the format of each projection: ``kind``, or for None
-    what config.json says.
+    """A checkpoint's tensors for a model of ``dtype``, and what chooses the format of each
+    projection: ``kind``, or for None what config.json or the types of a GGUF file say.
 
     Raises ValueError for a quantization that is not supported.
     """
     if kind is not None:
         return dict(scan(directory)), kind
-    stored = canonical_tensors(directory)
+    stored = with_packed(canonical_tensors(directory), dtype)
     return stored, as_stored(stored, shards)
 
 

@@ -33,18 +33,24 @@ class WidenedTensor:
         """The slice at ``index``. The file is mapped only during the call."""
         index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
         if len(self.shape) == 1:  # of a vector all is read
-            return self._widened(slice(None)).reshape(-1)[self._stored(index[0])]
+            return self._widened(self._bytes(slice(None))).reshape(-1)[self._stored(index[0])]
         rows, columns = index
-        return self._widened(self._stored(rows))[:, columns]
+        return self._widened(self.stored_bytes(rows))[:, columns]
 
-    def _widened(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Rows of the file in float32. A vector is a row."""
+    def stored_bytes(self, rows: slice) -> np.ndarray:
+        """The bytes of these rows of a matrix, as they are in the file: [rows, bytes]."""
+        return self._bytes(self._stored(rows))
+
+    def _bytes(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Rows of the file. A vector is a row."""
         *outer, inputs = self.shape
         shape = math.prod(outer), num_bytes(self.kind, (inputs,))
         blocks = np.memmap(self.file, np.uint8, "r", self.offset, shape)
-        kind = gguf.GGMLQuantizationType[self.kind]
-        values = gguf.quants.dequantize(np.ascontiguousarray(blocks[rows]), kind)
-        return values.reshape(-1, inputs) + np.float32(self.shift)
+        return np.ascontiguousarray(blocks[rows])
+
+    def _widened(self, blocks: np.ndarray) -> np.ndarray:
+        values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[self.kind])
+        return values.reshape(-1, self.shape[-1]) + np.float32(self.shift)
 
     def _stored(self, rows: slice) -> slice | np.ndarray:
         """Where these rows, or entries of a vector, are in the file."""
