@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 
 from jaxspec.checkpoints.checkpoint_files import scan
 from jaxspec.checkpoints.gguf.config import config_of
-from jaxspec.checkpoints.gguf.metadata import read_metadata
+from jaxspec.checkpoints.gguf.metadata import Metadata, read_metadata
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.quantize.checkpoint import Checkpoint
@@ -75,21 +75,56 @@ def test_what_is_not_supported_is_named(message: str, llama: bytes, tmp_path: Pa
         resolve_directory(path)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("rope.dimension_count", 8, "rope.dimension_count 8 of heads of 16 is not supported"),
-        ("rope.scaling.attn_factor", 0.5, "rope.scaling.attn_factor 0.5 is not supported, only 1"),
-    ],
-)
-def test_a_rope_that_is_not_computed_is_named(key: str, value: Any, message: str, tmp_path: Path):
+UNSUPPORTED = {
+    "rope.dimension_count": (8, "8 (only 16)"),
+    "rope.scaling.attn_factor": (0.5, "0.5 (only 1)"),
+    "logit_scale": (8.0, "8.0 (only 0 or 1)"),
+    "embedding_scale": (12.0, "12.0 (only 0 or 1)"),
+    "residual_scale": (0.22, "0.22 (only 0 or 1)"),
+    "attention.scale": (0.5, "0.5 (only 0 or 0.25)"),
+    "attention.value_length": (8, "8 (only 16)"),
+    "attention.causal": (False, "False (only True)"),
+    "attention.sliding_window_pattern": ([True, False], "[True, False] (only 6)"),
+    "final_logit_softcapping": (30.0, "30.0 (only 0)"),
+    "rope.dimension_sections": ([8, 8], "[8, 8]"),
+    "altup.num_inputs": (4, "4"),
+}
+NEUTRAL = {
+    "attention.scale": 0.25,
+    "logit_scale": 1.0,
+    "attention.causal": True,
+    "rope.freq_base_swa": 10000.0,
+}
+
+
+@pytest.fixture
+def gemma3(tmp_path: Path) -> Metadata:
     path, model = tmp_path / "model.gguf", MODELS["gemma3"]
     write_gguf(hf_model(model), model, path, GGMLQuantizationType.F32)
-    metadata = read_metadata(path)
-    assert config_of(metadata)["head_dim"] == 16
-    changed = metadata._replace(fields={**metadata.fields, f"gemma3.{key}": value})
-    with pytest.raises(ValueError, match=message):
-        config_of(changed)
+    return read_metadata(path)
+
+
+def with_fields(metadata: Metadata, **fields: Any) -> Metadata:
+    named = {f"gemma3.{name}": value for name, value in fields.items()}
+    return metadata._replace(fields={**metadata.fields, **named})
+
+
+def test_fields_that_are_not_computed_are_listed(gemma3: Metadata):
+    given = {name: value for name, (value, _) in UNSUPPORTED.items()}
+    with pytest.raises(ValueError, match=r"^not supported: ") as error:
+        config_of(with_fields(gemma3, **given))
+    listed = sorted(f"{name} {shown}" for name, (_, shown) in UNSUPPORTED.items())
+    wanted = "; ".join(listed)
+    assert str(error.value) == f"not supported: {wanted}. Take the checkpoint in safetensors"
+
+
+def test_fields_whose_values_change_nothing_are_accepted(gemma3: Metadata):
+    assert config_of(with_fields(gemma3, **NEUTRAL)) == config_of(gemma3)
+
+
+def test_a_field_that_nobody_knows_is_warned_of(gemma3: Metadata):
+    with pytest.warns(UserWarning, match="has fields that are not read: color"):
+        config_of(with_fields(gemma3, color="red"))
 
 
 def test_files_that_are_cut_or_missing_are_named(llama: bytes, tmp_path: Path):

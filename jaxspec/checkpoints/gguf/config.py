@@ -4,33 +4,22 @@ Facts of architectures that llama.cpp has in its code and not in files are here,
 Gemma 3's windows and scale, and that Qwen 3's experts are weighted to a sum of 1.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from jaxspec.checkpoints.gguf.fields import check_fields, head_dim
 from jaxspec.checkpoints.gguf.metadata import Metadata
 from jaxspec.checkpoints.gguf.tensors import WidenedTensor
-from jaxspec.models.json.keys import words
-
-# Fields that say what others say, or what is not computed.
-_KNOWN = words(
-    """block_count embedding_length feed_forward_length context_length vocab_size
-    attention.head_count attention.head_count_kv attention.key_length attention.value_length
-    attention.layer_norm_rms_epsilon attention.sliding_window rope.freq_base rope.dimension_count
-    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
-    rope.scaling.attn_factor rope.scaling.finetuned expert_count expert_used_count
-    expert_feed_forward_length"""
-)
 
 
 def config_of(metadata: Metadata) -> dict[str, Any]:
-    """The contents of config.json. Warns of fields that it does not read.
+    """The contents of config.json. Warns of fields that nobody knows.
 
     Raises ValueError for an architecture that is not supported, and lists fields of the file that
-    are missing.
+    are missing, or not supported.
     """
     architecture = metadata.architecture
     if architecture not in _ARCHITECTURES:
@@ -42,31 +31,9 @@ def config_of(metadata: Metadata) -> dict[str, Any]:
     needed = ("block_count", "embedding_length", "attention.head_count", "context_length")
     if missing := [f"{architecture}.{name}" for name in needed if metadata.get(name) is None]:
         raise ValueError(f"fields are missing: {', '.join(missing)}")
-    _check_rope(metadata)
-    _warn_of_others(metadata)
+    check_fields(metadata)
     config = _common(metadata) | _ARCHITECTURES[architecture](metadata)
     return {name: value for name, value in config.items() if value is not None}
-
-
-def _check_rope(metadata: Metadata) -> None:
-    """Raise ValueError for what is not computed: heads that are rotated in part (but for Phi-3's),
-    and a factor of scores that does not follow from the scaling."""
-    rotated, width = metadata.get("rope.dimension_count"), _head_dim(metadata)
-    if metadata.architecture != "phi3" and rotated not in (None, width):
-        raise ValueError(f"rope.dimension_count {rotated} of heads of {width} is not supported")
-    has_table = "rope_factors_long.weight" in metadata.tensors
-    factor = _float(metadata.get("rope.scaling.attn_factor", 1.0))
-    if factor != 1 and not has_table:
-        raise ValueError(f"rope.scaling.attn_factor {factor} is not supported, only 1")
-
-
-def _warn_of_others(metadata: Metadata) -> None:
-    prefix = f"{metadata.architecture}."
-    given = (name.removeprefix(prefix) for name in metadata.fields if name.startswith(prefix))
-    if others := sorted(set(given) - _KNOWN):
-        warnings.warn(
-            f"{metadata.files[0]} has fields that are not read: {', '.join(others)}", stacklevel=2
-        )
 
 
 def _common(metadata: Metadata) -> dict[str, Any]:
@@ -78,7 +45,7 @@ def _common(metadata: Metadata) -> dict[str, Any]:
         "num_hidden_layers": metadata.get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
-        "head_dim": _head_dim(metadata),
+        "head_dim": head_dim(metadata),
         "rms_norm_eps": _float(metadata.get("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": metadata.get("context_length"),
         "rope_theta": _float(metadata.get("rope.freq_base", 10000.0)),
@@ -88,14 +55,6 @@ def _common(metadata: Metadata) -> dict[str, Any]:
         "bos_token_id": metadata.token_field("bos_token_id"),
         "eos_token_id": _stops(metadata),
     }
-
-
-def _head_dim(metadata: Metadata) -> int:
-    if (given := metadata.get("attention.key_length")) is not None:
-        return given
-    if metadata.architecture in ("llama", "mistral") and metadata.get("rope.dimension_count"):
-        return metadata.get("rope.dimension_count")
-    return metadata.get("embedding_length") // metadata.get("attention.head_count")
 
 
 def _stops(metadata: Metadata) -> list[int] | None:
@@ -175,8 +134,8 @@ def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _gemma3(metadata: Metadata) -> dict[str, Any]:
-    """Of the 27B scores are scaled by its hidden size: it alone has 62 layers."""
-    scaled_by = _head_dim(metadata)
+    """Scores of the 27B are scaled by its hidden size: it alone has 62 layers."""
+    scaled_by = head_dim(metadata)
     if metadata.get("block_count") == 62:
         scaled_by = metadata.get("embedding_length") // metadata.get("attention.head_count")
     return _of("gemma3_text", "Gemma3ForCausalLM") | {
@@ -188,7 +147,7 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
-    share = metadata.get("rope.dimension_count", _head_dim(metadata)) / _head_dim(metadata)
+    share = metadata.get("rope.dimension_count", head_dim(metadata)) / head_dim(metadata)
     return _of("phi3", "Phi3ForCausalLM") | {
         "partial_rotary_factor": share,
         "sliding_window": metadata.get("attention.sliding_window"),
