@@ -36,9 +36,22 @@ SPLITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tekken": (_CASED % ("", "") + rf"|\p{{N}}|{_CASED_REST}",),
     }
 )
-_SAME = MappingProxyType({"llama3": "llama-bpe", "llama-v3": "llama-bpe", "phi-2": "gpt-2"})
-_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "tekken"})  # a word that is a token is not merged
+_SAME = MappingProxyType(
+    {
+        "llama3": "llama-bpe",
+        "llama-v3": "llama-bpe",
+        "dbrx": "llama-bpe",  # Phi-4
+        "smaug-bpe": "llama-bpe",
+        "deepseek-r1-qwen": "qwen2",
+        "phi-2": "gpt-2",
+    }
+)
+# A word that is a token is not merged, and without a flag in the file texts begin with a token.
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 _NFC = frozenset({"qwen2"})  # text is normalized first
+# Spaces after other special tokens of Phi-3 are dropped: its name says so, no field does.
+_PHI3_NAMES = ("phi-3", "phi3")
+_PHI3_KEEP_SPACES = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, Any]:
@@ -58,14 +71,35 @@ def tokenizer_files(metadata: Metadata) -> dict[str, Any]:
     needed = ("tokens", "merges" if kind == "gpt2" else "scores")
     if missing := [name for name in needed if metadata.token_field(name) is None]:
         raise ValueError(f"fields are missing: tokenizer.ggml.{', tokenizer.ggml.'.join(missing)}")
-    tokens, kinds = metadata.token_field("tokens"), metadata.token_field("token_type")
-    made = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
-    kinds = kinds or [1] * len(tokens)
-    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
-        added = [text for text, each in zip(tokens, kinds, strict=True) if each == wanted]
-        made.add_tokens([AddedToken(text, normalized=False, special=special) for text in added])
-    _add_ends(made, metadata, before=kind == "llama")
+    tokens = metadata.token_field("tokens")
+    pre = metadata.token_field("pre")
+    if kind == "gpt2":
+        made = _byte_level(metadata)
+    else:
+        tokens = _pieces(metadata)
+        made = _sentencepiece(metadata, tokens)
+    _add_whole_tokens(made, metadata, tokens)
+    _add_ends(made, metadata, before=kind == "llama" or pre in _WHOLE_WORDS_FIRST)
     return {"tokenizer.json": made.to_str(), "tokenizer_config.json": _config(metadata)}
+
+
+def _add_whole_tokens(made: Tokenizer, metadata: Metadata, tokens: Sequence[str]) -> None:
+    """Tokens that are found in a text before it is split. Runs of spaces are pieces as others are:
+    in a text they are not spelled as in the vocabulary."""
+    kinds = metadata.token_field("token_type") or [1] * len(tokens)
+    name = str(metadata.fields.get("general.name", "")).lower()
+    drops = any(part in name for part in _PHI3_NAMES)
+    added = [
+        AddedToken(
+            text,
+            normalized=False,
+            special=kind == CONTROL,
+            rstrip=drops and kind == CONTROL and text not in _PHI3_KEEP_SPACES,
+        )
+        for text, kind in zip(tokens, kinds, strict=True)
+        if kind in (CONTROL, USER_DEFINED) and text.strip(SPACE)
+    ]
+    made.add_tokens(added)  # one by one it takes seconds
 
 
 def _config(metadata: Metadata) -> dict[str, Any]:
@@ -86,14 +120,15 @@ def _byte_level(metadata: Metadata) -> Tokenizer:
     pre = metadata.token_field("pre", "default")
     name = _SAME.get(pre, pre)
     if name not in SPLITS:
+        supported = ", ".join([*SPLITS, *_SAME])
         raise ValueError(
-            f"tokenizer.ggml.pre {pre!r} is not supported; supported are {', '.join(SPLITS)}: take "
-            "the checkpoint in safetensors"
+            f"tokenizer.ggml.pre {pre!r} is not supported; supported are {supported}: take the "
+            "checkpoint in safetensors"
         )
     vocab = {token: id_ for id_, token in enumerate(metadata.token_field("tokens"))}
     merges = [tuple(pair.split(" ")) for pair in metadata.token_field("merges")]
-    made = Tokenizer(BPE(vocab, merges, ignore_merges=name in _WHOLE_WORDS_FIRST))
-    if name in _NFC:
+    made = Tokenizer(BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    if pre in _NFC:
         made.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in SPLITS[name]]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -102,12 +137,17 @@ def _byte_level(metadata: Metadata) -> Tokenizer:
     return made
 
 
-def _sentencepiece(metadata: Metadata) -> Tokenizer:
+def _pieces(metadata: Metadata) -> list[str]:
+    """The tokens; runs of spaces, which Gemma's files spell as such, as SentencePiece does."""
+    tokens = metadata.token_field("tokens")
+    return [SPACE * len(text) if text and not text.strip(" ") else text for text in tokens]
+
+
+def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     """Gemma's pieces are merged in the order of their ids, others by their scores."""
-    tokens, scores = metadata.token_field("tokens"), metadata.token_field("scores")
     of_gemma = metadata.architecture.startswith("gemma")
-    if of_gemma:  # whose runs of spaces are spelled as such in the file
-        tokens = [SPACE * len(text) if text and not text.strip(" ") else text for text in tokens]
+    scores = metadata.token_field("scores")
+    if of_gemma:
         scores = [-float(id_) for id_ in range(len(tokens))]
     unknown = metadata.token_field("unknown_token_id")
     vocab = {token: id_ for id_, token in enumerate(tokens)}

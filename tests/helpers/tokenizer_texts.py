@@ -1,0 +1,25 @@
+"""Texts on which tokenizers differ that are not quite the same."""
+
+TEXTS = [
+    "Hello world",
+    " 1234.5  \n\n\tx",
+    "a     b\n\n\n c",
+    "שלום עולם مرحبا नमस्ते ภาษาไทย",
+    "👩‍👩‍👧‍👦 é e\u0301 ﬁ Ａ ½ ①",
+    "<b>x</b> <unused1>",
+    "",
+    " ",
+    "  x  ",
+    "\u2581a ▁ ▁▁▁b",
+    "naïve 你好 😀 means 日本語テキスト 한국어",
+    "def f(x):\n    return x  # 'don't' I'LL we've\r\n\tif y:\r\n",
+    "\u00a0nbsp\u200bzwsp\u3000ideo",
+    "ЁЖИК ёжик ǅ ß ſ İi HTTPServer fooBar",
+    "𝒳 𐍈 🏳️‍🌈",
+    "\x00\x07\x7f",
+    "!!!???...---=== //\n/",
+    "https://example.com/a_b?c=d&e=%20",
+    "line\u2028sep\u2029par\u0085nel",
+    "12 345 6789 ٣٤٥ ९",
+    "a\tb\x0bc\x0cd",
+]
