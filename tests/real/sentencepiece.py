@@ -1,27 +1,42 @@
-"""Files of SentencePiece as a tokenizer.json, of what llguidance reads: words, kinds, decoder."""
+"""Files of SentencePiece: their pieces, and as a tokenizer.json, of what llguidance reads."""
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of pieces
 
 
+class Piece(NamedTuple):
+    word: str
+    score: float
+    kind: int
+
+
+def pieces(path: Path) -> list[Piece]:
+    messages = (message for field, message in _fields(path.read_bytes()) if field == 1)
+    return [_piece(dict(_fields(message))) for message in messages]
+
+
+def _piece(fields: dict[int, Any]) -> Piece:
+    [score] = struct.unpack("<f", fields.get(2, bytes(4)))
+    return Piece(fields[1].decode(), score, fields.get(3, 1))
+
+
 def tokenizer_json(path: Path) -> str:
     """Without merges: it decodes as the file says, and does not encode as it does."""
-    pieces = [dict(_fields(piece)) for field, piece in _fields(path.read_bytes()) if field == 1]
-    words = [piece[1].decode() for piece in pieces]
-    kinds = [piece.get(3, 1) for piece in pieces]
+    found = pieces(path)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
         {"id": number, "content": word, "special": kind == CONTROL, **flags}
-        for number, (word, kind) in enumerate(zip(words, kinds, strict=True))
+        for number, (word, _, kind) in enumerate(found)
         if kind in (CONTROL, USER_DEFINED)
     ]
     space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     decoders: list[dict[str, Any]] = [space, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    vocab = {word: number for number, word in enumerate(words)}
+    vocab = {piece.word: number for number, piece in enumerate(found)}
     model = {"type": "BPE", "byte_fallback": True, "vocab": vocab, "merges": []}
     decoder = {"type": "Sequence", "decoders": decoders}
     return json.dumps({"added_tokens": added, "decoder": decoder, "model": model})
