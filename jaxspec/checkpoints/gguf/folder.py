@@ -23,6 +23,7 @@ from jaxspec.checkpoints.gguf.tokenizer import tokenizer_files
 from jaxspec.models.json.values import naming, read_json
 
 TENSORS = "tensors.json"
+_CONTENTS = 2  # another number when files are written otherwise: folders of before are not read
 
 
 def folder_of(path: Path) -> Path:
@@ -32,7 +33,7 @@ def folder_of(path: Path) -> Path:
     """
     path = path.absolute()  # the hub's cache has links, whose targets have other names
     facts = [[str(file), *_state(file)] for file in shards_of(path)]
-    key = hashlib.sha256(json.dumps([__version__, facts]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([__version__, _CONTENTS, facts]).encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{path.stem}-{key}"
     if not (folder / TENSORS).exists():
         metadata = read_metadata(path)
