@@ -11,7 +11,8 @@ from jaxspec.checkpoints.safetensors_io import check_not_quantized, load_tree, p
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.from_config.block_head import block_config, says_block, to_hf_block
+from jaxspec.models.from_config.block_head import block_config, to_hf_block
+from jaxspec.models.from_config.block_layouts import SPECULATORS, says_block
 from jaxspec.models.heads import BlockHead, block_head_shapes
 from jaxspec.models.json.values import naming, read_json
 from jaxspec.models.linear import Linear
@@ -21,6 +22,8 @@ from jaxspec.parallel import Shards, mesh_layout
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", HEAD)
+# Those of speculators, without meaning for the target's whole vocabulary.
+_ID_TABLES = ("d2t", "t2d")
 
 
 def holds_block_head(directory: str | Path) -> bool:
@@ -52,6 +55,13 @@ def load_block_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
     harmless = {*_COPIES} if config.predicts_next else set()
+    if SPECULATORS in raw:
+        harmless = {*_COPIES, *_ID_TABLES}
+        if "d2t" in stored and stored["d2t"].read().any():
+            raise ValueError(
+                f"{directory}: d2t says that draft ids are not the target's, which is not "
+                "supported for a block drafter"
+            )
     splits = shapes.mapped(splitting())
     return load_tree(stored, shapes, splits, placements(shapes, mesh), harmless)
 

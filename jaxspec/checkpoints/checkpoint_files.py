@@ -37,6 +37,8 @@ OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
 # Some checkpoints have the LM head beside them.
 OF_BARE_MODEL = ("embed_tokens.", "layers.", "norm.")
 LM_HEAD = "lm_head."
+# Every EAGLE head has this projection, no language model does.
+OF_PREFIXED_HEAD = "model.fc."
 
 # Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
 # config.json does not: AutoGPTQ's and AutoAWQ's, with what the file itself implies.
@@ -94,8 +96,8 @@ def scan(directory: str | Path) -> dict[str, CheckpointTensor]:
     """All tensors of a checkpoint directory, by name. Only the file headers are read.
 
     Of a model of text and images those of the text model, named as if it were alone. Names without
-    the prefix ``model.``, as of a model without its LM head, have it. Of a folder that was made for
-    a GGUF file, the tensors of that.
+    the prefix ``model.``, as of a model without its LM head, have it; those of a draft head lack
+    it. Of a folder that was made for a GGUF file, the tensors of that.
 
     Raises ValueError for files that are missing, broken, or do not belong together.
     """
@@ -115,6 +117,8 @@ def scan(directory: str | Path) -> dict[str, CheckpointTensor]:
             name if name.startswith(LM_HEAD) else f"model.{name}": tensor
             for name, tensor in stored.items()
         }
+    if any(name.startswith(OF_PREFIXED_HEAD) for name in stored):
+        return {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if not any(name.startswith(tuple(TEXT_MODEL)) for name in stored):
         return stored
     of_text = (name for name in stored if not name.removeprefix("model.").startswith(OF_IMAGES))
@@ -171,18 +175,12 @@ def quantization_of(directory: Path, names: Collection[str]) -> dict[str, Any] |
         return None
     for file, implied in QUANTIZERS_FILES.items():
         if (directory / file).exists():
-            return implied | _without_case(read_json(directory / file))
+            return implied | read_json(directory / file)
     files = " or ".join(QUANTIZERS_FILES)
     raise ValueError(
         f"{shown_name(packed)} is packed, but config.json has no quantization_config, and there is "
         f"no {files} that says how: fetch that file from where the weights come from"
     )
-
-
-def _without_case(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a quantizer's file. AutoAWQ writes its version in capitals there."""
-    version = fields.get("version")
-    return fields | {"version": version.lower()} if isinstance(version, str) else fields
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:

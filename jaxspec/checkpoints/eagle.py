@@ -18,7 +18,7 @@ from jaxspec.checkpoints.safetensors_io import (
     save_tree,
 )
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
-from jaxspec.config.model import ModelConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.from_config.model import read_json, to_hf_config
 from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
@@ -95,8 +95,7 @@ def load_eagle_head(
     stored, kind = open_checkpoint(directory, dtype, shards, kind)
     config = _head_config(directory, stored, target)
     shapes = head_shapes(config, target, dtype, shards)
-    midlayer = any(name.startswith("midlayer.") for name in stored)
-    first_layer = "midlayer" if midlayer else "layers.0"
+    first_layer = _first_layer(stored)
     shapes = shapes.mapped(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
     shardings = placements(shapes, mesh)
     without_ids = shapes.replace(token_ids=None)
@@ -156,15 +155,13 @@ def _head_config(
     config = dataclasses.replace(
         config,
         fc_bias="fc.bias" in stored if raw.get("bias") is None else raw["bias"],
+        model=_stored_layers(config.model, stored, raw.get("qkv_bias")),
         has_embeddings="embed_tokens.weight" in stored,
+        has_lm_head=any(name.startswith("lm_head.") for name in stored),
         draft_vocab_size=_draft_vocab_size(config, stored, target),
     )
+    _check_shared(directory, config, target)
     hidden = config.model.hidden_size
-    if not config.has_embeddings and hidden != target.hidden_size:
-        raise ValueError(
-            f"{directory} has no embed_tokens.weight, and the target's embeddings are "
-            f"{target.hidden_size} wide where the head needs {hidden}"
-        )
     width = 2 * hidden
     if method == "eagle3":
         width = target.hidden_size * len(config.capture)
@@ -176,6 +173,56 @@ def _head_config(
             f"but {config.method} needs {(hidden, width)} ({source})"
         )
     return config
+
+
+def _first_layer(stored: Mapping[str, CheckpointTensor]) -> str:
+    """What the checkpoint calls layer 0."""
+    midlayer = any(name.startswith("midlayer.") for name in stored)
+    return "midlayer" if midlayer else "layers.0"
+
+
+def _stored_layers(
+    model: ModelConfig, stored: Mapping[str, CheckpointTensor], qkv_bias: bool | None
+) -> ModelConfig:
+    """The layers as their tensors are: as many, with those biases and norms. A config.json often
+    has the target's. ``qkv_bias``: a key that only heads have; None: it has none."""
+    first = _first_layer(stored)
+    others = {name.split(".")[1] for name in stored if name.startswith("layers.")} - {"0"}
+
+    def as_stored(layer: LayerConfig) -> LayerConfig:
+        mixer = dataclasses.replace(
+            layer.attention,
+            qkv_bias=f"{first}.self_attn.q_proj.bias" in stored if qkv_bias is None else qkv_bias,
+            o_bias=f"{first}.self_attn.o_proj.bias" in stored,
+            qk_norm=layer.attention.qk_norm or f"{first}.self_attn.q_norm.weight" in stored,
+        )
+        mlp = dataclasses.replace(layer.mlp, bias=f"{first}.mlp.gate_proj.bias" in stored)
+        return dataclasses.replace(layer, mixer=mixer, mlp=mlp)
+
+    layers, count = model.map_layers(as_stored).layers, 1 + len(others)
+    if count != len(layers):
+        layers = layers[:1] * count
+    return dataclasses.replace(model, layers=layers)
+
+
+def _check_shared(directory: Path, head: HeadConfig, target: ModelConfig) -> None:
+    """Raise ValueError for a head that lacks embeddings or an LM head and cannot read the target's:
+    of another width, or with a vocabulary of its own."""
+    missing = [] if head.has_embeddings else [("embed_tokens.weight", "embeddings are")]
+    if head.method == "eagle3" and not head.has_lm_head:
+        missing.append(("lm_head.weight", "LM head is"))
+        if head.draft_vocab_size is not None:
+            raise ValueError(
+                f"{directory} has no lm_head.weight, and needs one of its own: it drafts "
+                f"{head.draft_vocab_size} of the target's {target.vocab_size} ids"
+            )
+    hidden = head.model.hidden_size
+    for tensor, whose in missing:
+        if hidden != target.hidden_size:
+            raise ValueError(
+                f"{directory} has no {tensor}, and the target's {whose} {target.hidden_size} wide "
+                f"where the head needs {hidden}"
+            )
 
 
 def _check_norms(
@@ -251,11 +298,10 @@ def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:
     }
     if attention.qkv_bias != attention.o_bias:
         config["qkv_bias"] = attention.qkv_bias
-    if isinstance(front, Eagle3Front) and head.lm_head is not None:
-        (draft_vocab_size,) = head.lm_head.out_shape
+    if isinstance(front, Eagle3Front):
         config |= {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": draft_vocab_size,
+            "draft_vocab_size": None if head.lm_head is None else head.lm_head.out_shape[0],
             "target_hidden_size": target.hidden_size,
             "num_aux_hidden_states": len(head.capture),
             "eagle_aux_hidden_state_layer_ids": list(head.capture),

@@ -42,8 +42,8 @@ _COPIED = MappingProxyType({"embed_tokens.weight": EMBEDDINGS, "shared_head.head
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
-    """Whether a checkpoint with this config has the tensors of its MTP layers, too."""
-    return bool(mtp_tensors(config, scan(directory)))
+    """Whether a checkpoint with this config has MTP layers, and their tensors, too."""
+    return config.mtp is not None and bool(mtp_tensors(config, scan(directory)))
 
 
 def holds_only_mtp_layers(directory: str | Path) -> bool:

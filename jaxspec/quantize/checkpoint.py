@@ -25,7 +25,7 @@ from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.from_config.block_head import says_block
+from jaxspec.models.from_config.block_layouts import says_block
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.json.mtp_names import mtp_tensors
 from jaxspec.models.json.values import read_json

@@ -182,6 +182,66 @@ def test_a_head_of_the_speculators_library(eagle3: Path, target: ModelConfig, tm
     assert_heads_equal(load(save_tensors(tmp_path, renamed, config), target), load(eagle3, target))
 
 
+# Files as publishers write them: other fields, and what they call the tensors.
+SPELLINGS: dict[str, tuple[dict[str, Any], Any]] = {
+    "SpecForge, DeepSeek-V3": (
+        {"eos_token_id": 151645, "eagle_config": {"use_aux_hidden_state": True}}, None,
+    ),
+    "SpecForge, Qwen3-Next": ({"decoder_sparse_step": 1, "use_sliding_window": False}, None),
+    "SpecForge, Phi-4": ({"model_type": "phi3", "attention_bias": False}, None),
+    "AngelSlim, Qwen2.5-VL": (
+        {"architectures": ["Eagle3LlamaForCausalLM"], "modal_type": "VLM",
+         "target_model_type": "qwen2_5_vl", "image_token_id": 151655,
+         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, None,
+    ),
+    "EAGLE, Vicuna: layers of the target": ({"num_hidden_layers": 40}, None),
+    "nebius, gpt-oss": (
+        {"architectures": ["LlamaForCausalLM"], "truncated_vocab_size": 96}, None,
+    ),
+    "gpt-oss' biases, which no head has": ({"attention_bias": True, "mlp_bias": True}, None),
+    "with the prefix of a model": ({}, lambda name: f"model.{name}"),
+    "vLLM": (
+        {"architectures": ["Eagle3Qwen3vlForCausalLM"]},
+        lambda name: name.replace("midlayer.", "layers.0."),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_spellings_of_publishers(case: str, eagle3: Path, target: ModelConfig, tmp_path: Path):
+    fields, rename = SPELLINGS[case]
+    tensors = load_file(eagle3 / "model.safetensors")
+    renamed = {rename(name) if rename else name: value for name, value in tensors.items()}
+    config = read_json(eagle3 / "config.json") | fields
+    assert_heads_equal(load(save_tensors(tmp_path, renamed, config), target), load(eagle3, target))
+
+
+def test_biases_and_norms_are_those_of_the_tensors(
+    eagle3: Path, target: ModelConfig, tmp_path: Path
+):
+    names = [f"midlayer.self_attn.{name}" for name in ("q_norm.weight", "k_norm.weight")]
+    stored: dict[str, Any] = {name: np.full(16, 2, np.float32) for name in names}
+    stored |= {
+        f"midlayer.self_attn.{name}_proj.bias": np.ones(size, np.float32)
+        for name, size in (("q", 64), ("k", 32), ("v", 32), ("o", 64))
+    }
+    mixer = load(changed_copy(eagle3, tmp_path, **stored), target).layers[0].mixer
+    assert isinstance(mixer, Attention)
+    np.testing.assert_array_equal(mixer.q_norm, stored[names[0]])
+    assert mixer.qkv.bias is not None and mixer.o.bias is not None
+
+
+def test_a_head_without_an_lm_head_reads_the_targets(
+    eagle3: Path, target: ModelConfig, tmp_path: Path
+):
+    """As NVIDIA's heads for gpt-oss."""
+    none = {"lm_head.weight": None, "d2t": None, "t2d": None}
+    head = load(changed_copy(eagle3, tmp_path / "in", {"draft_vocab_size": None}, **none), target)
+    assert head.lm_head is None and head.token_ids is None
+    save_eagle_head(head, tmp_path / "out", target)
+    assert_heads_equal(load(tmp_path / "out", target), head)
+
+
 def test_a_tree_wider_than_the_draft_vocabulary(target_dir: Path, eagle3: Path):
     wide = SpeculationConfig(num_nodes=98, max_depth=1, top_k=97)
     with pytest.raises(ValueError, match="top_k 97 is wider than the draft vocabulary of 96 tok"):
@@ -247,6 +307,10 @@ MISFITS = {
     "a d2t that was never filled in": (
         {}, {"d2t": np.zeros(96, np.int64), "t2d": np.zeros(320, bool)},
         "d2t is all zeros, as in a table that was never filled in",
+    ),
+    "no LM head for a vocabulary of its own": (
+        {}, {"lm_head.weight": None},
+        "has no lm_head.weight, and needs one of its own: it drafts 96 of the target's 320 ids",
     ),
     "no t2d beside a d2t of zeros": (
         {}, {"d2t": np.zeros(96, np.int64), "t2d": None}, "d2t is all zeros",

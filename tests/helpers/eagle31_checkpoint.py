@@ -30,6 +30,7 @@ def tiny_eagle31_head(
     norm_before_residual: bool = False,
     qkv_bias: bool = False,
     has_embeddings: bool = False,
+    has_lm_head: bool = True,
     **overrides: Any,
 ) -> Path:
     """A head for the target in ``target_dir``; without a flag set, plain EAGLE-3.
@@ -40,6 +41,7 @@ def tiny_eagle31_head(
       draft_vocab: None: the target's whole vocabulary, without d2t.
       has_embeddings: it has embeddings of its own. A head of another hidden size than the target's
         (among ``overrides``) needs them.
+      has_lm_head: it has an LM head of its own. One with a reduced vocabulary needs it.
       overrides: config values of the layer.
     """
     if style == "flat" and min(capture) != 2:
@@ -66,6 +68,9 @@ def tiny_eagle31_head(
         tensors["embed_tokens.weight"] = normal(rng, vocab, hidden)
     if draft_vocab is None:
         del tensors["d2t"], tensors["t2d"]
+    if not has_lm_head:
+        del tensors["lm_head.weight"]
+        config["draft_vocab_size"] = None
 
     flags: dict[str, Any] = {
         "fc_norm": fc_norm,

@@ -18,6 +18,7 @@ from jaxspec.models.attention_heads import Heads
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config, read_json
 from jaxspec.models.heads import DraftHead
+from jaxspec.models.linear import Linear
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
 from tests.helpers.eagle3_reference import Outputs, Result, read_and_draft
 from tests.helpers.eagle31_checkpoint import tiny_eagle31_head
@@ -41,8 +42,10 @@ def prompt(num_captured: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tokens, captured.astype(np.float32), np.arange(LENGTH)
 
 
-def reference(directory: Path, embeddings: np.ndarray, *inputs: np.ndarray) -> Result:
-    tensors = load_file(directory / "model.safetensors")
+def reference(directory: Path, target: Decoder, *inputs: np.ndarray) -> Result:
+    assert isinstance(target.lm_head, Linear)
+    embeddings, lm_head = np.asarray(target.embed)[:VOCAB], np.asarray(target.lm_head.weight).T
+    tensors = {"lm_head.weight": lm_head} | load_file(directory / "model.safetensors")
     config = read_json(directory / "config.json")
     return read_and_draft(tensors, config, embeddings, *inputs, num_drafts=DRAFTS)
 
@@ -91,6 +94,7 @@ PLAIN = {
     "two states": {"capture": (2, 6)},
     "five states": {"capture": (2, 3, 4, 6, 7)},
     "the whole vocabulary": {"draft_vocab": None},
+    "the target's LM head": {"draft_vocab": None, "has_lm_head": False},
     "another hidden size": {"has_embeddings": True, "hidden_size": 96, "head_dim": 16},
     "a KV head for each query head": {"num_key_value_heads": 4, "rope_theta": 5e5},
 }
@@ -101,7 +105,7 @@ def assert_agrees(directory: Path, target: Decoder, capture: tuple[int, ...]) ->
     head = load_eagle_head(directory, target.config, target.dtype)
     assert head.capture == capture
     inputs = prompt(len(capture))
-    theirs = reference(directory, np.asarray(target.embed)[:VOCAB], *inputs)
+    theirs = reference(directory, target, *inputs)
     first, *later = ours(head, target, *inputs, theirs.tokens)
     assert_close(first, theirs.prompt, slice(1, None))
     for j, step in enumerate(later, start=1):

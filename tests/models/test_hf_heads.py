@@ -68,6 +68,47 @@ def test_the_targets_layer_types_beside_an_unused_window_say_nothing():
 
 
 @pytest.mark.parametrize(
+    "copied",
+    [
+        {"eos_token_id": 400},  # DeepSeek-V3's template has an id outside the vocabulary
+        {
+            "decoder_sparse_step": 1,
+            "num_experts": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+        {"model_type": "phi3"},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4},
+        {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 12},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "image_token_id": 7},
+        {"modal_type": "VLM", "target_model_type": "qwen3_vl", "ttt_length": 7},
+        {"lk_loss_type": "lambda", "kl_scale": 1.0, "kl_decay": 1.0, "truncated_vocab_size": 96},
+        {"tie_word_embeddings": True, "pretraining_tp": 1},
+    ],
+)
+def test_what_was_copied_from_the_target_says_nothing(copied: dict[str, Any]):
+    assert eagle_head_config(HEAD3 | copied, TARGET) == eagle_head_config(HEAD3, TARGET)
+
+
+def test_a_draft_vocabulary_under_another_name_or_none():
+    named = {"draft_vocab_size": None, "truncated_vocab_size": 96}
+    assert eagle_head_config(HEAD3 | named, TARGET).draft_vocab_size == 96
+    assert eagle_head_config(HEAD3 | {"draft_vocab_size": 0}, TARGET).draft_vocab_size is None
+
+
+def test_windows_of_as_many_layers_as_the_head_has_are_its_own():
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 64}
+    [layer] = eagle_head_config(HEAD3 | window, TARGET).model.layers
+    assert layer.attention.window == 64
+
+
+def test_layers_of_the_speculators_library_may_be_qwen3s():
+    raw = SPECULATORS | {"transformer_layer_config": HEAD | {"model_type": "qwen3"}}
+    [layer] = eagle_head_config(raw, TARGET).model.layers
+    assert layer.attention.qk_norm
+
+
+@pytest.mark.parametrize(
     ("extra", "capture"),
     [
         ({IDS: [1, 5, 8]}, (1, 5, 8)),
@@ -125,7 +166,12 @@ def test_a_config_of_the_speculators_library_is_a_flat_one_folded():
         (HEAD3 | {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
         (HEAD | {"hidden_size": 128}, "its hidden_size is 128, the target's is 64"),
         (HEAD3 | {"draft_vocab_size": 321}, "draft_vocab_size 321"),
-        (HEAD3 | {"draft_vocab_size": 0}, "draft_vocab_size must be a positive integer, got 0"),
+        (HEAD3 | {"draft_vocab_size": -1}, "draft_vocab_size must be a positive integer, got -1"),
+        (HEAD3 | {"truncated_vocab_size": 64},
+         "draft_vocab_size = 96 and truncated_vocab_size = 64 contradict each other"),
+        (HEAD3 | {"layer_types": ["linear_attention"]}, "'linear_attention' is not supported"),
+        (HEAD3 | {"layer_types": ["sliding_attention"]}, "but no sliding_window is in use"),
+        (HEAD3 | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         (HEAD3 | {"architectures": 3}, "architectures must be a list of names, got 3"),
         (HEAD3 | {"eagle_config": [1]}, "eagle_config must be an object, got [1]"),
         (HEAD3 | {"bias": "no"}, "bias must be true or false, got 'no'"),
@@ -146,9 +192,10 @@ def test_a_config_of_the_speculators_library_is_a_flat_one_folded():
         (SPECULATORS | {"architectures": ["LlamaForCausalLM"]}, "is not a supported EAGLE head"),
         (SPECULATORS | {"transformer_layer_config": None}, "must be an object, got None"),
         (SPECULATORS | {"embed_scale": 2.0}, "speculators library: unknown key 'embed_scale'"),
-        (HEAD3 | {"model_type": "gemma2"}, "'gemma2' is not supported for a draft head, only"),
+        (SPECULATORS | {"transformer_layer_config": HEAD | {"model_type": "gemma2"}},
+         "'gemma2' is not supported for a draft head, only"),
     ],
-)
+)  # fmt: skip
 def test_refused_heads(raw: dict[str, Any], message: str):
     with pytest.raises(ValueError) as caught:
         eagle_head_config(raw, TARGET)

@@ -22,6 +22,7 @@ from jaxspec.checkpoints.mtp import (
     load_mtp_heads,
     save_mtp_head,
 )
+from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mtp import (
@@ -43,6 +44,7 @@ from jaxspec.training.online import HeadAdapter
 from tests.helpers import parity
 from tests.helpers.checkpoints import (
     add_mtp_layer,
+    changed_copy,
     hf_logits,
     save_byte_tokenizer,
     save_tensors,
@@ -149,6 +151,15 @@ def test_the_body_of_mimo_has_the_logits_of_qwen2(tmp_path: Path):
     add_mtp_layer(path, "mimo")
     assert read_json(path / "config.json")["model_type"] == "mimo"
     parity.assert_close(parity.paged_logits(parity.load(path), TOKENS, 3, 1), expected)
+
+
+def test_layers_that_the_config_of_mimo_does_not_count_are_left_out(
+    checkpoints: dict[str, Path], tmp_path: Path
+):
+    none = changed_copy(checkpoints["mimo"], tmp_path, {"num_nextn_predict_layers": 0})
+    config = load_model_config(none)
+    assert config.mtp is None and not has_mtp_layers(none, config)
+    load_decoder(none, config, FLOAT32)
 
 
 def test_auto_chooses_the_layers_and_says_what_they_read(checkpoints: dict[str, Path]):

@@ -26,15 +26,26 @@ def read_awq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoint
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
     fields = Fields("quantization_config", config)
-    fields.must_be("version", "gemm", default="gemm")
+    _check_version(fields)
     fields.must_be("bits", BITS, aliases=("w_bit",))
     fields.must_be("zero_point", True, default=True)
+    fields.must_be("desc_act", False, default=False)
     group = fields.group_size("group_size", aliases=("q_group_size",))
     fields.ignored("quant_method", "modules_to_not_convert", "backend", "do_fuse", "exllama_config")
     fields.ignored("fuse_max_seq_len", "modules_to_fuse")
+    # GPTQModel's files have its own fields, too. Zeros are stored whatever ``sym`` says.
+    fields.ignored("sym", "lm_head", "meta", "pack_dtype", "pack_impl")
     fields.check_all_read()
 
     def module_of(module: str) -> dict[str, CheckpointTensor]:
         return inputs_first_module(stored, module, BITS, group, axis=1, order=ORDER)
 
     return with_modules(stored, "qweight", INPUTS_FIRST, module_of)
+
+
+def _check_version(fields: Fields) -> None:
+    """Raise ValueError for another layout than GEMM, which AutoAWQ and GPTQModel call it in small
+    letters or capitals, each under keys of its own."""
+    for name in ("version", "format", "checkpoint_format"):
+        fields.must_be(name, "gemm", "GEMM", default="gemm")
+    fields.must_be("method", "awq", default="awq")

@@ -32,7 +32,8 @@ HARMLESS = (
     *("tokenizer", "use_cuda_fp16", "model_seqlen", "block_name_to_quantize", "batch_size"),
     *("module_name_preceding_first_block", "pad_token_id", "use_exllama", "max_input_length"),
     *("exllama_config", "cache_block_outputs", "modules_in_block_to_quantize", "backend"),
-    *("is_marlin_format", "disable_exllama"),
+    *("is_marlin_format", "disable_exllama", "pack_impl", "act_group_aware", "mse", "gptaq"),
+    *("gptaq_alpha", "mock_quantization", "offload_to_disk", "offload_to_disk_path"),
 )
 
 
@@ -42,7 +43,9 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
     fields = Fields("quantization_config", config)
-    version = fields.must_be("checkpoint_format", *VERSIONS, default="gptq")
+    version = fields.must_be("checkpoint_format", *VERSIONS, aliases=("format",), default="gptq")
+    fields.must_be("format", version, default=version)  # GPTQModel writes both
+    fields.must_be("method", "gptq", default="gptq")
     bits = fields.must_be("bits", 4, 8)
     symmetric, ordered = fields.flag("sym", True), fields.flag("desc_act", False)
     group = fields.group_size("group_size")

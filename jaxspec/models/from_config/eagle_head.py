@@ -2,7 +2,8 @@
 
 EAGLE-3.1 (arXiv 2605.09992) is EAGLE-3 with options. Three formats are published: flat, by EAGLE,
 SpecForge and TorchSpec; with options in ``eagle_config``, by ModelOpt; and with the layer's config
-in ``transformer_layer_config``, by vLLM's speculators library. An unknown key is an error.
+in ``transformer_layer_config``, by vLLM's speculators library. Keys of models that a head's layers
+do not have were copied from the target, and are ignored. An unknown key is an error.
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ from typing import Any
 
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import check_keys
-from jaxspec.models.from_config.head_keys import check_head_keys
+from jaxspec.models.families.windows import windows_by_kind
+from jaxspec.models.from_config.head_keys import layer_keys
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.json import keys as hf_keys
@@ -46,8 +48,9 @@ def eagle_head_config(
     """The HeadConfig of an EAGLE head's ``config.json``.
 
     ``method``: the kind of the weights. None: EAGLE-3 if the config says so, else EAGLE-1.
-    ``fc_bias`` and ``has_embeddings`` of the result are the method's defaults where the config
-    does not give them; the caller corrects them from the weights.
+    ``fc_bias``, ``has_embeddings`` and ``has_lm_head`` of the result, biases and norms of the
+    layers and their number are defaults or what the target has, as files are copied from it; the
+    caller corrects them from the weights.
 
     Raises ValueError for a head that does not fit the target or has unsupported features.
     """
@@ -55,7 +58,8 @@ def eagle_head_config(
         method = "eagle3" if says_eagle3(raw) else "eagle1"
     if method == "eagle1" and says_eagle3(raw):
         raise ValueError("the config says EAGLE-3, but the weights are those of an EAGLE-1 head")
-    if "speculators_model_type" in raw:
+    speculators = "speculators_model_type" in raw
+    if speculators:
         raw = _flattened(raw)
     architectures = _architectures(raw)
     if not hf_keys.HEAD_ARCHITECTURES.issuperset(architectures):
@@ -71,6 +75,8 @@ def eagle_head_config(
     model, bias = _head_model(raw), extra.get("qkv_bias")
     if bias is not None:
         model = model.map_layers(lambda layer: with_qkv_bias(layer, bias))
+    if speculators and raw.get("model_type") == "qwen3":
+        model = model.map_layers(with_qk_norm)
     options = _options(extra, nested)
     if method == "eagle1" and any(options.values()):
         on = ", ".join(name for name, value in options.items() if value)
@@ -78,7 +84,7 @@ def eagle_head_config(
     config = HeadConfig(
         model=model,
         method=method,
-        draft_vocab_size=extra.get("draft_vocab_size"),
+        draft_vocab_size=_draft_vocab_size(extra),
         capture=_captured_layers(extra, nested, method, target),
         fc_bias=method == "eagle1" if extra.get("bias") is None else extra["bias"],
         has_embeddings=method == "eagle1",
@@ -93,12 +99,23 @@ def _check_sizes(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
     for key in ("bias", "qkv_bias"):
         if extra.get(key) is not None:
             check_flag(key, extra[key])
-    size, ids = extra.get("draft_vocab_size"), "eagle_aux_hidden_state_layer_ids"
-    if size is not None and not is_positive_integer(size):
-        raise ValueError(f"draft_vocab_size must be a positive integer, got {shown(size)}")
+    ids = "eagle_aux_hidden_state_layer_ids"
     for given in (extra.get(ids), nested.get(ids)):
         if given and not (isinstance(given, list) and all(map(is_integer, given))):
             raise ValueError(f"{ids} must be a list of layers, got {shown(given)}")
+
+
+def _draft_vocab_size(extra: Mapping[str, Any]) -> int | None:
+    """Size of a reduced draft vocabulary; None, also for 0: draft ids are the target's."""
+    names = "draft_vocab_size", "truncated_vocab_size"
+    sizes = {name: extra[name] for name in names if extra.get(name) not in (None, 0)}
+    for name, size in sizes.items():
+        if not is_positive_integer(size):
+            raise ValueError(f"{name} must be a positive integer, got {shown(size)}")
+    if len({*sizes.values()}) > 1:
+        given = " and ".join(f"{name} = {size}" for name, size in sizes.items())
+        raise ValueError(f"{given} contradict each other; remove the one that is wrong")
+    return next(iter(sizes.values()), None)
 
 
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +130,12 @@ def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(layer, dict):
         given = shown(layer)
         raise ValueError(f"{where}: transformer_layer_config must be an object, got {given}")
+    kind = layer.get("model_type", "llama")
+    if not isinstance(kind, str) or kind not in hf_keys.SPECULATORS_MODEL_TYPES:
+        known = ", ".join(sorted(hf_keys.SPECULATORS_MODEL_TYPES))
+        raise ValueError(
+            f"model_type {shown(kind)} is not supported for a draft head, only {known}"
+        )
     head_keys = {key: raw[key] for key in hf_keys.HEAD_KEYS if key in raw}
     before_residual = head_keys.get("norm_before_residual")
     return {
@@ -145,27 +168,29 @@ def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
     return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qkv_bias=bias))
 
 
-def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
-    """The config of a head's layers. They are Llama layers, also under ``model_type`` qwen2.
+def with_qk_norm(layer: LayerConfig) -> LayerConfig:
+    """The layer with norms of queries and keys."""
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, qk_norm=True))
 
-    If no window is in use, window keys are ignored: they were copied from the target, such as
-    ``layer_types`` of all its layers.
+
+def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
+    """The config of a head's layers: Llama's, whatever ``model_type`` says, which is the target's.
+
+    ``layer_types`` are the head's if they are as many as its layers.
     """
-    llama = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
-    is_qwen2, windows = llama.get("model_type") == "qwen2", llama.get("use_sliding_window")
-    if windows is False or (is_qwen2 and not windows):
-        llama = {key: value for key, value in llama.items() if key not in hf_keys.WINDOW_KEYS}
-    if is_qwen2 and not windows:
-        llama["model_type"] = "llama"
-    check_head_keys(llama)
-    model_type = llama.get("model_type")
-    if isinstance(model_type, str) and model_type not in hf_keys.HEAD_MODEL_TYPES:
-        known = ", ".join(sorted(hf_keys.HEAD_MODEL_TYPES))
-        raise ValueError(
-            f"model_type {shown(model_type)} is not supported for a draft head, only {known}"
-        )
-    model = parse_model_config(llama | {"architectures": None})
-    return dataclasses.replace(model, tie_word_embeddings=False, stop_token_ids=())
+    own = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
+    llama = {"model_type": "llama", **layer_keys(own), "eos_token_id": None}
+    model = parse_model_config(llama)
+    types, window = raw.get("layer_types"), raw.get("sliding_window")
+    if not isinstance(types, list) or len(types) != model.num_layers:
+        return model
+    of_windows = {"num_hidden_layers": len(types), "layer_types": types, "sliding_window": window}
+    pairs = zip(model.layers, windows_by_kind(of_windows, []), strict=True)
+    return dataclasses.replace(model, layers=tuple(_with_window(*pair) for pair in pairs))
+
+
+def _with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, window=window))
 
 
 def _captured_layers(

@@ -9,12 +9,30 @@ from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.declared import declared_keys
 
 
-def check_head_keys(raw: Mapping[str, Any]) -> None:
-    """Check the keys that remain when those which only heads have are taken away.
+def layer_keys(raw: Mapping[str, Any], more: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """What a head's layers have, and ``more``, of the keys that remain when those which only heads
+    have are taken away. Positions are those of a text.
 
-    Keys of a model, of any family, are fine: they were copied from the target. Raises ValueError
-    for others: such a key may be of a head that computes something else.
+    Other keys of a model, of any family, are left out: they were copied from the target. Raises
+    ValueError for keys that no model has: such a key may be of a head that computes something else.
     """
+    _check_known(raw)
+    own = {key: raw[key] for key in raw.keys() & (hf_keys.HEAD_LAYER_KEYS | more)}
+    for key in own.keys() & {"rope_scaling", "rope_parameters"}:
+        own[key] = _of_text(own[key])
+    return own
+
+
+def _of_text(rope: Any) -> Any:
+    """Rope parameters without what is of images."""
+    if not isinstance(rope, dict):
+        return rope
+    kept = {key: value for key, value in rope.items() if key not in hf_keys.IMAGE_ROPE_KEYS}
+    kinds = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
+    return kept | kinds
+
+
+def _check_known(raw: Mapping[str, Any]) -> None:
     of_models = {key for kind in FAMILIES for key in declared_keys(kind) or ()}
     rest = {key: value for key, value in raw.items() if not hf_keys.is_bookkeeping(key)}
     known = hf_keys.COMMON_KEYS | hf_keys.FIXED_VALUES.keys() | of_models

@@ -1,7 +1,7 @@
 """EAGLE-3 heads (arXiv 2503.01840) and their 3.1 options (arXiv 2605.09992).
 
-They read hidden states of several target layers, fused by ``fc``, and have their own LM head, over
-a reduced vocabulary. EAGLE-3.1 heads can norm the captured states before they are fused.
+They read hidden states of several target layers, fused by ``fc``, and most have their own LM head,
+over a reduced vocabulary. EAGLE-3.1 heads can norm the captured states before they are fused.
 """
 
 from typing import Any
@@ -84,5 +84,9 @@ def eagle3_front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) 
         norm_before_residual=head.norm_before_residual,
     )
     return FrontShape(
-        front, mixer_input_size=2 * hidden, norms_input=True, has_norm=True, has_lm_head=True
+        front,
+        mixer_input_size=2 * hidden,
+        norms_input=True,
+        has_norm=True,
+        has_lm_head=head.has_lm_head,
     )

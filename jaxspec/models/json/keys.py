@@ -121,10 +121,21 @@ FIXED_VALUES: Allowed = MappingProxyType(
 
 # Draft heads.
 HEAD_ARCHITECTURES = words(
-    """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM
-    LlamaForCausalLM Qwen2ForCausalLM"""
+    """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3Qwen3vlForCausalLM
+    Eagle3Qwen3ForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLM
+    Qwen2ForCausalLM"""
 )
-HEAD_MODEL_TYPES = words("llama mistral qwen2 qwen3")  # of the layers
+# Those of a config.json that the layers of a head have. Others of a model were copied from the
+# target: how it ends a text, its experts, its windows.
+HEAD_LAYER_KEYS = words(
+    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act rms_norm_eps max_position_embeddings
+    original_max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
+    attention_bias mlp_bias"""
+)
+# Of the target's positions in images: those of a text are plain ones.
+IMAGE_ROPE_KEYS = words("mrope_section mrope_interleaved")
+SPECULATORS_MODEL_TYPES = words("llama mistral qwen2 qwen3")  # of the layers
 # Flags of EAGLE-3.1 and the names under which they are published.
 HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -136,10 +147,12 @@ HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 HEAD_FLAG_NAMES = frozenset(name for names in HEAD_FLAGS.values() for name in names)
 # Keys that may stand inside eagle_config too.
 NESTED_HEAD_KEYS = HEAD_FLAG_NAMES | words("eagle_aux_hidden_state_layer_ids num_aux_hidden_states")
-# Keys that only draft heads have (target_model_type has no effect).
+# Keys that only draft heads have. Those of the second line have no effect: what the target is, and
+# how the head was trained.
 HEAD_KEYS = NESTED_HEAD_KEYS | words(
-    """draft_vocab_size target_hidden_size bias qkv_bias eagle_config norm_before_residual
-    target_model_type use_aux_hidden_state"""
+    """draft_vocab_size truncated_vocab_size target_hidden_size bias qkv_bias eagle_config
+    norm_before_residual use_aux_hidden_state
+    target_model_type modal_type ttt_length lk_loss_type kl_scale kl_decay"""
 )
 HEAD_FIXED_VALUES: Allowed = MappingProxyType({"use_aux_hidden_state": (None, True)})
 EAGLE_CONFIG_FIXED_VALUES: Allowed = MappingProxyType(

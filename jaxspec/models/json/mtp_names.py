@@ -8,6 +8,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig
 
 _JOINED = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+_OF_MIMO = re.compile(r"(model\.mtp_layers\.\d+\.)input_proj\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,10 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
 
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Those of MTP layers, which are no part of the model: those that the config names, and layers
-    after the model's own that have an ``eh_proj``."""
+    """Those of MTP layers, which are no part of the model: those that the config names, layers
+    after the model's own that have an ``eh_proj``, and MiMo's even if the config counts none."""
     prefixes = set() if config.mtp is None else {*mtp_prefixes(config.mtp, config.num_layers)}
-    prefixes |= {match[1] for name in names if (match := _JOINED.fullmatch(name))}
+    for joined in (_JOINED, _OF_MIMO):
+        prefixes |= {match[1] for name in names if (match := joined.fullmatch(name))}
     prefixes -= {f"model.layers.{index}." for index in range(config.num_layers)}
     return {name for name in names if name.startswith(tuple(prefixes))}

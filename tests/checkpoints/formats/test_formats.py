@@ -239,6 +239,37 @@ def test_symmetric_zeros_tell_their_version(
     np.testing.assert_allclose(weights_of(linear), weights_of(meant), rtol=1e-6)
 
 
+# Fields as GPTQModel 5.6 to 5.8 and AutoAWQ write them, beside those that they have always had.
+TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPTQModel 5.6": (
+        "gptq",
+        {"checkpoint_format": "gptq", "format": "gptq", "pack_dtype": "int32", "pack_impl": "cpu",
+         "act_group_aware": True, "mse": 0.0, "gptaq": False, "gptaq_alpha": 0.25,
+         "meta": {"quantizer": ["gptqmodel:5.6.12"], "act_group_aware": True}},
+    ),
+    "GPTQModel 5.8": (
+        "gptq",
+        {"method": "gptq", "format": "gptq", "dynamic": {"-:.*o_gate.*": {}},
+         "meta": {"pack_impl": "cpu", "quantizer": ["gptqmodel:5.8.0"]}},
+    ),
+    "AutoAWQ": ("awq", {"version": "GEMM"}),
+    "GPTQModel's AWQ": (
+        "awq",
+        {"version": None, "format": "gemm", "checkpoint_format": "gemm", "method": "awq",
+         "sym": False, "desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_fields_of_tools_change_nothing(tool: str, checkpoints, tmp_path: Path):
+    name, fields = TOOLS[tool]
+    quantized, _ = checkpoints[name]
+    found, known = (load(edited(tmp_path / "of tool", quantized, {}, **fields)), load(quantized))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(known), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_symmetric_zeros_of_two_versions_are_refused(checkpoints, tmp_path: Path):
     quantized, _ = checkpoints["gptq"]
     name = f"{Q}.qzeros"
@@ -299,6 +330,12 @@ def test_bad_tensors_are_named(
         ("awq", {"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported; supported are"),
         ("gptq", {"bits": 3}, "bits is 3; supported is 4 or 8"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ("gptq", {"format": "gptq_p"}, "checkpoint_format is 'gptq_p'; supported is 'gptq' or"),
+        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"},
+         "format is 'gptq_v2'; supported is 'gptq'"),
+        ("gptq", {"rotation": "hadamard"}, "field 'rotation' (= 'hadamard') is not supported"),
+        ("awq", {"format": "llm-awq"}, "format is 'llm-awq'; supported is 'gemm' or 'GEMM'"),
+        ("awq", {"desc_act": True}, "desc_act is True; supported is False"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic (= {'+:.*down.*'"),
         ("gptq", {"sym": "yes"}, "sym is 'yes'; supported is True or False"),
         ("compressed", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),

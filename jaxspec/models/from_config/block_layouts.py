@@ -1,0 +1,144 @@
+"""How publishers spell the ``config.json`` of a block head, read into one form.
+
+- z-lab's DFlash (``DFlashDraftModel``): options in ``dflash_config``.
+- DeepSpec's DSpark (``Qwen3DSparkModel``): options at the top level.
+- SpecForge's DSpark (``DSparkDraftModel``): options in ``dflash_config``.
+- vLLM's speculators library: options at the top level, the layers in ``transformer_layer_config``.
+
+An unknown key is an error.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxspec.models.families.family import check_keys
+from jaxspec.models.json import keys as hf_keys
+from jaxspec.models.json.keys import words
+from jaxspec.models.json.values import check_flag, shown
+
+DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
+SPECULATORS = "speculators_model_type"
+SPECULATORS_KINDS = ("dflash", "dspark")
+_SPECULATORS_NAMES = frozenset({DFLASH, FORGE_DSPARK, "DFlashSpeculator", "DSparkSpeculator"})
+# Keys that the layers do not have. ``auto_map`` names code, ``num_anchors`` is for training.
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+_SHARED = words("block_size num_target_layers auto_map draft_vocab_size target_hidden_size")
+_PLACE = words("block_size target_layer_ids mask_token_id")
+_DSPARK = words(
+    """num_anchors enable_confidence_head confidence_head_with_markov markov_rank
+    markov_head_type"""
+)
+# SpecForge's, of the training, and of the number of heads, which has a key of its own.
+_FORGE_UNUSED = words("attention_mode confidence_head_alpha")
+_NOT_CAUSAL: hf_keys.Allowed = MappingProxyType(
+    {"causal": (None, False), "causal_head": (None, False)}
+)
+# Of heads that layers of windows have; windows are refused where layers are read.
+_SPECULATORS_UNUSED = words("sliding_window_non_causal")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """What a block head's ``config.json`` says.
+
+    Attributes:
+      layers: config of its layers.
+      options: ``block_size``, ``mask_token_id`` and what DSpark's heads have, in DeepSpec's words.
+      captured: what the file calls the target's layers that the head reads.
+      counts_from: how many layers have run where the head reads id 0.
+      predicts_next: see BlockConfig.
+    """
+
+    layers: Mapping[str, Any]
+    options: Mapping[str, Any]
+    captured: str
+    counts_from: int
+    predicts_next: bool
+
+
+def says_block(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a block head's, supported or not."""
+    names = raw.get("architectures")
+    named = shown(names) if isinstance(names, list | str) else ""
+    of_speculators = raw.get(SPECULATORS) in SPECULATORS_KINDS
+    return "dflash_config" in raw or "DFlash" in named or "DSpark" in named or of_speculators
+
+
+def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
+    """What a ``config.json`` says. Raises ValueError for a layout that is not supported, and for
+    unknown keys."""
+    if SPECULATORS in raw:
+        return _of_speculators(raw)
+    names = raw.get("architectures")
+    if names == [DSPARK]:
+        own = _SHARED | _PLACE | _DSPARK
+        return BlockLayout(_without(raw, own), raw, "target_layer_ids", 1, predicts_next=True)
+    if names not in ([DFLASH], [FORGE_DSPARK]):
+        raise ValueError(
+            f"architectures {shown(names)} is not a supported block drafter, only {DFLASH}, "
+            f"{DSPARK} and {FORGE_DSPARK}"
+        )
+    dspark = names == [FORGE_DSPARK]
+    nested = raw.get("dflash_config")
+    if not isinstance(nested, dict):
+        raise ValueError(f"dflash_config must be an object, got {shown(nested)}")
+    known = _PLACE | (_DSPARK | _FORGE_UNUSED if dspark else frozenset())
+    projector = (None, "dspark") if dspark else (None, "dflash")
+    fixed = {**_NOT_CAUSAL, "projector_type": projector}
+    check_keys(nested, known, fixed, "dflash_config")
+    top = _without(raw, _SHARED | {"dflash_config", "is_causal"})
+    if raw.get("is_causal") not in (None, False):
+        raise ValueError(f"is_causal = {shown(raw['is_causal'])} is not supported, only False")
+    size = _agreed_size(raw, nested)
+    shared = {key: raw[key] for key in _SHARED & raw.keys()}
+    options = shared | nested | {"block_size": size}
+    return BlockLayout(top, options, "target_layer_ids", 1, predicts_next=dspark)
+
+
+def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
+    where = "a config of the speculators library"
+    if raw[SPECULATORS] not in SPECULATORS_KINDS:
+        raise ValueError(
+            f"{SPECULATORS} {shown(raw[SPECULATORS])} is not a supported block drafter, only "
+            f"{' and '.join(SPECULATORS_KINDS)}"
+        )
+    dspark = raw[SPECULATORS] == "dspark"
+    known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | _SPECULATORS_UNUSED
+    known |= _SHARED | words("architectures transformer_layer_config mask_token_id")
+    known |= (
+        {SPECULATORS}
+        | words("aux_hidden_state_layer_ids sample_from_anchor")
+        | (_DSPARK if dspark else set())
+    )
+    check_keys(raw, known, {"tie_word_embeddings": (None, False)}, where)
+    names, layers = raw.get("architectures") or [], raw.get("transformer_layer_config")
+    if not isinstance(names, list) or not _SPECULATORS_NAMES.issuperset(map(str, names)):
+        raise ValueError(f"architectures {shown(names)} is not a supported block drafter")
+    if not isinstance(layers, dict):
+        raise ValueError(
+            f"{where}: transformer_layer_config must be an object, got {shown(layers)}"
+        )
+    if layers.get("model_type") == "llama":  # its layers are Qwen3's, whatever the target's are
+        layers = layers | {"model_type": "qwen3"}
+    defaults = {"markov_rank": 256, "markov_head_type": "vanilla"} if dspark else {}
+    defaults |= dict.fromkeys(CONFIDENCE, True) if dspark else {}
+    options = {"block_size": 8} | defaults | {k: v for k, v in raw.items() if v is not None}
+    next_ = check_flag("sample_from_anchor", options.get("sample_from_anchor", dspark))
+    return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, predicts_next=next_)
+
+
+def _without(raw: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def _agreed_size(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> Any:
+    """``block_size``, which newer files have in ``dflash_config``. Raises ValueError for two."""
+    sizes = [where["block_size"] for where in (nested, raw) if "block_size" in where]
+    if len(sizes) == 2 and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"block_size is {shown(sizes[0])} inside dflash_config, and {shown(sizes[1])} beside "
+            "it; remove the one that is wrong"
+        )
+    return sizes[0] if sizes else None
