@@ -19,6 +19,7 @@ from jaxspec.checkpoints.safetensors_io import (
 )
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.models.families.windows import FULL, SLIDING
 from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.from_config.model import read_json, to_hf_config
 from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
@@ -298,6 +299,9 @@ def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:
     }
     if attention.qkv_bias != attention.o_bias:
         config["qkv_bias"] = attention.qkv_bias
+    windows = [layer.attention.window for layer in head.config.layers]
+    if any(windows):  # a head's file without layer_types has no windows: see eagle_head.py
+        config["layer_types"] = [SLIDING if window else FULL for window in windows]
     if isinstance(front, Eagle3Front):
         config |= {
             "architectures": ["LlamaForCausalLMEagle3"],

@@ -257,6 +257,14 @@ def test_spellings_that_are_refused(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_all_that_is_wrong_is_named_at_once(heads: dict[str, Path], target: ModelConfig):
+    wrong = {"block_size": 0, "mask_token_id": 999, "target_layer_ids": [7], "markov_rank": -1}
+    raw = read_json(heads["dspark"] / "config.json") | wrong | {"num_attention_heads": 0}
+    with pytest.raises(ValueError) as caught:
+        block_config(raw, target)
+    assert all(name in str(caught.value) for name in (*wrong, "num_attention_heads"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_mesh(kind: str, heads: dict[str, Path], target: ModelConfig):
     mesh, whole = make_mesh(tensor_parallel=2), load_block_head(heads[kind], target, FLOAT32)

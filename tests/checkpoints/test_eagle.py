@@ -135,10 +135,13 @@ def test_round_trip_of_uncommon_heads(eagle3: Path, target: ModelConfig, tmp_pat
         "draft_vocab_size": None,
         "qkv_bias": True,
         "eagle_aux_hidden_state_layer_ids": [3, 8],
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 64,
     }
     directory = changed_copy(eagle3, tmp_path / "in", extra, d2t=None, t2d=None, **weights)
     head = load(directory, target, jnp.bfloat16)
     assert (head.capture, head.token_ids) == ((3, 8), None)
+    assert head.config.layers[0].attention.window == 64
     assert head.embed is not None and head.front.fc.bias is not None
     save_eagle_head(head, tmp_path / "out", target)
     assert_heads_equal(load(tmp_path / "out", target, jnp.bfloat16), head)

@@ -259,11 +259,26 @@ def test_keys_that_transformers_does_not_read_are_named_in_one_warning():
     assert str(warning.message) == expected
 
 
-def test_all_keys_that_transformers_reads_and_jaxspec_does_not_are_named_at_once():
+def test_all_that_is_wrong_with_a_file_is_named_at_once():
     other = {"hidden_act": "relu", "attention_bias": True, "sliding_window": 8, "a": 1}
     with pytest.raises(ValueError) as caught:
         parse_model_config(QWEN2 | {"use_mrope": True} | other)
     assert str(caught.value).startswith("use_mrope = True is not supported, only False; hidden_act")
+    more = {"hidden_size": "64", "rms_norm_eps": 0, "tie_word_embeddings": 1}
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(QWEN2 | more | {"use_mrope": True})
+    assert str(caught.value) == (
+        "use_mrope = True is not supported, only False; hidden_size must be a positive integer, "
+        "got '64'; rms_norm_eps must be a number above 0, got 0; tie_word_embeddings must be true "
+        "or false, got 1"
+    )
+    wrong = {"eos_token_id": 320, "num_key_value_heads": 3, "rope_scaling": {"rope_type": "ntk"}}
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(LLAMA | wrong)
+    first, second, third = str(caught.value).split("; ", 2)
+    assert first == "eos_token_id 320 is no id of a vocabulary of 320 tokens"
+    assert second == "num_attention_heads (4) must be a multiple of num_key_value_heads (3)"
+    assert third.startswith("rope_type 'ntk' is not supported")
     declared = declared_keys("olmo2")
     assert declared is not None and declared["rms_norm_eps"] == 1e-5 and "clip_qkv" not in declared
 

@@ -203,6 +203,16 @@ def test_refused_heads(raw: dict[str, Any], message: str):
     assert "\n" not in str(caught.value)
 
 
+def test_all_that_is_wrong_with_a_head_is_named_at_once():
+    wrong = {"norm_after_fc": True, "use_aux_hidden_state": False, "num_attention_heads": 0}
+    raw = HEAD3 | wrong | {"eagle_config": {"new_feature": 1}, "bias": 3}
+    with pytest.raises(ValueError) as caught:
+        eagle_head_config(raw, TARGET)
+    for part in (*wrong, "new_feature", "bias must be true or false"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_config_that_says_eagle3_over_weights_that_do_not():
     with pytest.raises(ValueError, match="config says EAGLE-3"):
         eagle_head_config(HEAD3, TARGET, "eagle1")

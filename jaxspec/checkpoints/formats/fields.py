@@ -56,9 +56,11 @@ class Fields:
         self._read.update(names)
 
     def check_all_read(self) -> None:
-        """Raises ValueError that names a field which was neither read nor ignored."""
-        for name in self._content.keys() - self._read:
+        """Raises ValueError that names the fields which were neither read nor ignored."""
+        unread = [name for name in self._content if name not in self._read]
+        if unread:
+            named = ", ".join(f"field {shown(n)} (= {shown(self._content[n])})" for n in unread)
             raise ValueError(
-                f"{self._where}: field {shown(name)} (= {shown(self._content[name])}) is not "
-                "supported. Remove it if it does not change what the weights mean"
+                f"{self._where}: {named} is not supported. Remove it if it does not change what "
+                "the weights mean"
             )

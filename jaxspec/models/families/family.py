@@ -19,6 +19,7 @@ from jaxspec.config.rope import LongRopeScaling, RopeConfig
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.declared import declared_keys
 from jaxspec.models.json.values import (
+    Problems,
     check_flag,
     is_integer,
     is_positive_integer,
@@ -74,10 +75,26 @@ class Family:
             known |= self.more_keys(raw)
         fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
         fixed = {key: values for key, values in fixed.items() if key not in known}
-        check_config_keys(raw, hf_keys.COMMON_KEYS | known, fixed, model_type)
-        self._check_code(raw.get("auto_map"))
-        _check_rope_keys(raw)
-        return self.read(self._with_defaults(raw))
+        problems, types = Problems(), Problems()
+        with problems.caught():
+            check_config_keys(raw, hf_keys.COMMON_KEYS | known, fixed, model_type)
+        with problems.caught():
+            self._check_code(raw.get("auto_map"))
+        with problems.caught():
+            _check_rope_keys(raw)
+        hf = self._with_defaults(raw, types)
+        with problems.caught():
+            types.raise_all()
+        if types:  # such values are not read any further
+            problems.raise_all()
+        with problems.caught():
+            stop_token_ids(hf["eos_token_id"], hf["vocab_size"])
+        with problems.caught():
+            check_multiple(hf, "num_attention_heads", "num_key_value_heads")
+        with problems.caught():
+            model = self.read(hf)
+        problems.raise_all()
+        return model
 
     def _inner(self, raw: Keys, inside: str) -> Keys:
         """The keys of the text model. Raises ValueError for keys beside it that matter."""
@@ -110,9 +127,9 @@ class Family:
                 "code computes what the family does"
             )
 
-    def _with_defaults(self, raw: Keys) -> dict[str, Any]:
-        """The keys that are read, the absent ones filled in. Raises ValueError for values of a type
-        that they cannot have."""
+    def _with_defaults(self, raw: Keys, problems: Problems) -> dict[str, Any]:
+        """The keys that are read, the absent ones filled in. ``problems`` gets those of values of a
+        type that they cannot have."""
         defaults = {**hf_keys.COMMON_DEFAULTS, **self.defaults}
         hf = {key: raw.get(key, default) for key, default in defaults.items()}
         flags = (hf_keys.FLAGS - hf_keys.NEVER_NULL) & hf.keys()
@@ -121,14 +138,15 @@ class Family:
             if value is None and (defaults[key] is None or key in hf_keys.OPTIONAL):
                 continue
             if key in hf_keys.SIZES and not is_positive_integer(value):
-                raise ValueError(f"{key} must be a positive integer, got {shown(value)}")
+                problems.add(f"{key} must be a positive integer, got {shown(value)}")
             if key in hf_keys.NUMBERS and not is_positive_number(value):
-                raise ValueError(f"{key} must be a number above 0, got {shown(value)}")
+                problems.add(f"{key} must be a number above 0, got {shown(value)}")
             if key in hf_keys.FLAGS:
-                check_flag(key, value)
-        if hf["num_hidden_layers"] > MOST_LAYERS:
-            count = hf["num_hidden_layers"]
-            raise ValueError(f"num_hidden_layers {count} is more than {MOST_LAYERS}")
+                with problems.caught():
+                    check_flag(key, value)
+        count = hf["num_hidden_layers"]
+        if is_positive_integer(count) and count > MOST_LAYERS:
+            problems.add(f"num_hidden_layers {count} is more than {MOST_LAYERS}")
         return hf
 
 
@@ -187,12 +205,13 @@ def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside:
 
     ``inside`` names the object that has the keys, if it is not the whole file.
     """
-    where = f"{inside}: " if inside else ""
+    where, problems = f"{inside}: " if inside else "", Problems()
     for key, value in raw.items():
         if key in fixed and value not in fixed[key]:
-            raise ValueError(where + _not_supported(key, value, fixed))
+            problems.add(where + _not_supported(key, value, fixed))
         if key not in known and key not in fixed:
-            raise ValueError(where + _unknown(key, value))
+            problems.add(where + _unknown(key, value))
+    problems.raise_all()
 
 
 def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -> ModelConfig:

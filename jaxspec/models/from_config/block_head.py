@@ -17,11 +17,17 @@ from jaxspec.models.from_config.block_layouts import (
     BlockLayout,
     block_layout,
 )
-from jaxspec.models.from_config.head_keys import layer_keys
+from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
 from jaxspec.models.from_config.model import parse_model_config, to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, default_capture
 from jaxspec.models.json.keys import WINDOW_KEYS
-from jaxspec.models.json.values import check_flag, is_integer, is_positive_integer, shown
+from jaxspec.models.json.values import (
+    Problems,
+    check_flag,
+    is_integer,
+    is_positive_integer,
+    shown,
+)
 
 
 def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
@@ -31,32 +37,49 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     """
     layout = block_layout(raw)
     options, next_ = layout.options, layout.predicts_next
-    model = _layers(layout.layers)
-    rank, confidence = _markov_rank(options), _confidence(options)
+    problems = Problems()
+    with problems.caught():
+        check_head_keys(layout.layers)
+    with problems.caught():
+        model = _layers(layout.layers)
+        _check_fit(model, options, target)
+    with problems.caught():
+        rank = _markov_rank(options)
+    with problems.caught():
+        confidence = _confidence(options)
+    with problems.caught():
+        _check_block(options, target, 1 if next_ else 2)
+    with problems.caught():
+        capture = _captured(layout, target)
+    problems.raise_all()
     if not next_ and (rank or confidence):
         raise ValueError(
             "sample_from_anchor = False is not supported for a head with a Markov or a confidence "
             "head, only True"
         )
-    size: Any = options.get("block_size")
-    mask: Any = options.get("mask_token_id")
-    smallest = 1 if next_ else 2
-    if not is_positive_integer(size) or size < smallest:
-        raise ValueError(f"block_size must be an integer from {smallest}, got {shown(size)}")
-    _check_fit(model, options, target)
-    if not is_integer(mask) or not 0 <= mask < target.vocab_size:
-        raise ValueError(
-            f"mask_token_id {shown(mask)} is no id of the target's {target.vocab_size} tokens"
-        )
     return BlockConfig(
         model=model,
-        capture=_captured(layout, target),
-        block_size=size,
-        mask_token=mask,
+        capture=capture,
+        block_size=options["block_size"],
+        mask_token=options["mask_token_id"],
         predicts_next=next_,
         markov_rank=rank,
         confidence=confidence,
     )
+
+
+def _check_block(options: Mapping[str, Any], target: ModelConfig, smallest: int) -> None:
+    """Raise ValueError for a size below ``smallest``, and a mask that is no token."""
+    problems = Problems()
+    size: Any = options.get("block_size")
+    mask: Any = options.get("mask_token_id")
+    if not is_positive_integer(size) or size < smallest:
+        problems.add(f"block_size must be an integer from {smallest}, got {shown(size)}")
+    if not is_integer(mask) or not 0 <= mask < target.vocab_size:
+        problems.add(
+            f"mask_token_id {shown(mask)} is no id of the target's {target.vocab_size} tokens"
+        )
+    problems.raise_all()
 
 
 def _layers(raw: Mapping[str, Any]) -> ModelConfig:

@@ -13,11 +13,11 @@ from typing import Any
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import check_keys
 from jaxspec.models.families.windows import windows_by_kind
-from jaxspec.models.from_config.head_keys import layer_keys
+from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.json import keys as hf_keys
-from jaxspec.models.json.values import check_flag, is_integer, is_positive_integer, shown
+from jaxspec.models.json.values import Problems, check_flag, is_integer, is_positive_integer, shown
 
 
 def says_eagle3(raw: Mapping[str, Any]) -> bool:
@@ -68,11 +68,20 @@ def eagle_head_config(
     nested = extra.pop("eagle_config", None) or {}
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config must be an object, got {shown(nested)}")
-    check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES)
-    nested_fixed = hf_keys.EAGLE_CONFIG_FIXED_VALUES
-    check_keys(nested, hf_keys.NESTED_HEAD_KEYS, nested_fixed, "eagle_config")
-    _check_sizes(extra, nested)
-    model, bias = _head_model(raw), extra.get("qkv_bias")
+    problems, own = Problems(), hf_keys.NESTED_HEAD_KEYS
+    with problems.caught():
+        check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES)
+    with problems.caught():
+        check_keys(nested, own, hf_keys.EAGLE_CONFIG_FIXED_VALUES, "eagle_config")
+    with problems.caught():
+        _check_sizes(extra, nested)
+    layers = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
+    with problems.caught():
+        check_head_keys(layers)
+    with problems.caught():
+        model = _head_model(layers)
+    problems.raise_all()
+    bias = extra.get("qkv_bias")
     if bias is not None:
         model = model.map_layers(lambda layer: with_qkv_bias(layer, bias))
     if speculators and raw.get("model_type") == "qwen3":
@@ -178,8 +187,7 @@ def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
 
     ``layer_types`` are the head's if they are as many as its layers.
     """
-    own = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
-    llama = {"model_type": "llama", **layer_keys(own), "eos_token_id": None}
+    llama = {"model_type": "llama", **layer_keys(raw), "eos_token_id": None}
     model = parse_model_config(llama)
     types, window = raw.get("layer_types"), raw.get("sliding_window")
     if not isinstance(types, list) or len(types) != model.num_layers:

@@ -10,13 +10,8 @@ from jaxspec.models.json.declared import declared_keys
 
 
 def layer_keys(raw: Mapping[str, Any], more: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """What a head's layers have, and ``more``, of the keys that remain when those which only heads
-    have are taken away. Positions are those of a text.
-
-    Other keys of a model, of any family, are left out: they were copied from the target. Raises
-    ValueError for keys that no model has: such a key may be of a head that computes something else.
-    """
-    _check_known(raw)
+    """What a head's layers have, and ``more``. Positions are those of a text. Other keys are left
+    out: they were copied from the target."""
     own = {key: raw[key] for key in raw.keys() & (hf_keys.HEAD_LAYER_KEYS | more)}
     for key in own.keys() & {"rope_scaling", "rope_parameters"}:
         own[key] = _of_text(own[key])
@@ -32,7 +27,12 @@ def _of_text(rope: Any) -> Any:
     return kept | kinds
 
 
-def _check_known(raw: Mapping[str, Any]) -> None:
+def check_head_keys(raw: Mapping[str, Any]) -> None:
+    """Check the keys that remain when those which only heads have are taken away.
+
+    Keys of a model, of any family, are fine: they were copied from the target. Raises ValueError
+    for others: such a key may be of a head that computes something else.
+    """
     of_models = {key for kind in FAMILIES for key in declared_keys(kind) or ()}
     rest = {key: value for key, value in raw.items() if not hf_keys.is_bookkeeping(key)}
     known = hf_keys.COMMON_KEYS | hf_keys.FIXED_VALUES.keys() | of_models
