@@ -21,8 +21,6 @@ from jaxspec.checkpoints.draft_bytes import draft_weight_bytes
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.config.model import ModelConfig
 from jaxspec.decoding.drafters import BlockDrafter, MixedDrafter
-from jaxspec.models.from_config.block_head import block_config
-from jaxspec.models.from_config.block_layouts import says_block
 from jaxspec.models.from_config.model import load_model_config, read_json
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.mixers import Attention
@@ -32,16 +30,11 @@ from jaxspec.parallel.bytes import local_bytes
 from jaxspec.quantize.checkpoint import Checkpoint
 from tests.helpers.block_checkpoints import MASK, RANK, published_head
 from tests.helpers.block_heads import KINDS, arrays_equal
-from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer, save_tensors
+from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer
 from tests.helpers.random_models import random_target, tiny_config
 
 FLOAT32 = jnp.dtype("float32")
 CONFIDENCE = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
-FORMAT = {"block_size", "num_target_layers", "dflash_config"}
-OPTIONS = {
-    "block_size", "target_layer_ids", "mask_token_id", "num_anchors", "markov_rank",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
-}  # fmt: skip
 COPIES = {"embed_tokens.weight", "lm_head.weight"}
 CHAIN = SpeculationConfig.chain(5)  # the default one is deeper than the small blocks here
 
@@ -147,122 +140,6 @@ def test_a_confidence_head_may_read_outputs_alone(
     np.testing.assert_allclose(logits, [weight.sum() + bias] * 2, rtol=1e-6)
     save_block_head(head, tmp_path / "out", load_decoder(target_dir, target, FLOAT32))
     assert arrays_equal(load_block_head(tmp_path / "out", target, FLOAT32), head)
-
-
-def of_specforge(config: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpec's config.json of a DSpark head as SpecForge writes it."""
-    moved = OPTIONS - {"block_size"}
-    nested = {key: config[key] for key in moved} | {"confidence_head_alpha": 1.0}
-    nested |= {"attention_mode": "gqa", "projector_type": "dspark"}
-    return {key: value for key, value in config.items() if key not in moved} | {
-        "architectures": ["DSparkDraftModel"],
-        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
-        "dflash_config": nested,
-        "target_hidden_size": None,
-    }
-
-
-def of_speculators(config: dict[str, Any]) -> dict[str, Any]:
-    """The same as vLLM's speculators library writes it."""
-    unnamed = {"target_layer_ids", "num_anchors"}
-    return {key: config[key] for key in OPTIONS - unnamed} | {
-        "architectures": ["DSparkDraftModel"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in config["target_layer_ids"]],
-        "draft_vocab_size": config["vocab_size"],
-        "sample_from_anchor": True,
-        "sliding_window_non_causal": False,
-        "speculators_config": {"algorithm": "dspark", "proposal_methods": []},
-        "speculators_model_type": "dspark",
-        "speculators_version": "0.9.0",
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": {key: config[key] for key in config.keys() - OPTIONS - FORMAT},
-    }
-
-
-def rewritten(directory: Path, to: Path, spell: Any, **tensors: Any) -> Path:
-    """A copy of a head with its config.json in another spelling, without copied tables."""
-    kept = load_file(directory / "model.safetensors") | tensors
-    kept = {name: one for name, one in kept.items() if one is not None and name not in COPIES}
-    return save_tensors(to, kept, spell(read_json(directory / "config.json")))
-
-
-@pytest.mark.parametrize("spell", [of_specforge, of_speculators])
-def test_a_dspark_head_is_the_same_in_every_spelling(
-    spell: Any, heads: dict[str, Path], target: ModelConfig, tmp_path: Path
-):
-    directory = rewritten(heads["dspark"], tmp_path, spell)
-    assert holds_block_head(directory)
-    head = load_block_head(directory, target, FLOAT32)
-    assert arrays_equal(head, load_block_head(heads["dspark"], target, FLOAT32))
-
-
-def test_a_dflash_head_of_the_speculators_library(
-    heads: dict[str, Path], target: ModelConfig, tmp_path: Path
-):
-    own = read_json(heads["dflash"] / "config.json")
-    layers = {key: own[key] for key in own.keys() - {"architectures", "auto_map", *FORMAT}}
-    raw = {
-        "architectures": ["DFlashSpeculator"],
-        "aux_hidden_state_layer_ids": [0, 1],
-        "block_size": own["block_size"],
-        "mask_token_id": MASK,
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": layers | {"model_type": "llama"},
-    }
-    tables = {"d2t": np.zeros(257, np.int64), "t2d": np.ones(257, bool)}
-    directory = rewritten(heads["dflash"], tmp_path / "in", lambda _: raw, **tables)
-    head = load_block_head(directory, target, FLOAT32)
-    assert arrays_equal(head, load_block_head(heads["dflash"], target, FLOAT32))
-    moved = changed_copy(directory, tmp_path / "moved", d2t=np.ones(257, np.int64))
-    with pytest.raises(ValueError, match="d2t says that draft ids are not the target's"):
-        load_block_head(moved, target, FLOAT32)
-
-
-def test_newer_files_have_block_size_among_the_options(
-    heads: dict[str, Path], target: ModelConfig, tmp_path: Path
-):
-    own = read_json(heads["dflash"] / "config.json")
-    nested = own.pop("dflash_config") | {"block_size": own.pop("block_size")}
-    raw = own | {"dflash_config": nested, "draft_vocab_size": 257, "is_causal": False}
-    head = load_block_head(rewritten(heads["dflash"], tmp_path, lambda _: raw), target, FLOAT32)
-    assert arrays_equal(head, load_block_head(heads["dflash"], target, FLOAT32))
-
-
-@pytest.mark.parametrize(
-    ("spell", "fields", "message"),
-    [
-        (of_specforge, {"dflash_config": None}, "dflash_config must be an object, got None"),
-        (of_specforge, {"draft_vocab_size": 200}, "draft_vocab_size 200 of a block drafter is not"),
-        (of_specforge, {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
-        (of_specforge, {"block_size": 5, "dflash_config": {"block_size": 6}},
-         "block_size is 6 inside dflash_config, and 5 beside it"),
-        (of_specforge, {"is_causal": True}, "is_causal = True is not supported, only False"),
-        (of_speculators, {"speculators_model_type": "dflash2"}, "'dflash2' is not a supported"),
-        (of_speculators, {"aux_hidden_state_layer_ids": [1, 2]},
-         "aux_hidden_state_layer_ids must be increasing layers from 0 to 1, got"),
-        (of_speculators, {"sample_from_anchor": False}, "sample_from_anchor = False is not supp"),
-        (of_speculators, {"architectures": ["XPressSpeculator"]}, "is not a supported block dr"),
-        (of_speculators, {"transformer_layer_config": 3}, "config must be an object, got 3"),
-        (of_speculators, {"num_jacobi_passes": 6}, "unknown key 'num_jacobi_passes'"),
-    ],
-)  # fmt: skip
-def test_spellings_that_are_refused(
-    spell: Any, fields: dict[str, Any], message: str, heads: dict[str, Path], target: ModelConfig
-):
-    raw = spell(read_json(heads["dspark"] / "config.json")) | fields
-    assert says_block(raw)
-    with pytest.raises(ValueError) as caught:
-        block_config(raw, target)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_all_that_is_wrong_is_named_at_once(heads: dict[str, Path], target: ModelConfig):
-    wrong = {"block_size": 0, "mask_token_id": 999, "target_layer_ids": [7], "markov_rank": -1}
-    raw = read_json(heads["dspark"] / "config.json") | wrong | {"num_attention_heads": 0}
-    with pytest.raises(ValueError) as caught:
-        block_config(raw, target)
-    assert all(name in str(caught.value) for name in (*wrong, "num_attention_heads"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
