@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec._lazy import LazyModule
 from jaxspec.checkpoints.formats import canonical, named_quantization
+from jaxspec.checkpoints.tensor_names import named
 from jaxspec.models.json.values import naming, one_line, read_json, shown, shown_name
 from jaxspec.models.tensors import CheckpointTensor
 
@@ -20,25 +21,6 @@ gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
 # A dtype that safetensors does not read for NumPy.
 E4M3 = "F8_E4M3"
-
-# Models of text and images: prefixes of the text model's tensors, and what it has alone in their
-# place. The second and third are those of Gemma 3's published files.
-TEXT_MODEL = MappingProxyType(
-    {
-        "model.language_model.": "model.",
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-    }
-)
-# Prefixes of tensors that read images, with and without the whole model's prefix.
-OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
-
-# Prefixes of the tensors of a model without its LM head, as LlamaModel.save_pretrained names them.
-# Some checkpoints have the LM head beside them.
-OF_BARE_MODEL = ("embed_tokens.", "layers.", "norm.")
-LM_HEAD = "lm_head."
-# Every EAGLE head has this projection, no language model does.
-OF_PREFIXED_HEAD = "model.fc."
 
 # Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
 # config.json does not: AutoGPTQ's and AutoAWQ's, with what the file itself implies.
@@ -95,9 +77,8 @@ def open_safetensors(path: Path) -> Any:
 def scan(directory: str | Path) -> dict[str, CheckpointTensor]:
     """All tensors of a checkpoint directory, by name. Only the file headers are read.
 
-    Of a model of text and images those of the text model, named as if it were alone. Names without
-    the prefix ``model.``, as of a model without its LM head, have it; those of a draft head lack
-    it. Of a folder that was made for a GGUF file, the tensors of that.
+    They have the names of the model's layers (see tensor_names). Of a folder that was made for a
+    GGUF file, the tensors of that.
 
     Raises ValueError for files that are missing, broken, or do not belong together.
     """
@@ -112,17 +93,8 @@ def scan(directory: str | Path) -> dict[str, CheckpointTensor]:
                     "that is not of this checkpoint"
                 )
             stored[tensor.name] = tensor
-    if _is_bare(stored):
-        return {
-            name if name.startswith(LM_HEAD) else f"model.{name}": tensor
-            for name, tensor in stored.items()
-        }
-    if any(name.startswith(OF_PREFIXED_HEAD) for name in stored):
-        return {name.removeprefix("model."): tensor for name, tensor in stored.items()}
-    if not any(name.startswith(tuple(TEXT_MODEL)) for name in stored):
-        return stored
-    of_text = (name for name in stored if not name.removeprefix("model.").startswith(OF_IMAGES))
-    return {_alone(name): stored[name] for name in of_text}
+    path = Path(directory) / "config.json"
+    return named(stored, read_json(path) if path.exists() else {}, directory)
 
 
 def _tensors_of(path: Path) -> list[StoredTensor]:
@@ -133,20 +105,6 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
             StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
             for name, part in slices
         ]
-
-
-def _is_bare(names: Collection[str]) -> bool:
-    """Whether a model's tensors lack the prefix ``model.``. Draft heads have others beside them."""
-    whole = "embed_tokens.weight" in names and "norm.weight" in names
-    return whole and all(name.startswith((*OF_BARE_MODEL, LM_HEAD)) for name in names)
-
-
-def _alone(name: str) -> str:
-    """The name of a text model's tensor, as if it were alone."""
-    for prefix, alone in TEXT_MODEL.items():
-        if name.startswith(prefix):
-            return alone + name.removeprefix(prefix)
-    return name
 
 
 def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:

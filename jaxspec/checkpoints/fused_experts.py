@@ -1,7 +1,7 @@
 """Tensors that hold a projection of all experts, read as if each expert had its own.
 
 ``<block>.experts.gate_up_proj`` and ``down_proj`` become ``<block>.experts.<i>.gate_proj.weight``
-and so on, as most checkpoints have them.
+and so on, as most checkpoints have them. A router's correction [1, E] becomes [E].
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.tensors import CheckpointTensor
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?")
+CORRECTION = ".e_score_correction_bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,31 +68,75 @@ class OfExpert:
         return block[:: self.step][: stop - start]
 
 
+@dataclasses.dataclass(frozen=True)
+class OneRow:
+    """The row of a tensor [1, N], as a vector [N]."""
+
+    whole: CheckpointTensor
+
+    @property
+    def file(self) -> Path:
+        return self.whole.file
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[1:]
+
+    def read(self, *index: slice) -> np.ndarray:
+        return self.whole.read(slice(0, 1), *index)[0]
+
+
 def unfused(
     stored: Mapping[str, CheckpointTensor], config: ModelConfig
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint, those of all experts replaced by one for each."""
     experts = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)]
-    fused: Fused | None = next((mlp.fused for mlp in experts), None)
     tensors = dict(stored)
+    if not experts:
+        return tensors
+    layout = _layout(stored, experts[0], config.hidden_size)
     for name, tensor in stored.items():
-        match = FUSED.fullmatch(name) if fused else None
-        if fused and match and len(tensor.shape) == (2 if match["bias"] else 3):
+        match = FUSED.fullmatch(name) if layout else None
+        if layout and match and len(tensor.shape) == (2 if match["bias"] else 3):
             del tensors[name]
             suffix = "bias" if match["bias"] else "weight"
             for expert in range(tensor.shape[0]):
-                for projection, part in _parts(tensor, match["kind"], expert, fused).items():
+                for projection, part in _parts(tensor, match["kind"], expert, layout).items():
                     tensors[f"{match['experts']}.{expert}.{projection}.{suffix}"] = part
+        elif name.endswith(CORRECTION) and len(tensor.shape) == 2 and tensor.shape[0] == 1:
+            tensors[name] = OneRow(tensor)
     return tensors
+
+
+def _layout(
+    stored: Mapping[str, CheckpointTensor], mlp: ExpertsConfig, hidden_size: int
+) -> Fused | None:
+    """How a checkpoint has its experts. Files of ``halves`` are published as that, and written by
+    transformers 5 as ``stacked``: shapes differ in one of the projections at least."""
+    if mlp.fused != "halves":
+        return mlp.fused
+    size = mlp.intermediate_size
+    halves = {"gate_up_proj": (hidden_size, 2 * size), "down_proj": (size, hidden_size)}
+    matches = ((FUSED.fullmatch(name), tensor.shape[1:]) for name, tensor in stored.items())
+    agree = all(shape == halves[match["kind"]] for match, shape in matches if match)
+    return "halves" if agree else "stacked"
 
 
 def _parts(tensor: CheckpointTensor, kind: str, expert: int, fused: Fused) -> dict[str, OfExpert]:
     """The projections of an expert in a tensor, by name."""
-    interleaved = fused == "interleaved"
-    total = tensor.shape[-1 if interleaved else 1]
+    interleaved, inputs_first = fused == "interleaved", fused != "stacked"
+    total = tensor.shape[-1 if inputs_first else 1]
 
     def part(first: int, step: int, size: int) -> OfExpert:
-        return OfExpert(tensor, expert, first, step, size, interleaved)
+        return OfExpert(tensor, expert, first, step, size, inputs_first)
 
     if kind == "down_proj":
         return {kind: part(0, 1, total)}

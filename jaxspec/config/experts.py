@@ -11,8 +11,9 @@ Scores = Literal["softmax", "sigmoid", "chosen"]
 
 
 # How checkpoints store a projection of all experts as one tensor. stacked: [E, out, in], the up
-# projection after the gate. interleaved: [E, in, out], gate and up by turns (gpt-oss).
-Fused = Literal["stacked", "interleaved"]
+# projection after the gate. interleaved: [E, in, out], gate and up by turns (gpt-oss). halves: [E,
+# in, out], the up projection after the gate, or as stacked where the shapes say so (Qwen3-VL).
+Fused = Literal["stacked", "interleaved", "halves"]
 
 
 @dataclasses.dataclass(frozen=True)

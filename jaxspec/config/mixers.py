@@ -20,6 +20,8 @@ class AttentionConfig:
       fused: checkpoints have the three projections in one tensor, ``qkv_proj``.
       gated: what a head attends to is multiplied by a sigmoid of the token, entry by entry. In
         checkpoints ``q_proj`` has each head's query, then its gate.
+      interleaved: in checkpoints entries 2 i and 2 i + 1 of a head are rotated as a pair. When they
+        are read, they become i and i + D / 2.
     """
 
     num_heads: int
@@ -35,6 +37,7 @@ class AttentionConfig:
     sinks: bool = False
     fused: bool = False
     gated: bool = False
+    interleaved: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
@@ -46,6 +49,8 @@ class AttentionConfig:
             raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
         if self.gated and (self.fused or self.whole_qk_norm):
             raise ValueError("gated attention has projections and norms of each head by itself")
+        if self.interleaved and (self.qk_norm or self.gated or self.rope.rotary_dim is not None):
+            raise ValueError("interleaved attention has whole heads rotated, and no norms or gates")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

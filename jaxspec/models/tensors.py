@@ -171,13 +171,15 @@ class GroupedHeads:
 
     R = Q / G + 2: the query heads of a KV head, then its key, then its value. ``value`` None: there
     are no values, and R is Q / G + 1. ``repeats``: number of neighbouring groups that share one of
-    the checkpoint's KV heads.
+    the checkpoint's KV heads. ``pairs``: the checkpoint rotates entries 2 i and 2 i + 1 of a head
+    together, which are ours i and i + D / 2; so it has the entries of queries and keys by turns.
     """
 
     query: str
     key: str
     value: str | None
     repeats: int = 1
+    pairs: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,13 +196,16 @@ class GroupedHeads:
             groups, per_group, head_dim = rows.shape[:3]
             first, heads = start[-3], per_group - len(self._shared)
             queries = Piece(
-                f"{self.query}.{kind}", rows[:, :heads], first * heads * head_dim, column
+                f"{self.query}.{kind}",
+                self._ordered(self.query, rows[:, :heads], 2),
+                first * heads * head_dim,
+                column,
             )
             step = groups if self.repeats == 1 else 1
             return [queries] + [
                 Piece(
                     f"{name}.{kind}",
-                    rows[i : i + step, member],
+                    self._ordered(name, rows[i : i + step, member], 1),
                     (first + i) // self.repeats * head_dim,
                     column,
                 )
@@ -215,11 +220,24 @@ class GroupedHeads:
 
         def heads(name: str, members: int) -> Array:
             weight = tensors[f"{name}.{kind}"].T
-            weight = weight.reshape(*weight.shape[:-1], -1, members, head_dim)
+            if self._by_turns(name):
+                halves = weight.reshape(*weight.shape[:-1], -1, head_dim // 2, 2)
+                weight = jnp.swapaxes(halves, -1, -2)
+            weight = weight.reshape(*weight.shape[: len(shape) - 3], -1, members, head_dim)
             return jnp.repeat(weight, groups // weight.shape[-3], axis=-3)
 
         queries = heads(self.query, per_group - len(self._shared))
         return jnp.concatenate([queries, *(heads(name, 1) for name in self._shared)], axis=-2)
+
+    def _by_turns(self, name: str) -> bool:
+        return self.pairs and name != self.value
+
+    def _ordered(self, name: str, view: np.ndarray, axis: int) -> np.ndarray:
+        """The view with the entries of heads, which are ``axis``, as the checkpoint has them."""
+        if not self._by_turns(name):
+            return view
+        before, (size, *after) = view.shape[:axis], view.shape[axis:]
+        return np.swapaxes(view.reshape(*before, 2, size // 2, *after), axis, axis + 1)
 
 
 @dataclasses.dataclass(frozen=True)

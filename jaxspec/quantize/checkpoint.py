@@ -66,6 +66,8 @@ class Checkpoint:
         self.raw = read_json(directory / "config.json")
         if says_block(self.raw):
             raise ValueError(f"{directory} is a block drafter, which is not quantized")
+        if "vision_config" in self.raw:
+            raise ValueError(f"{directory} is a model of text and images, which is not quantized")
         self.stored = scan(directory)
         if any(tensor.file.suffix == ".gguf" for tensor in self.stored.values()):
             raise ValueError(

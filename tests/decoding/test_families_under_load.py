@@ -17,12 +17,14 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from tests.decoding import test_exactness_of_experts as test_experts
 from tests.decoding import test_family_exactness, test_hybrid_exactness
-from tests.helpers import mtp_families
+from tests.helpers import alias_checkpoints, mtp_families
 from tests.helpers.engines import seal
 from tests.helpers.random_models import generate, make_drafter, mtp_head, random_prompts
 
 DENSE = tuple(test_family_exactness.CONFIGS)
 EXPERTS = tuple(test_experts.FAMILIES)
+# Layers of other families under other names.
+ALIASES = tuple(alias_checkpoints.VARIANTS)
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
@@ -55,6 +57,8 @@ def target(family: str) -> Decoder:
         return test_family_exactness.target(family)
     if family in EXPERTS:
         return test_experts.target(family)
+    if family in ALIASES:
+        return alias_checkpoints.random_alias(family)
     if family in test_hybrid_exactness.CONFIGS:
         return test_hybrid_exactness.target(family)
     if family == "mimo, windows":
@@ -113,7 +117,8 @@ def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
 # EAGLE-3 reads three hidden states, which every family has, and brings attention of its own: so it
 # applies to all of them.
 CASES = (
-    *((family, "ngram chain") for family in FAMILIES),
+    *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
+    *((family, "eagle3 tree") for family in ALIASES),
     *((family, "ngram tree") for family in ("gemma2", "qwen3_next")),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),

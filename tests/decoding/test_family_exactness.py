@@ -25,6 +25,7 @@ from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
+from tests.helpers import alias_checkpoints
 from tests.helpers.marks import slow
 from tests.helpers.random_models import make_params, random_arrays, random_prompts
 
@@ -61,6 +62,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True} | WINDOW,
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
 }
+# Tensors that other families do not have, on meshes.
+ALIASES = (("ernie4_5", "tp4"), ("ernie4_5_moe", "tp2"), ("minimax_m2", "tp2"), ("exaone4", "pp2"))
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [
     SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index)
@@ -78,11 +81,15 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def raw_config(family: str) -> dict[str, Any]:
+    if family in alias_checkpoints.VARIANTS:
+        return alias_checkpoints.raw_config(family)
     return SMALL | {"model_type": family} | CONFIGS[family]
 
 
 @functools.cache
 def target(family: str) -> Decoder:
+    if family in alias_checkpoints.VARIANTS:
+        return alias_checkpoints.random_alias(family)
     config = parse_model_config(raw_config(family))
     model = random_arrays(decoder_shapes(config, jnp.dtype(jnp.float32)), 0)
     assert model.lm_head is not None
@@ -110,9 +117,9 @@ def plain(family: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        slow(family, mesh)
-        for family in CONFIGS
-        for mesh in MESHES  # on tp4 KV heads are repeated
+        # On tp4 KV heads are repeated.
+        *(slow(family, mesh) for family in CONFIGS for mesh in MESHES),
+        *(slow(family, mesh) for family, mesh in ALIASES),
     ],
 )
 def test_a_checkpoint_on_a_mesh_has_the_same_text(family: str, mesh: str, tmp_path: Path):

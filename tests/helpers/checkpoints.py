@@ -63,7 +63,7 @@ def save_random_model(
     so are buffers that routers add to their scores."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = _class_of(config).from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             is_norm = tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter)
@@ -71,6 +71,13 @@ def save_random_model(
                 tensor.add_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)
+
+
+def _class_of(config: transformers.PretrainedConfig) -> Any:
+    """Of models of text, or of text and images."""
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
 
 
 def save_byte_tokenizer(directory: str | Path) -> None:
@@ -83,9 +90,8 @@ def save_byte_tokenizer(directory: str | Path) -> None:
 def hf_logits(directory: str | Path, tokens: np.ndarray) -> np.ndarray:
     """transformers' float32 logits: int [B, T] -> [B, T, V]."""
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+    kind = _class_of(transformers.AutoConfig.from_pretrained(directory))
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(torch.from_numpy(tokens)).logits.numpy()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 
-from tests.helpers import hybrid_checkpoints, mtp_families
+from tests.helpers import alias_checkpoints, hybrid_checkpoints, mtp_families
 from tests.helpers.checkpoints import TINY, save_random_model
 
 LENGTH = 40  # of the texts that logits are compared for
@@ -179,6 +179,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         DEEPSEEK | {"rope_interleave": False, "first_k_dense_replace": 2},
     ),
     **hybrid_checkpoints.VARIANTS,
+    **alias_checkpoints.VARIANTS,
 }
 
 
@@ -186,6 +187,8 @@ def save_family(directory: Path, name: str, **changes: Any) -> Path:
     """A checkpoint of a variant of two layers, or as many as it needs."""
     if name in hybrid_checkpoints.VARIANTS:
         return hybrid_checkpoints.save_hybrid(directory, name, **changes)
+    if name in alias_checkpoints.VARIANTS:
+        return alias_checkpoints.save_alias(directory, name, **changes)
     kind, own = VARIANTS[name]
     sizes = TINY | {"num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
     return save_random_model(directory, kind(**sizes | own | changes))

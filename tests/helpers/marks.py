@@ -8,6 +8,9 @@ import pytest
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
 
+# What loading warns of tensors that read images: for ``filterwarnings``.
+LEFT_OUT = "ignore:.*tensors are left out"
+
 
 def slow_by_name(
     table: Mapping[str, Sequence[tuple[Any, ...]]], fast: Sequence[tuple[Any, ...]] = ()

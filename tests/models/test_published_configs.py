@@ -21,9 +21,10 @@ from jaxspec.config.rope import (
     YarnRopeScaling,
 )
 from jaxspec.models.families import FAMILIES
+from jaxspec.models.families.family import Family
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.json.declared import declared_keys
-from jaxspec.models.json.keys import AROUND_KEYS, HARMLESS_KEYS, words
+from jaxspec.models.json.keys import AROUND_KEYS, is_bookkeeping, words
 
 CONFIGS = {path.stem: path for path in (Path(__file__).parent / "configs").glob("*.json")}
 KINDS = {
@@ -39,8 +40,24 @@ UNUSED = words(
     mrope_interleaved mrope_section
     _sliding_window_pattern full_attention_interval no_rope_layer_interval
     max_window_layers sliding_window use_sliding_window
-    intermediate_size long_factor original_max_position_embeddings auto_map"""
+    intermediate_size long_factor original_max_position_embeddings auto_map
+    residual_dropout moe_capacity enable_moe_fp32_combine"""
 )
+_SHORTER = words("max_position_embeddings type llama_4_scaling_beta")  # another limit is shorter
+_INDEXER = words("max_position_embeddings index_head_dim index_n_heads")
+# The same of single files.
+UNUSED_IN = {
+    "deepseek-v3.2": _INDEXER,
+    "ernie-4.5-21b-a3b-pt": words("num_nextn_predict_layers"),  # named as no other MTP layers are
+    "glm-5-saved-by-transformers": _INDEXER | {"first_k_dense_replace"},
+    "granite-4.0-micro": words(
+        """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
+        mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
+    ),
+    "minimax-m2": words("use_mtp num_mtp_modules mtp_transformer_layers"),  # not published
+    "ministral-3-8b-instruct": _SHORTER,
+    "mistral-small-4-saved-by-transformers": _SHORTER,
+}
 
 
 class Facts(NamedTuple):
@@ -91,6 +108,27 @@ EXPECTED = {
     "qwen3.5-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
     "qwen3.5-35b-a3b": Facts(40, 248320, 262144, 16, 2, 256, "default", (256, 8), recurrent=30),
     "qwen3.6-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
+    "deepseek-v3.2": Facts(61, 129280, 2048, 128, 1, 192, "yarn", (256, 8)),
+    "dots.llm1.inst": Facts(62, 152064, 32768, 32, 32, 128, "default", (128, 6)),
+    "ernie-4.5-0.3b-pt": Facts(18, 103424, 131072, 16, 2, 128, "default"),
+    "ernie-4.5-21b-a3b-pt": Facts(28, 103424, 131072, 20, 4, 128, "default", (64, 6)),
+    "exaone-4.0-32b": Facts(64, 102400, 131072, 40, 8, 128, "default", windows=48),
+    "glm-4.7-flash": Facts(47, 154880, 202752, 20, 1, 256, "default", (64, 4)),
+    "glm-5-saved-by-transformers": Facts(78, 154880, 2048, 64, 1, 256, "default", (256, 8)),
+    "granite-4.0-micro": Facts(40, 100352, 131072, 40, 8, 64, "default"),
+    "hy3-saved-by-transformers": Facts(80, 120832, 131072, 64, 8, 128, "default", (192, 8)),
+    "kimi-k2-instruct": Facts(61, 163840, 131072, 64, 1, 192, "yarn", (384, 8)),
+    "kimi-k2.5": Facts(61, 163840, 262144, 64, 1, 192, "yarn", (384, 8)),
+    "minimax-m2": Facts(62, 200064, 196608, 48, 8, 128, "default", (256, 8)),
+    "ministral-3-8b-instruct": Facts(34, 131072, 16384, 32, 8, 128, "yarn"),
+    "mistral-small-3.1-24b-instruct": Facts(40, 131072, 131072, 32, 8, 128, "default"),
+    "mistral-small-4-saved-by-transformers": Facts(36, 131072, 8192, 32, 1, 128, "yarn", (128, 4)),
+    "qwen1.5-moe-a2.7b": Facts(24, 151936, 8192, 16, 16, 128, "default", (60, 4)),
+    "qwen2-vl-7b-instruct": Facts(28, 152064, 32768, 28, 4, 128, "default"),
+    "qwen2.5-vl-7b-instruct": Facts(28, 152064, 128000, 28, 4, 128, "default"),
+    "qwen3-vl-2b-instruct": Facts(28, 151936, 262144, 16, 8, 128, "default"),
+    "qwen3-vl-30b-a3b-instruct": Facts(48, 151936, 262144, 32, 4, 128, "default", (128, 8)),
+    "seed-oss-36b-instruct": Facts(64, 155136, 524288, 80, 8, 128, "default"),
     "smollm3-3b": Facts(36, 128256, 65536, 16, 4, 128, "default"),
 }
 
@@ -122,11 +160,10 @@ def facts(config: ModelConfig) -> Facts:
 
 def test_every_file_has_its_facts_and_every_family_a_file():
     assert CONFIGS.keys() == EXPECTED.keys()
-    kinds = {published(name)["model_type"] for name in CONFIGS}
-    assert kinds == FAMILIES.keys() - {
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-    }  # those are inside others
+    raws = [published(name) for name in CONFIGS]
+    of_text = {raw.get("text_config", raw).get("model_type") for raw in raws}
+    kinds = {raw["model_type"] for raw in raws} | of_text
+    assert kinds >= FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -158,13 +195,19 @@ def inside(raw: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
     return raw
 
 
+def read_as(raw: Mapping[str, Any]) -> str:
+    """The model_type of the class that transformers reads a file with."""
+    family = FAMILIES[raw["model_type"]]
+    return (family.class_of if isinstance(family, Family) else None) or raw["model_type"]
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_unknown_field_is_named_wherever_it_stands(name: str):
     raw = published(name)
     for path in places(raw):
         other = changed(raw, (*path, "a_new_field"), 1)
         of_rope = path[-1:] in (("rope_scaling",), ("rope_parameters",))
-        if of_rope or declared_keys(raw["model_type"]) is None:
+        if of_rope or declared_keys(read_as(raw)) is None:
             with pytest.raises(ValueError, match="unknown key 'a_new_field'") as caught:
                 parse_model_config(other)
             assert "\n" not in str(caught.value)
@@ -203,14 +246,14 @@ def test_no_field_is_passed_over(name: str):
     """Another value changes the model or is refused, but for fields known to have no effect."""
     raw = published(name)
     whole = parse_model_config(raw)
-    beside = AROUND_KEYS if "text_config" in raw else frozenset()
+    beside = AROUND_KEYS if "vision_config" in raw else frozenset()
     silent = {
         path[-1]
         for place in places(raw)
         for path in ((*place, key) for key in inside(raw, place))
-        if path[-1] not in HARMLESS_KEYS and not has_effect(raw, whole, path)
+        if not is_bookkeeping(path[-1]) and not has_effect(raw, whole, path)
     }
-    assert silent <= UNUSED | beside
+    assert silent <= UNUSED | beside | UNUSED_IN.get(name, frozenset())
 
 
 @pytest.mark.parametrize(

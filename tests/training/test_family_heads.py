@@ -26,6 +26,7 @@ from jaxspec.training.heads.step import DraftTrainConfig, init_mtp_layer
 from jaxspec.training.online import HeadAdapter
 from tests.helpers.checkpoints import TINY, save_byte_tokenizer, save_random_model
 from tests.helpers.hybrid_checkpoints import save_hybrid, save_with_images
+from tests.helpers.marks import LEFT_OUT
 
 FLOAT32 = jnp.dtype("float32")
 BYTES: dict[str, Any] = {"vocab_size": 257, "mtp_num_hidden_layers": 0}
@@ -147,6 +148,7 @@ def test_a_layer_begins_as_the_last_that_attends(hybrid: Path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.filterwarnings(LEFT_OUT)
 def test_a_layer_for_a_model_of_text_and_images_comes_back(hybrid: Path, tmp_path: Path):
     text = save_hybrid(tmp_path / "text", "qwen3_5_moe_text", **BYTES)
     without_mtp(text / "config.json")

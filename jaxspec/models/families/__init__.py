@@ -7,11 +7,20 @@ ModelConfig describes (see their ``mapped``).
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxspec.models.families import dense, gemma, qwen_hybrid, routed
+from jaxspec.models.families import (
+    dense,
+    dense_aliases,
+    gemma,
+    qwen_hybrid,
+    routed,
+    routed_aliases,
+    text_of_images,
+)
 from jaxspec.models.families.family import Family
+from jaxspec.models.families.with_images import WithImages
 
 # By model_type. A config is written by the first family that describes the model.
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, Family | WithImages] = MappingProxyType(
     {
         "llama": dense.LLAMA,
         "mistral": dense.MISTRAL,
@@ -37,5 +46,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_text": qwen_hybrid.QWEN3_5_TEXT,
         "qwen3_5_moe": qwen_hybrid.QWEN3_5_MOE,
         "qwen3_5_moe_text": qwen_hybrid.QWEN3_5_MOE_TEXT,
+        "seed_oss": dense_aliases.SEED_OSS,
+        "ministral3": dense_aliases.MINISTRAL3,
+        "granitemoehybrid": dense_aliases.GRANITE4,
+        "ernie4_5": dense_aliases.ERNIE4_5,
+        "exaone4": dense_aliases.EXAONE4,
+        "kimi_k2": routed_aliases.KIMI_K2,
+        "glm4_moe_lite": routed_aliases.GLM4_MOE_LITE,
+        "deepseek_v32": routed_aliases.DEEPSEEK_V32,
+        "glm_moe_dsa": routed_aliases.GLM_MOE_DSA,
+        "mistral4": routed_aliases.MISTRAL4,
+        "dots1": routed_aliases.DOTS1,
+        "minimax_m2": routed_aliases.MINIMAX_M2,
+        "hy_v3": routed_aliases.HY_V3,
+        "ernie4_5_moe": routed_aliases.ERNIE4_5_MOE,
+        "qwen2_moe": routed_aliases.QWEN2_MOE,
+        "qwen2_vl": text_of_images.QWEN2_VL,
+        "qwen2_5_vl": text_of_images.QWEN2_5_VL,
+        "qwen3_vl": text_of_images.QWEN3_VL,
+        "qwen3_vl_moe": text_of_images.QWEN3_VL_MOE,
+        "mistral3": text_of_images.MISTRAL3,
+        "kimi_k25": text_of_images.KIMI_K25,
     }
 )

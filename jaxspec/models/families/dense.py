@@ -192,7 +192,7 @@ SMOLLM3 = Family(  # layers that do not rotate (NoPE)
 )
 
 
-def _read_granite(hf: Keys) -> ModelConfig:
+def read_granite(hf: Keys) -> ModelConfig:
     scale = float(hf["attention_multiplier"])
     attention = dataclasses.replace(attention_of(hf, rope_of(hf)), scale=scale)
     residual_scale = float(hf["residual_multiplier"])
@@ -206,7 +206,7 @@ def _read_granite(hf: Keys) -> ModelConfig:
 
 GRANITE = Family(  # dense, with four multipliers
     "GraniteForCausalLM",
-    _read_granite,
+    read_granite,
     keys=words("attention_bias mlp_bias"),
     defaults={
         "embedding_multiplier": 1.0,

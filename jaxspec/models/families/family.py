@@ -47,8 +47,13 @@ class Family:
       fixed: keys that must have one of these values, besides hf_keys.FIXED_VALUES or in place of
         them.
       more_keys: from a config to further keys that have no effect in it.
-      inside: the key of the object that has the model's config, if it is not the whole file: a text
-        model with others beside it, which are not read.
+      rewrite: from the keys of a file, once they are checked, to the same in the words of ``read``.
+      class_of: the model_type whose config class transformers reads such a file with; None: it has
+        one of the family's own.
+      renames: of tensors, whose names differ from those of the layers in the ModelConfig: each is
+        an expression and what it is replaced by, one after the other.
+      left_out: expressions of names of tensors that the model does not need, such as MTP layers
+        that are not read.
       writes: the keys that its written configs have besides those that all families share. None:
         configs of this family are not written.
     """
@@ -59,17 +64,30 @@ class Family:
     defaults: Keys = dataclasses.field(default_factory=dict)
     fixed: hf_keys.Allowed = dataclasses.field(default_factory=dict)
     more_keys: Callable[[Keys], frozenset[str]] | None = None
-    inside: str | None = None
+    rewrite: Callable[[Keys], Keys] = dict
+    class_of: str | None = None
+    renames: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
     writes: frozenset[str] | None = None
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the classes whose files are read: the family's, and that without an LM head."""
+        return self.architecture, self.architecture.replace("ForCausalLM", "Model")
+
+    def text_family(self, raw: Keys) -> "Family":
+        """The family of the text model, which is this one."""
+        return self
+
+    def inside(self, raw: Keys) -> str | None:
+        """The key of the object that has the text model's config. None: it is the whole file."""
+        return None
 
     def model(self, raw: Keys) -> ModelConfig:
         """The ModelConfig of the contents of ``config.json``.
 
         Raises ValueError for a model that the decoder would not compute exactly.
         """
-        model_type = raw["model_type"]
-        if self.inside is not None:
-            raw, model_type = self._inner(raw, self.inside), f"{model_type}_text"
         known = self.keys | (self.defaults.keys() - self.fixed.keys())
         if self.more_keys is not None:
             known |= self.more_keys(raw)
@@ -77,9 +95,12 @@ class Family:
         fixed = {key: values for key, values in fixed.items() if key not in known}
         problems, types = Problems(), Problems()
         with problems.caught():
+            model_type = self.class_of or raw["model_type"]
             check_config_keys(raw, hf_keys.COMMON_KEYS | known, fixed, model_type)
         with problems.caught():
-            self._check_code(raw.get("auto_map"))
+            check_code(raw.get("auto_map"), self.architectures)
+        with problems.caught():
+            raw = self.rewrite(raw)
         with problems.caught():
             _check_rope_keys(raw)
         hf = self._with_defaults(raw, types)
@@ -95,37 +116,6 @@ class Family:
             model = self.read(hf)
         problems.raise_all()
         return model
-
-    def _inner(self, raw: Keys, inside: str) -> Keys:
-        """The keys of the text model. Raises ValueError for keys beside it that matter."""
-        text, tied = raw.get(inside, {}), raw.get("tie_word_embeddings")
-        if not isinstance(text, dict):
-            raise ValueError(f"{inside} must be an object, got {shown(text)}")
-        kind = f"{raw['model_type']}_text"
-        if text.get("model_type", kind) != kind:
-            given = shown(text["model_type"])
-            raise ValueError(f"{inside}: model_type {given} is not supported, only {kind!r}")
-        known = hf_keys.AROUND_KEYS | {inside}
-        check_config_keys(raw, known, hf_keys.FIXED_VALUES, raw["model_type"])
-        if text.get("tie_word_embeddings", tied) != tied and tied is not None:
-            raise ValueError(f"tie_word_embeddings is {shown(tied)}, and not so in {inside}")
-        outer = {key: raw.get(key) for key in ("tie_word_embeddings", "eos_token_id")}
-        return {**text, **{key: value for key, value in outer.items() if value is not None}}
-
-    def _check_code(self, auto_map: Any) -> None:
-        """Code that comes with a checkpoint is not run. Raises ValueError if it is of a class that
-        is not the family's own, which may compute something else."""
-        if auto_map is None:
-            return
-        if not isinstance(auto_map, dict):
-            raise ValueError(f"auto_map must be an object, got {shown(auto_map)}")
-        name = auto_map.get("AutoModelForCausalLM")
-        if name is not None and str(name).rpartition(".")[2] != self.architecture:
-            raise ValueError(
-                f"auto_map: AutoModelForCausalLM = {shown(name)} is not supported, only a class "
-                f"{self.architecture}: code of a checkpoint is not run. Remove auto_map if that "
-                "code computes what the family does"
-            )
 
     def _with_defaults(self, raw: Keys, problems: Problems) -> dict[str, Any]:
         """The keys that are read, the absent ones filled in. ``problems`` gets those of values of a
@@ -148,6 +138,37 @@ class Family:
         if is_positive_integer(count) and count > MOST_LAYERS:
             problems.add(f"num_hidden_layers {count} is more than {MOST_LAYERS}")
         return hf
+
+
+def sizes(
+    vocab: int, hidden: int, units: int, layers: int, heads: int, kv_heads: int, positions: int
+) -> dict[str, Any]:
+    """Defaults of the keys that say how large a model is."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": units,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+    }
+
+
+def check_code(auto_map: Any, architectures: tuple[str, ...]) -> None:
+    """Code that comes with a checkpoint is not run. Raises ValueError if it is of a class that is
+    none of ``architectures``, which may compute something else."""
+    if auto_map is None:
+        return
+    if not isinstance(auto_map, dict):
+        raise ValueError(f"auto_map must be an object, got {shown(auto_map)}")
+    name = auto_map.get("AutoModelForCausalLM")
+    if name is not None and str(name).rpartition(".")[2] not in architectures:
+        raise ValueError(
+            f"auto_map: AutoModelForCausalLM = {shown(name)} is not supported, only a class "
+            f"{architectures[0]}: code of a checkpoint is not run. Remove auto_map if that "
+            "code computes what the family does"
+        )
 
 
 def _check_rope_keys(raw: Keys) -> None:

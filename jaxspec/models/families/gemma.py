@@ -22,6 +22,7 @@ from jaxspec.models.families.family import (
 )
 from jaxspec.models.families.rope import rope_from, rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, windows_of_most
+from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import shown
 
@@ -149,6 +150,4 @@ GEMMA3 = Family(
     fixed={**GEMMA2.fixed, _CAP: (None,)},  # transformers reads it and does not cap the scores
 )
 # The text model of one of text and images. Its text attends causally; only images do not.
-GEMMA3_IMAGES = dataclasses.replace(
-    GEMMA3, architecture="Gemma3ForConditionalGeneration", inside="text_config"
-)
+GEMMA3_IMAGES = WithImages("Gemma3ForConditionalGeneration", {"gemma3_text": GEMMA3})

@@ -7,7 +7,6 @@ positions, of time, height and width. In a text they are equal, so it is plain r
 import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, Fused, RoutingConfig
 from jaxspec.config.mixers import GatedDeltaConfig
@@ -23,15 +22,14 @@ from jaxspec.models.families.family import (
     model_of,
     mtp_of,
 )
-from jaxspec.models.families.rope import rope_of
+from jaxspec.models.families.rope import rope_of, without_image_positions
 from jaxspec.models.families.routed import every_few
 from jaxspec.models.families.windows import FULL
+from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import shown
 
 LINEAR = "linear_attention"
-# Rope parameters of positions in images.
-_OF_IMAGES = words("mrope_section mrope_interleaved")
 
 _Mlp = DenseConfig | ExpertsConfig
 
@@ -41,7 +39,7 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
 
     Raises ValueError for kinds of layers, or numbers of MTP layers, that do not fit.
     """
-    plain = attention_of(hf, rope_of(_of_text(hf)))
+    plain = attention_of(hf, rope_of(hf))
     attention = dataclasses.replace(plain, qk_norm=True, gated=True)
     check_multiple(hf, "linear_num_value_heads", "linear_num_key_heads")
     recurrence = GatedDeltaConfig(
@@ -63,17 +61,6 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
             count = hf["mtp_num_hidden_layers"]
             raise ValueError(f"{other} is {shown(hf[other])}, and mtp_num_hidden_layers {count}")
     return dataclasses.replace(model, mtp=mtp)
-
-
-def _of_text(hf: Keys) -> Keys:
-    """The same, without rope parameters that do not change a text."""
-
-    def rest(given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if key not in _OF_IMAGES}
-
-    return {**hf, **{key: rest(hf[key]) for key in ("rope_parameters", "rope_scaling")}}
 
 
 def _kinds(hf: Keys) -> list[str]:
@@ -180,6 +167,7 @@ QWEN3_5_TEXT = Family(
         "num_key_value_heads": 4,
     },
     fixed=_FIXED_MLPS,
+    rewrite=without_image_positions,
 )
 QWEN3_5_MOE_TEXT = Family(
     "Qwen3_5MoeForCausalLM",
@@ -196,11 +184,10 @@ QWEN3_5_MOE_TEXT = Family(
         "num_experts_per_tok": 8,
     },
     fixed=_FIXED_MLPS,
+    rewrite=without_image_positions,
 )
 # Models of text and images, of which the text model is read.
-QWEN3_5 = dataclasses.replace(
-    QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", inside="text_config"
-)
-QWEN3_5_MOE = dataclasses.replace(
-    QWEN3_5_MOE_TEXT, architecture="Qwen3_5MoeForConditionalGeneration", inside="text_config"
+QWEN3_5 = WithImages("Qwen3_5ForConditionalGeneration", {"qwen3_5_text": QWEN3_5_TEXT})
+QWEN3_5_MOE = WithImages(
+    "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": QWEN3_5_MOE_TEXT}
 )

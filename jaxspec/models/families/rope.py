@@ -24,9 +24,18 @@ from jaxspec.config.rope import (
 )
 from jaxspec.models.families.family import Keys, check_keys, head_dim
 from jaxspec.models.json import keys as hf_keys
-from jaxspec.models.json.values import check_flag, is_positive_number, shown
+from jaxspec.models.json.values import (
+    check_flag,
+    is_positive_integer,
+    is_positive_number,
+    shown,
+)
 
 PARTIAL, ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
+BETA, POSITIONS = "llama_4_scaling_beta", "max_position_embeddings"
+PARAMETERS = ("rope_parameters", "rope_scaling")
+# Parameters of positions in images.
+OF_IMAGES = hf_keys.words("mrope_section mrope_interleaved")
 # For each rope_type: the parameters it must have, and those that it may have.
 NEEDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -76,6 +85,51 @@ def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) ->
     return RopeConfig(
         width, float(parameters["rope_theta"]), scaling, _rotary_dim(parameters, width)
     )
+
+
+def without_image_positions(raw: Keys) -> Keys:
+    """The same without what rotates by three positions, of time, height and width (``mrope``). In a
+    text they are equal, so it is plain rotation."""
+
+    def rest(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kinds = {key: "default" for key in ("rope_type", "type") if given.get(key) == "mrope"}
+        others = {key: value for key, value in given.items() if key not in OF_IMAGES}
+        return others | kinds
+
+    return {**raw, **{key: rest(raw[key]) for key in PARAMETERS if key in raw}}
+
+
+def before_scaled_queries(raw: Keys, *, factor: float, original: int, theta: float) -> Keys:
+    """The keys of a model that multiplies queries by a factor of their position, from the original
+    length of its yarn on (``llama_4_scaling_beta``), as a model of that length: there the factor is
+    1. ``factor``, ``original``, ``theta``: of yarn, where the file has no rope parameters."""
+    known = {key: raw[key] for key in PARAMETERS if isinstance(raw.get(key), dict)}
+    default = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        ORIGINAL: original,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        BETA: 0.1,
+    }
+    name, given = next(iter(known.items()), (PARAMETERS[0], default))
+    rest = {key: value for key, value in given.items() if key not in (BETA, POSITIONS)}
+    limit: Any = given.get(ORIGINAL)
+    longest: Any = raw.get(POSITIONS)
+    if not given.get(BETA) or not is_positive_integer(limit):
+        return {**raw, name: rest}
+    if is_positive_integer(longest):
+        rest.setdefault("factor", longest / limit)
+    return up_to({**raw, name: rest}, limit)
+
+
+def up_to(raw: Keys, limit: int) -> Keys:
+    """The keys of a model that reads no more than so many positions."""
+    longest = raw.get(POSITIONS, limit)
+    return {**raw, POSITIONS: min(longest, limit) if is_positive_integer(longest) else longest}
 
 
 def without_rope(rope: RopeConfig) -> RopeConfig:

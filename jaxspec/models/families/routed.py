@@ -21,7 +21,7 @@ from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import is_integer, is_positive_integer, shown
 
 
-def _model(
+def with_experts(
     hf: Keys,
     mixer: MixerConfig,
     experts: ExpertsConfig,
@@ -34,12 +34,25 @@ def _model(
     return model_of(hf, [LayerConfig(mixer, mlp) for mlp in mlps])
 
 
-def _after_dense(hf: Keys) -> Callable[[int], bool]:
+def after_dense(hf: Keys) -> Callable[[int], bool]:
     """Which layers have experts where the first ones do not. Raises ValueError for a bad number."""
     first = hf["first_k_dense_replace"]
     if not is_integer(first) or first < 0:
         raise ValueError(f"first_k_dense_replace must be an integer from 0 on, got {shown(first)}")
     return lambda layer: layer >= first
+
+
+def by_kind(hf: Keys) -> Callable[[int], bool]:
+    """Which layers have experts: those that ``mlp_layer_types`` calls sparse, or else all but the
+    first ones. Raises ValueError for what is no list of the model's layers."""
+    kinds, count = hf.get("mlp_layer_types"), hf["num_hidden_layers"]
+    if kinds is None:
+        return after_dense(hf)
+    if not isinstance(kinds, list) or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"mlp_layer_types must be a list of dense and sparse, got {shown(kinds)}")
+    if len(kinds) != count:
+        raise ValueError(f"mlp_layer_types has {len(kinds)} entries for {count} layers")
+    return lambda layer: kinds[layer] == "sparse"
 
 
 def every_few(hf: Keys) -> Callable[[int], bool]:
@@ -54,10 +67,10 @@ def every_few(hf: Keys) -> Callable[[int], bool]:
     return lambda layer: layer not in dense and (layer + 1) % step == 0
 
 
-def _sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
+def sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
     """Experts as DeepSeek-V3 has them; ``num_experts`` if the config does not say how many."""
     routing = RoutingConfig(
-        _under_either_name(hf, "n_routed_experts", "num_local_experts", num_experts),
+        under_either_name(hf, "n_routed_experts", "num_local_experts", num_experts),
         hf["num_experts_per_tok"],
         "sigmoid",
         normalize=hf["norm_topk_prob"],
@@ -70,7 +83,7 @@ def _sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
     return ExpertsConfig(width, routing, shared_size=hf["n_shared_experts"] * width)
 
 
-def _under_either_name(hf: Keys, published: str, saved: str, default: int) -> int:
+def under_either_name(hf: Keys, published: str, saved: str, default: int) -> int:
     """A value that published configs have under one name, and those that transformers 5 saves under
     another. Raises ValueError for two values."""
     given = {hf[name] for name in (published, saved)} - {None}
@@ -83,7 +96,7 @@ def _read_mixtral(hf: Keys) -> ModelConfig:
     routing = RoutingConfig(hf["num_local_experts"], hf["num_experts_per_tok"], normalize=True)
     names = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
     experts = ExpertsConfig(hf["intermediate_size"], routing, names=names)
-    return _model(hf, attention_of(hf, rope_of(hf), window_of(hf)), experts)
+    return with_experts(hf, attention_of(hf, rope_of(hf), window_of(hf)), experts)
 
 
 MIXTRAL = Family(
@@ -106,12 +119,12 @@ def _read_qwen3(hf: Keys) -> ModelConfig:
     # All layers have the window; max_window_layers has no effect, as in transformers.
     plain = attention_of(hf, rope_of(hf), window_of(hf))
     routing = RoutingConfig(
-        _under_either_name(hf, "num_experts", "num_local_experts", 128),
+        under_either_name(hf, "num_experts", "num_local_experts", 128),
         hf["num_experts_per_tok"],
         normalize=hf["norm_topk_prob"],
     )
     experts = ExpertsConfig(hf["moe_intermediate_size"], routing)
-    return _model(hf, dataclasses.replace(plain, qk_norm=True), experts, every_few(hf))
+    return with_experts(hf, dataclasses.replace(plain, qk_norm=True), experts, every_few(hf))
 
 
 QWEN3_MOE = Family(
@@ -139,7 +152,7 @@ QWEN3_MOE = Family(
 )
 
 
-def _read_deepseek(hf: Keys) -> ModelConfig:
+def read_deepseek(hf: Keys) -> ModelConfig:
     """Latent attention, and experts after the first layers."""
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if not is_positive_integer(hf[name]):
@@ -165,12 +178,12 @@ def _read_deepseek(hf: Keys) -> ModelConfig:
         interleaved=hf["rope_interleave"],
         bias=hf["attention_bias"],
     )
-    return _model(hf, mixer, _sigmoid_experts(hf, 256), _after_dense(hf))
+    return with_experts(hf, mixer, sigmoid_experts(hf, 256), by_kind(hf))
 
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
-    _read_deepseek,
+    read_deepseek,
     keys=words("attention_bias ep_size aux_loss_alpha seq_aux"),
     defaults={
         "vocab_size": 129280,
@@ -211,7 +224,7 @@ def _read_glm4(hf: Keys) -> ModelConfig:
     """Experts chosen as DeepSeek-V3's are, grouped KV heads, partial rotary."""
     plain = attention_of(hf, rope_of(hf))
     attention = dataclasses.replace(plain, o_bias=False, qk_norm=hf["use_qk_norm"])
-    return _model(hf, attention, _sigmoid_experts(hf, 128), _after_dense(hf))
+    return with_experts(hf, attention, sigmoid_experts(hf, 128), after_dense(hf))
 
 
 GLM4_MOE = Family(
@@ -257,8 +270,8 @@ def _read_gpt_oss(hf: Keys) -> ModelConfig:
 
 def _gpt_oss_experts(hf: Keys) -> ExpertsConfig:
     routing = RoutingConfig(
-        _under_either_name(hf, "num_local_experts", "num_experts", 128),
-        _under_either_name(hf, "num_experts_per_tok", "experts_per_token", 4),
+        under_either_name(hf, "num_local_experts", "num_experts", 128),
+        under_either_name(hf, "num_experts_per_tok", "experts_per_token", 4),
         "chosen",
         bias=True,
     )

@@ -18,6 +18,7 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
 from jaxspec.models.families.rope import written_rope
 from jaxspec.models.families.windows import FULL, SLIDING
+from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.values import is_integer, naming, read_json, shown
 
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
@@ -104,14 +105,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family_of(raw)
     named = raw.get("architectures") or [family.architecture]
-    without_head = family.architecture.replace("ForCausalLM", "Model")
-    if named not in ([family.architecture], [without_head]):
+    if named not in [[name] for name in family.architectures]:
         raise ValueError(
             f"architectures {shown(named)} is not supported for model_type "
             f"{raw['model_type']!r}; it must be ['{family.architecture}']"
         )
     model = family.model(raw)
-    if named != [family.architecture] and not model.tie_word_embeddings:
+    without_head = "ForCausalLM" in family.architecture and named != [family.architecture]
+    if without_head and not model.tie_word_embeddings:
         raise ValueError(
             f"architectures {shown(named)} is a model without an LM head, and tie_word_embeddings "
             f"is false: it writes no text. Take the checkpoint of {family.architecture}"
@@ -126,16 +127,24 @@ def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> d
     Raises ValueError for a ``model_type`` that is not supported.
     """
     family = _family_of(raw)
-    text = raw if family.inside is None else raw.get(family.inside, {})
-    has_key = "mtp_num_hidden_layers" in family.defaults
+    inside = family.inside(raw)
+    text = raw if inside is None else raw.get(inside, {})
+    has_key = "mtp_num_hidden_layers" in family.text_family(raw).defaults
     key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
     told = {name: value for name, value in text.items() if name not in _MTP_KEYS} | {key: 1}
     if states is not None:
         told["mtp_states"] = states.name
-    return told if family.inside is None else {**raw, family.inside: told}
+    return told if inside is None else {**raw, inside: told}
 
 
-def _family_of(raw: Mapping[str, Any]) -> Family:
+def text_family(raw: Mapping[str, Any]) -> Family | None:
+    """The family of the text model that a ``config.json`` describes; None: it is not supported, or
+    the file is not of a model."""
+    family = FAMILIES.get(str(raw.get("model_type")))
+    return None if family is None else family.text_family(raw)
+
+
+def _family_of(raw: Mapping[str, Any]) -> Family | WithImages:
     """Raises ValueError for a ``model_type`` that is not supported."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -153,7 +162,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     config = dataclasses.replace(config, mtp=None)  # decoders are written without their MTP layers
     common, others = _written_fields(config)
     for model_type, family in FAMILIES.items():
-        if family.writes is None:
+        if not isinstance(family, Family) or family.writes is None:
             continue
         named = {"architectures": [family.architecture], "model_type": model_type}
         hf = named | common | {key: others[key] for key in family.writes}

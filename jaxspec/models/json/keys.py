@@ -97,7 +97,9 @@ def is_bookkeeping(key: str) -> bool:
 AROUND_KEYS = words(
     """architectures model_type tie_word_embeddings vision_config eos_token_id image_token_id
     video_token_id vision_start_token_id vision_end_token_id language_model_only mm_tokens_per_image
-    boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id"""
+    boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id auto_map
+    projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
+    projection_hidden_size projection_layer_norm_eps"""
 )
 
 # Keys that must have one of these values, in families that do not read them.

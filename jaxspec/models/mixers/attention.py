@@ -74,7 +74,7 @@ class Attention(Pytree):
         module, config = f"{prefix}self_attn.", self.config
         repeats = self.qkv.out_shape[0] // config.num_kv_heads
         source: Source = GroupedHeads(
-            f"{module}q_proj", f"{module}k_proj", f"{module}v_proj", repeats
+            f"{module}q_proj", f"{module}k_proj", f"{module}v_proj", repeats, config.interleaved
         )
         if config.fused:
             heads = config.num_heads, config.num_kv_heads, config.num_kv_heads

@@ -1,0 +1,201 @@
+"""Small random checkpoints of families whose layers are those of others under other names.
+
+They are made with transformers.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors.numpy import load_file
+
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.json.values import read_json
+from tests.helpers.checkpoints import TINY, save_random_model, save_tensors
+from tests.helpers.random_experts import random_expert_target
+
+SIZES = TINY | {"num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+SHARED: dict[str, Any] = EXPERTS | {"n_shared_experts": 1, "first_k_dense_replace": 1}
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
+INDEXER = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4, "head_dim": 8}
+# Queries are multiplied from the original length on; no text here is as long.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+QWEN3_VISION = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}
+    return {"rope_parameters": rope}
+
+
+def _with_images(vision: dict[str, Any], *, tied: bool = False, **text: Any) -> dict[str, Any]:
+    return {"text_config": SIZES | text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
+# The class of the config, and what it has other than SIZES; of text and images, all it has.
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 16, "rope_parameters": YARN}),
+    "granite4": (
+        transformers.GraniteMoeHybridConfig,
+        {
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32, "use_bias": True}),
+    "exaone4": (transformers.Exaone4Config, {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "exaone4-no-windows": (
+        transformers.Exaone4Config,
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        LATENT | EXPERTS | {"routed_scaling_factor": 1.8, "q_lora_rank": 16},
+    ),
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        LATENT | SHARED | INDEXER | {"n_group": 1, "topk_group": 1},
+    ),
+    "glm_moe_dsa": (transformers.GlmMoeDsaConfig, LATENT | SHARED | INDEXER),
+    "mistral4": (transformers.Mistral4Config, LATENT | SHARED | {"rope_parameters": YARN}),
+    "dots1": (
+        transformers.Dots1Config,
+        SHARED
+        | {"head_dim": 32, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"sliding_window": 8, "max_window_layers": 1},
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 16},
+    ),
+    "hy_v3": (
+        transformers.HYV3Config,
+        QWEN_EXPERTS | {"head_dim": 32, "num_shared_experts": 1},
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        QWEN_EXPERTS
+        | {"shared_expert_intermediate_size": 96}
+        | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+    "qwen2_vl": (
+        transformers.Qwen2VLConfig,
+        _with_images(VISION | {"embed_dim": 32}, **_mrope(2, 3, 3)),
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLConfig,
+        _with_images(VISION | {"fullatt_block_indexes": [0]}, tied=True, **_mrope(2, 3, 3)),
+    ),
+    "qwen3_vl": (
+        transformers.Qwen3VLConfig,
+        _with_images(QWEN3_VISION, head_dim=32, **_mrope(6, 5, 5)),
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeConfig,
+        _with_images(QWEN3_VISION, head_dim=32, **QWEN_EXPERTS, **_mrope(6, 5, 5)),
+    ),
+    "mistral3": (
+        transformers.Mistral3Config,
+        _with_images(PIXTRAL, model_type="mistral", head_dim=16, sliding_window=None),
+    ),
+    "mistral3-ministral3": (
+        transformers.Mistral3Config,
+        _with_images(
+            PIXTRAL, tied=True, model_type="ministral3", head_dim=16, rope_parameters=YARN
+        ),
+    ),
+    "kimi_k25": (
+        transformers.Kimi_K25Config,
+        _with_images(
+            {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32}
+            | {"intermediate_size": 32},
+            model_type="deepseek_v3",
+            **LATENT,
+            **SHARED,
+            n_group=1,
+            topk_group=1,
+        ),
+    ),
+}
+
+
+def raw_config(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a variant, with an LM head of its own, and whose texts do not end."""
+    kind, own = copy.deepcopy(VARIANTS[name])  # transformers changes what it is given
+    given = own if "text_config" in own else SIZES | own
+    raw = kind(**given | {"tie_word_embeddings": False}).to_dict()
+    for keys in (raw, raw.get("text_config", {})):
+        keys.pop("eos_token_id", None)
+    absent = [key for key, value in raw.items() if value is None]
+    return {key: value for key, value in raw.items() if key not in absent} | {"eos_token_id": None}
+
+
+def random_alias(name: str) -> Decoder:
+    """Nearly a bigram model with the layers of a variant (see random_target)."""
+    return random_expert_target(parse_model_config(raw_config(name)))
+
+
+def save_alias(directory: Path, name: str, **changes: Any) -> Path:
+    """A checkpoint of a variant, with the names of tensors that published ones have."""
+    kind, own = copy.deepcopy(VARIANTS[name])  # transformers changes what it is given
+    given = own if "text_config" in own else SIZES | own
+    save_random_model(directory, kind(**given | changes))
+    if name != "kimi_k25":
+        return directory
+    tensors = {  # transformers 5.24 writes other names than it reads
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): value
+        for name, value in load_file(directory / "model.safetensors").items()
+    }
+    return save_tensors(directory, tensors, read_json(directory / "config.json"))

@@ -1,0 +1,148 @@
+"""Families whose layers are those of others: what is rewritten in their files, and what is refused.
+
+test_parity.py compares their logits with those of transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.safetensors_io import save_tree
+from jaxspec.models.decoder import decoder_shapes
+from jaxspec.models.from_config.model import load_model_config, parse_model_config
+from jaxspec.models.json.values import read_json
+from jaxspec.models.tensors import joining, splitting
+from jaxspec.quantize.checkpoint import Checkpoint
+from tests.helpers.alias_checkpoints import raw_config
+from tests.helpers.checkpoints import changed_copy
+from tests.helpers.marks import LEFT_OUT
+from tests.helpers.parity import load
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert all(map(np.array_equal, jax.tree.leaves(ours), jax.tree.leaves(theirs)))
+
+
+@pytest.mark.filterwarnings(LEFT_OUT)
+def test_fused_experts_are_read_in_both_orders(checkpoint, tmp_path: Path):
+    """As Qwen3-VL is published, and as transformers 5 writes it: told by the shapes."""
+    directory, _, _ = checkpoint("qwen3_vl_moe")
+    tensors = load_file(directory / "model.safetensors")
+    fused = {name: x for name, x in tensors.items() if x.ndim == 3 and ".experts." in name}
+    assert len(fused) == 4
+    turned: dict[str, Any] = {
+        name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in fused.items()
+    }
+    assert_same(load(changed_copy(directory, tmp_path, **turned)), load(directory))
+
+
+def test_old_files_have_the_keys_of_the_text_model_beside_the_others(checkpoint, tmp_path: Path):
+    directory, _, _ = checkpoint("qwen2_5_vl")
+    raw = read_json(directory / "config.json")
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "use_sliding_window": False}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (tmp_path / "config.json").write_text(json.dumps(text | raw))
+    assert load_model_config(tmp_path) == load_model_config(directory)
+
+
+def test_one_warning_names_what_is_left_out(checkpoint):
+    directory, _, _ = checkpoint("qwen2_5_vl")
+    with pytest.warns(UserWarning) as caught:
+        names = scan(directory)
+    assert all(name.startswith("model.") for name in names)  # the LM head is tied
+    [warning] = caught
+    assert str(warning.message).endswith("left out, as texts are written without them: visual.*")
+
+
+def test_models_of_text_and_images_are_not_quantized(checkpoint):
+    with pytest.raises(ValueError, match="is a model of text and images, which is not quantized"):
+        Checkpoint(checkpoint("qwen2_5_vl")[0])
+
+
+def test_a_correction_that_is_missing_is_named(checkpoint, tmp_path: Path):
+    """It is not taken for zeros."""
+    name = "model.layers.1.block_sparse_moe.e_score_correction_bias"
+    changed_copy(checkpoint("minimax_m2")[0], tmp_path, **{name: None})
+    with pytest.raises(ValueError, match=r"gate\.e_score_correction_bias is missing"):
+        load(tmp_path)
+
+
+def test_two_names_of_one_tensor_are_refused(checkpoint, tmp_path: Path):
+    name = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
+    second: dict[str, Any] = {name: np.zeros(8, np.float32)}
+    changed_copy(checkpoint("minimax_m2")[0], tmp_path, **second)
+    with pytest.raises(ValueError, match="which are names of one tensor: remove the one that"):
+        load(tmp_path)
+
+
+def test_interleaved_heads_are_written_as_they_were_read(checkpoint, tmp_path: Path):
+    """By splits, and joined on a device; with biases."""
+    directory, _, _ = checkpoint("ernie4_5")
+    model, tensors = load(directory), load_file(directory / "model.safetensors")
+    save_tree(tmp_path, model, model.mapped(splitting()), read_json(directory / "config.json"))
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(np.array_equal(written[name], tensor) for name, tensor in tensors.items())
+    shapes = decoder_shapes(model.config, jnp.dtype(jnp.float32))
+    joined = shapes.mapped(joining({name: jnp.asarray(x) for name, x in tensors.items()}))
+    assert_same(joined, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("ministral3", 128), ("mistral4", 128), ("deepseek_v32", 64), ("glm_moe_dsa", 64)],
+)
+def test_longer_texts_are_not_read_where_layers_would_differ(name: str, limit: int):
+    """There queries are multiplied, or only some positions are attended to."""
+    raw = raw_config(name)
+    assert raw["max_position_embeddings"] == 512
+    assert parse_model_config(raw).max_position == limit
+
+
+def test_ministral_without_the_factor_of_queries_has_its_whole_length():
+    raw = raw_config("ministral3")
+    raw["rope_parameters"]["llama_4_scaling_beta"] = 0
+    assert parse_model_config(raw).max_position == 512
+
+
+def test_a_pattern_of_letters_says_which_layers_have_windows():
+    raw = raw_config("exaone4") | {"num_hidden_layers": 8, "sliding_window_pattern": "LLLG"}
+    del raw["layer_types"]
+    windows = [layer.attention.window for layer in parse_model_config(raw).layers]
+    assert windows == [7, 7, 7, None] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("granite4", {"layer_types": ["mamba"] * 2}, "layers with Mamba are not read"),
+        ("granite4", {"num_local_experts": 4}, "num_local_experts must be 0"),
+        ("granite4", {"position_embedding_type": "nope"}, "position_embedding_type 'nope' is not"),
+        ("granite4", {"normalization_function": "layernorm"}, "normalization_function = 'layern"),
+        ("exaone4", {"sliding_window_pattern": "LGLG"}, "sliding_window_pattern 'LGLG' is not"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported"),
+        ("ernie4_5_moe", {"moe_layer_end_index": "x"}, "moe_layer_end_index must be an integer"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list = [1, 0] is not supported"),
+        ("minimax_m2", {"rotary_dim": 0}, "rotary_dim must be a positive integer, got 0"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries for 2 layers"),
+        ("hy_v3", {"mlp_layer_types": "sparse"}, "mlp_layer_types must be a list of dense and sp"),
+        ("deepseek_v32", {"index_topk": None}, "index_topk must be a positive integer, got None"),
+        ("qwen3_vl", {"text_config": {"model_type": "qwen3"}}, "text_config: model_type 'qwen3'"),
+        ("mistral3", {"text_config": {"model_type": "llama"}}, "only 'mistral' or 'ministral3' or"),
+        ("kimi_k25", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, "'a.B' is not supported, only"),
+    ],
+)
+def test_what_is_not_supported_is_named(name: str, change: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(raw_config(name) | change)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
