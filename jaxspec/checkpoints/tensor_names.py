@@ -62,7 +62,7 @@ def named(
     with naming(str(directory)):
         family = text_family(config)
     if family is not None:
-        prefixed = _in_words_of_layers(prefixed, family)
+        prefixed = _in_words_of_layers(prefixed, family, config.get("num_hidden_layers"))
     _warn_of_others(stored, prefixed, directory)
     tensors: dict[str, CheckpointTensor] = {}
     for name, new in prefixed.items():
@@ -97,9 +97,12 @@ def _alone(name: str) -> str:
     return name
 
 
-def _in_words_of_layers(names: Mapping[str, str], family: Family) -> dict[str, str]:
+def _in_words_of_layers(
+    names: Mapping[str, str], family: Family, num_layers: Any
+) -> dict[str, str]:
     """The same names without those that the family leaves out, with what it renames."""
-    left_out = [re.compile(pattern) for pattern in family.left_out]
+    patterns = (pattern.replace("{layers}", str(num_layers)) for pattern in family.left_out)
+    left_out = [re.compile(pattern) for pattern in patterns]
     renames = [(re.compile(pattern), new) for pattern, new in family.renames]
 
     def renamed(name: str) -> str:

@@ -32,7 +32,7 @@ QWEN_EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
 }
-INDEXER = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4, "head_dim": 8}
+INDEXER = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 4, "head_dim": 8}
 # Queries are multiplied from the original length on; no text here is as long.
 YARN = {
     "rope_type": "yarn",
@@ -172,13 +172,16 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def raw_config(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a variant, with an LM head of its own, and whose texts do not end."""
+    """The ``config.json`` of a variant with few tokens and an LM head of its own, whose texts do
+    not end."""
     kind, own = copy.deepcopy(VARIANTS[name])  # transformers changes what it is given
     given = own if "text_config" in own else SIZES | own
     raw = kind(**given | {"tie_word_embeddings": False}).to_dict()
     for keys in (raw, raw.get("text_config", {})):
         keys.pop("eos_token_id", None)
-    absent = [key for key, value in raw.items() if value is None]
+        if "vocab_size" in keys:
+            keys["vocab_size"] = 96
+    absent = {key for key, value in raw.items() if value is None} - {"sliding_window"}
     return {key: value for key, value in raw.items() if key not in absent} | {"eos_token_id": None}
 
 

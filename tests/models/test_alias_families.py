@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.mtp import has_mtp_layers
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
@@ -21,7 +22,7 @@ from jaxspec.models.json.values import read_json
 from jaxspec.models.tensors import joining, splitting
 from jaxspec.quantize.checkpoint import Checkpoint
 from tests.helpers.alias_checkpoints import raw_config
-from tests.helpers.checkpoints import changed_copy
+from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
 
@@ -63,6 +64,20 @@ def test_one_warning_names_what_is_left_out(checkpoint):
     assert str(warning.message).endswith("left out, as texts are written without them: visual.*")
 
 
+@pytest.mark.parametrize(
+    ("name", "mtp"),
+    [
+        ("hy_v3", "model.layers.2.final_layernorm.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"),
+    ],
+)
+def test_mtp_layers_of_other_kinds_are_left_out(name: str, mtp: str, tmp_path: Path):
+    raw = raw_config(name) | {"num_nextn_predict_layers": 1}
+    save_tensors(tmp_path, {mtp: np.ones(64, np.float32)}, raw)
+    with pytest.warns(UserWarning, match="1 tensors are left out"):
+        assert not has_mtp_layers(tmp_path, load_model_config(tmp_path))
+
+
 def test_models_of_text_and_images_are_not_quantized(checkpoint):
     with pytest.raises(ValueError, match="is a model of text and images, which is not quantized"):
         Checkpoint(checkpoint("qwen2_5_vl")[0])
@@ -97,15 +112,12 @@ def test_interleaved_heads_are_written_as_they_were_read(checkpoint, tmp_path: P
     assert_same(joined, model)
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [("ministral3", 128), ("mistral4", 128), ("deepseek_v32", 64), ("glm_moe_dsa", 64)],
-)
-def test_longer_texts_are_not_read_where_layers_would_differ(name: str, limit: int):
+@pytest.mark.parametrize("name", ["ministral3", "mistral4", "deepseek_v32", "glm_moe_dsa"])
+def test_longer_texts_are_not_read_where_layers_would_differ(name: str):
     """There queries are multiplied, or only some positions are attended to."""
     raw = raw_config(name)
     assert raw["max_position_embeddings"] == 512
-    assert parse_model_config(raw).max_position == limit
+    assert parse_model_config(raw).max_position == 128
 
 
 def test_ministral_without_the_factor_of_queries_has_its_whole_length():

@@ -29,11 +29,11 @@ FAST_DENSE = (
     *("mistral", "mistral-window", "gemma2", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
 )
 # Names and orders of tensors that other families do not have.
-FAST_ALIASES = ("granite4", "ernie4_5", "ernie4_5_moe", "qwen3_vl_moe")
+FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe")
 # In pages: every kind of norm, rope, scale, cap and mixer, and both ways of naming tensors.
 FAST_PAGED = (
     *("qwen3-biases-windows", "gemma2", "phi4-mini", "olmo3", "smollm3-windows", "granite"),
-    *("gpt_oss", "qwen3_next", "deepseek_v3", "minimax_m2", "exaone4"),
+    *("gpt_oss", "qwen3_next", "deepseek_v3", "minimax_m2"),
 )
 FAST = {
     *((name, None) for name in (*FAST_DENSE, *FAST_ALIASES)),

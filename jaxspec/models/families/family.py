@@ -53,7 +53,7 @@ class Family:
       renames: of tensors, whose names differ from those of the layers in the ModelConfig: each is
         an expression and what it is replaced by, one after the other.
       left_out: expressions of names of tensors that the model does not need, such as MTP layers
-        that are not read.
+        that are not read. ``{layers}`` in them is the number of the model's layers.
       writes: the keys that its written configs have besides those that all families share. None:
         configs of this family are not written.
     """

@@ -239,7 +239,7 @@ def _read_hy_v3(hf: Keys) -> ModelConfig:
     width = hf["moe_intermediate_size"]
     experts = ExpertsConfig(width, routing, shared_size=hf["num_shared_experts"] * width)
     attention = dataclasses.replace(attention_of(hf, rope_of(hf)), qk_norm=True)
-    return dataclasses.replace(with_experts(hf, attention, experts, by_kind(hf)), mtp=None)
+    return with_experts(hf, attention, experts, by_kind(hf))
 
 
 HY_V3 = Family(
@@ -256,6 +256,7 @@ HY_V3 = Family(
         (r"\.mlp\.(expert_bias|e_score_correction_bias)$", ".mlp.gate.e_score_correction_bias"),
         (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
     ),
+    left_out=(r"^model\.layers\.{layers}\.",),  # an MTP layer with a norm that no other has
 )
 
 
@@ -279,7 +280,7 @@ def _read_ernie(hf: Keys) -> ModelConfig:
     width = hf["moe_intermediate_size"]
     experts = ExpertsConfig(width, routing, shared_size=hf["moe_num_shared_experts"] * width)
     attention = dataclasses.replace(attention_of(hf, rope_of(hf)), interleaved=True)
-    return dataclasses.replace(with_experts(hf, attention, experts, _few(hf)), mtp=None)
+    return with_experts(hf, attention, experts, _few(hf))
 
 
 ERNIE4_5_MOE = Family(
