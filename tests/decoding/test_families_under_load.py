@@ -118,7 +118,6 @@ def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
 # applies to all of them.
 CASES = (
     *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
-    *((family, "eagle3 wide tree") for family in ("ernie4_5_moe", "exaone4", "minimax_m2")),
     *((family, "ngram tree") for family in ("gemma2", "qwen3_next")),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),

@@ -178,7 +178,7 @@ def raw_config(name: str) -> dict[str, Any]:
     given = own if "text_config" in own else SIZES | own
     raw = kind(**given | {"tie_word_embeddings": False}).to_dict()
     for keys in (raw, raw.get("text_config", {})):
-        keys.pop("eos_token_id", None)
+        keys["eos_token_id"] = None
         if "vocab_size" in keys:
             keys["vocab_size"] = 96
     absent = {key for key, value in raw.items() if value is None} - {"sliding_window"}
