@@ -46,8 +46,8 @@ def named(
 
     Of a model of text and images those of the text model, named as if it were alone. Names without
     the prefix ``model.``, as of a model without its LM head, have it; those of a draft head lack
-    it. Names of a family's own are replaced. Warns of tensors that are not read, as they are of images or of what its family leaves
-    out.
+    it. Names of a family's own are replaced. Warns of tensors that are not read, as they are of
+    images or of what its family leaves out.
 
     Raises ValueError for two tensors that are meant to be the same.
     """
