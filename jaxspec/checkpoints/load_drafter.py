@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.block import check_block_copies, holds_block_head, load_block_head
-from jaxspec.checkpoints.built_in import BUILT_IN_HEAD, is_built_in
+from jaxspec.checkpoints.built_in import head_of
 from jaxspec.checkpoints.eagle import check_head_embeddings, head_method, load_eagle_head
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.mtp import MtpChoice, has_mtp_layers, holds_only_mtp_layers, load_mtp_heads
@@ -40,14 +40,14 @@ LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and doc
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
     """The name of a drafter, with what ``auto`` and ``mtp`` stand for.
 
-    ``auto`` is lookup and the built-in head for the built-in model, the MTP layers of a checkpoint
-    that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with the number of
-    layers where there are several. Raises ValueError for a slip in a name.
+    ``auto`` is lookup and the head for a model whose head comes with the package, the MTP layers of
+    a checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
+    the number of layers where there are several. Raises ValueError for a slip in a name.
     """
     check_name(drafter)
     if drafter == "auto":
-        if is_built_in(model):
-            return f"{MIXED}{BUILT_IN_HEAD}"
+        if head := head_of(model):
+            return f"{MIXED}{head}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
     mixture, mixed = split_mixed(drafter)

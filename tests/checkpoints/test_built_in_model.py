@@ -4,16 +4,19 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.eagle import load_eagle_head
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
 from jaxspec.commands import generate
 from jaxspec.commands.shared.engine_config import speculation_config
 from jaxspec.config.speculation import default_speculation
 from jaxspec.decoding.drafters import EagleDrafter, MixedDrafter, NGramDrafter
+from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.parallel import make_mesh
 from tests.helpers.checkpoints import hf_logits, tiny_llama
 from tests.helpers.marks import slow
@@ -86,6 +89,15 @@ def test_other_models_are_drafted_for_without_weights(tmp_path):
     assert choose_drafter(BUILT_IN_MODEL, "auto") == f"{MIXED}{BUILT_IN_HEAD}"
     assert choose_drafter(tiny_llama(tmp_path), "auto") == "ngram"
     assert choose_drafter(BUILT_IN_MODEL, "none") == "none"
+
+
+def test_the_head_of_smollm2_is_its_default_drafter():
+    head = str(choose_drafter("smollm2", "auto"))
+    assert head.startswith(MIXED) and choose_drafter("smollm2", "ngram") == "ngram"
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30}
+    target = parse_model_config({"model_type": "llama", "num_attention_heads": 9} | sizes)
+    loaded = load_eagle_head(head.removeprefix(MIXED), target, jnp.dtype("float32"))
+    assert loaded.token_ids is not None and loaded.token_ids.size == 8192
 
 
 FIRST_TOKENS = """

@@ -45,8 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
         "model, or ngram+ or suffix+ and one of these but the first three: lookup's draft where it "
         "finds a long match, else the other's; suffix:N and suffix:N+ look up the last N tokens of "
         "past outputs, too, 65536 for example: others can tell from the speed what was written "
-        "before (default: ngram+ the built-in head for the built-in model, mtp where there are "
-        "such layers, else ngram)")  # fmt: skip
+        "before (default: ngram+ the head that comes with jaxspec for the built-in model and for "
+        "smollm2, mtp where there are such layers, else ngram)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="dtype of weights and cache (default: "
         "float32 on CPU, else bfloat16)")  # fmt: skip
     add_kv_options(parser)
