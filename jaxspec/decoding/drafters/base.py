@@ -15,7 +15,7 @@ from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree, root_only
 from jaxspec.models.decoder import Decoder
-from jaxspec.parallel.pytree import Pytree, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree
 
 
 @pytree
@@ -32,6 +32,20 @@ class DraftState(Pytree):
 
     pool: Any = None
     rows: Any = None
+
+
+@pytree
+class PendingRows(Pytree):
+    """The arrays of a drafter that counts how many tokens of each row it has not read yet.
+
+    While all rows' counts leave room, plain rounds go on without it (see Drafter.most_pending).
+    """
+
+    pending: Array = array("batch")  # int32 [R]
+
+    def room(self, most: int) -> Array:
+        """How many tokens more may be pending, of at most ``most``: int32 [R]."""
+        return most - self.pending
 
 
 Proposed = tuple[DraftTree, DraftState]  # what a drafter drafts, and its state afterwards

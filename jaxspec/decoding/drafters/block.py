@@ -13,7 +13,13 @@ from jax import Array
 
 from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed
+from jaxspec.decoding.drafters.base import (
+    Drafter,
+    DraftState,
+    PendingRows,
+    PrefillChunk,
+    Proposed,
+)
 from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
@@ -34,12 +40,14 @@ MOST_BESIDE, MOST_ROUNDED_BESIDE = 128, 64
 
 
 @pytree
-class BlockRows(Pytree):
+class BlockRows(PendingRows):
     """``pending``: number of tokens of each row's context whose keys and values are not written
     yet, the last ones. ``features[:, t]`` is the captured state of the ``t``-th of them."""
 
     features: Array = array("batch", "depth", "features")  # [R, A, C]
-    pending: Array = array("batch")  # int32 [R]
+
+    def room(self, most: int) -> Array:
+        return most - 1 - self.pending  # the root is not among them
 
 
 @pytree

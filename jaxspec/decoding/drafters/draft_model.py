@@ -7,7 +7,13 @@ from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed
+from jaxspec.decoding.drafters.base import (
+    Drafter,
+    DraftState,
+    PendingRows,
+    PrefillChunk,
+    Proposed,
+)
 from jaxspec.decoding.drafters.paged import (
     beam_positions,
     causal_attend,
@@ -21,15 +27,13 @@ from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.parallel.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, pytree
 
 
 @pytree
-class DraftModelRows(Pytree):
+class DraftModelRows(PendingRows):
     """``pending``: number of committed tokens of each row, root included, that the model has not
     read yet."""
-
-    pending: Array = array("batch")  # int32 [R]
 
 
 @pytree

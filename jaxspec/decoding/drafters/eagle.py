@@ -14,7 +14,13 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed
+from jaxspec.decoding.drafters.base import (
+    Drafter,
+    DraftState,
+    PendingRows,
+    PrefillChunk,
+    Proposed,
+)
 from jaxspec.decoding.drafters.paged import (
     TokenRun,
     beam_positions,
@@ -38,7 +44,7 @@ FIRST_SLOT = 1  # there is no hidden state before token 0: head j never reads sl
 
 
 @pytree
-class HeadRows(Pytree):
+class HeadRows(PendingRows):
     """``pending``: number of committed tokens of each row, root included, that the head has not
     read yet with the target's hidden states. ``features[:, t]`` is the captured state of the token
     before the ``t``-th of them. What later heads read is known only of tokens that are read:
@@ -46,7 +52,6 @@ class HeadRows(Pytree):
     ``at_root`` of the root of the round under way, once it is read. None: there is one head."""
 
     features: Array = array("batch", "depth", "features")  # [R, A, C]
-    pending: Array = array("batch")  # int32 [R]
     before: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
     at_root: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.decoding.drafters.base import with_draft
+from jaxspec.decoding.drafters.base import PendingRows, with_draft
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.functional.checks import check_order, check_rounds, check_sizes, check_state
 from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
@@ -30,6 +30,7 @@ from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Logprobs
 from jaxspec.decoding.state import Emitted, EngineState, PromptLogprobs, RoundTrees, Status
 from jaxspec.parallel import partition_specs
+from jaxspec.parallel.layout import Axes
 
 
 def decode(
@@ -352,11 +353,11 @@ def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: 
     """Does what _loop does, for calls whose trees are smaller than the engine's largest.
 
     The drafter can hold ``max_pending`` tokens (see Drafter.most_pending). A plain round adds a
-    pending token, so the drafter catches up whenever its window may be full. A round with a smaller
+    pending token, so the drafter catches up whenever a row's window is full. A round with a smaller
     tree reads all pending tokens but can hold fewer of them, so the drafter catches up once, before
     the first round.
     """
-    inner = _loop(params, options)
+    inner, batch = _loop(params, options), params.layout.batch
 
     def caught_up(carry: _Carry) -> _Carry:
         return carry._replace(state=read_pending(params, options, carry.state))
@@ -366,9 +367,9 @@ def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: 
             return inner(caught_up(carry), limit)
 
         def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
-            start, _ = carry
-            stop = jnp.minimum(start.index + max_pending - 1, limit)
-            after = inner(caught_up(start), stop)
+            start = _with_room(carry[0], max_pending, caught_up, batch)
+            stop = jnp.minimum(start.index + _room(start, max_pending, batch), limit)
+            after = inner(start, stop)
             return after, after.index == stop
 
         def unfinished(carry: tuple[_Carry, Array]) -> Array:
@@ -377,3 +378,22 @@ def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: 
         return lax.while_loop(unfinished, body, (carry, jnp.bool_(True)))[0]
 
     return loop
+
+
+def _with_room(
+    carry: _Carry, max_pending: int, caught_up: Callable[[_Carry], _Carry], batch: Axes
+) -> _Carry:
+    """The carry after the drafter caught up, if it must before another plain round."""
+    if not isinstance(carry.state.rows.draft, PendingRows):
+        return caught_up(carry)
+    # A loop of at most one iteration: the branches of lax.cond copy the caches.
+    return lax.while_loop(lambda carry: _room(carry, max_pending, batch) < 1, caught_up, carry)
+
+
+def _room(carry: _Carry, max_pending: int, batch: Axes) -> Array | int:
+    """Plain rounds that may run before the drafter must catch up."""
+    rows = carry.state.rows
+    if not isinstance(rows.draft, PendingRows):  # it has just caught up
+        return max_pending - 1
+    least = jnp.min(jnp.where(rows.active, rows.draft.room(max_pending), max_pending))
+    return lax.pmin(least, batch) if batch else least
