@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.config.sampling_params import SamplingParams
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.decoding import functional as functional
+    from jaxspec.decoding.choose_shape import choose_shape
     from jaxspec.decoding.functional import (
         EngineParams,
         admit,
@@ -43,6 +44,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.config.cache": ("CacheConfig",),
         "jaxspec.config.engine": ("EngineConfig",),
         "jaxspec.config.speculation": ("PLAIN", "SpeculationConfig", "TreeShape"),
+        "jaxspec.decoding.choose_shape": ("choose_shape",),
         "jaxspec.engine.engine": ("Engine",),
         "jaxspec.functional": (
             *("EngineParams", "admit", "decode", "init_state", "prefill", "prefill_all", "release"),
@@ -82,6 +84,7 @@ __all__ = [
     "__version__",
     "admit",
     "check_prompts",
+    "choose_shape",
     "decode",
     "init_state",
     "load",

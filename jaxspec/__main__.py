@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench kernels": "time every kernel and its jnp reference",
         "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
+        "bench together": "compare many requests together with plain decoding, and one at a time",
         "compare-runs": "set the figures of benchmarks side by side, of any devices",
         "profile-round": "show where the time of one round goes",
         "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.built_in import is_built_in
-from jaxspec.checkpoints.draft_bytes import draft_weight_bytes
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.kv_scale_file import KVScaleFile
 from jaxspec.checkpoints.load_drafter import (
@@ -26,6 +25,7 @@ from jaxspec.checkpoints.load_options import LoadOptions, takes_fields_of
 from jaxspec.checkpoints.safetensors_io import load_decoder, load_pipeline
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, default_drafting_rows, default_speculation
+from jaxspec.decoding.draft_bytes import draft_weight_bytes
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.drafters.checks import check_drafter
 from jaxspec.decoding.drafters.names import check_name
@@ -93,6 +93,7 @@ def load_params(options: LoadOptions) -> EngineParams:
         mesh=meshes[-1],
         stages=stages,
         most_drafting_rows=most_drafting_rows,
+        default_tree=options.speculation is None,
     )
     return with_kv_dtype(params if scales is None else _scaled(params, scales), options.kv_dtype)
 

@@ -38,11 +38,13 @@ class EngineConfig:
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
       adaptive: choose the draft tree of each call, or none, by what a round costs and what the rows
-        have accepted. In float32 texts stay as they are; so does their distribution under the
-        ``rejection`` rule, but there a seed may give another text each time. The costs are measured
-        by ``warm_up``, or else before the first request is served, which then waits for that.
+        have accepted. The costs are estimated, or measured by ``warm_up``, and corrected by the
+        calls that serve. In float32 texts stay as they are; so does their distribution under the
+        ``rejection`` rule, but there a seed may give another text each time. False: always the
+        largest tree. None: adaptive if nobody asked for a tree and texts depend on none: with
+        ``load``'s default tree in float32, or with a fixed verify width.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
-        1, 3 and 5, where they are shorter than the largest tree, and that tree.
+        1 and 3, where they are shorter than the largest tree, and that tree.
       trees: programs emit the draft tree of every round, for requests that ask for it (see
         SamplingParams.trees). It costs a little time, for all requests.
 
@@ -60,7 +62,7 @@ class EngineConfig:
     fixed_rounds: bool | None = None
     deterministic: bool = False
     max_programs: int = 128
-    adaptive: bool = False
+    adaptive: bool | None = None
     shapes: tuple[TreeShape, ...] | None = None
     trees: bool = False
 
@@ -84,7 +86,9 @@ class EngineConfig:
             )
         if not (self.fixed_rounds is None or isinstance(self.fixed_rounds, bool)):
             raise ValueError(f"fixed_rounds must be True, False or None, got {self.fixed_rounds!r}")
-        for name in ("prefix_caching", "adaptive", "deterministic", "trees"):
+        if not (self.adaptive is None or isinstance(self.adaptive, bool)):
+            raise ValueError(f"adaptive must be True, False or None, got {self.adaptive!r}")
+        for name in ("prefix_caching", "deterministic", "trees"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.shapes is not None:

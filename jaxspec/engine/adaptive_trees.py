@@ -1,24 +1,31 @@
 """Which draft tree each call of an engine uses: the link between its plans and the policy."""
 
 import collections
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.decoding.choose_shape import choices
 from jaxspec.decoding.functional import EngineParams
+from jaxspec.decoding.prior_costs import PriorCosts
 from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.plans.runner import Launched
-from jaxspec.engine.plans.sequences import generation_of
+from jaxspec.engine.plans.sequences import generation_of, kind_of
 from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import Load, RoundsKey, compiles_alone
 from jaxspec.engine.warm_up.compile_all import Coverage, Progress, compile_all, coverage
 from jaxspec.engine.warm_up.measure_costs import measure_rounds
+from jaxspec.scheduling import sequence as scheduling
 from jaxspec.scheduling.plan import Limits, Plan
-from jaxspec.scheduling.tree_policy import SHORT_CALL, RoundCosts, TreePolicy
+from jaxspec.scheduling.round_costs import LearntCosts
+from jaxspec.scheduling.tree_policy import SHORT_CALL, TreePolicy
 
-CHAINS = (1, 3, 5)  # tokens of the chains that are choices by default
+HYSTERESIS = 0.03  # costs are learnt from calls, whose times differ a little
+PATIENCE = 60.0  # seconds of rounds for each tree that is compiled only because it might be better
 
 
 def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeShape, ...]:
@@ -26,13 +33,11 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """
-    largest = params.round_options().speculation.shape
-    if largest.is_plain:
+    if params.round_options().speculation.is_plain:
         raise ValueError("adaptive needs a drafter, and a tree that drafts tokens: there is none")
     if config.shapes is not None:
         return tuple(dict.fromkeys([PLAIN, *(_checked(params, shape) for shape in config.shapes)]))
-    chains = [TreeShape(k + 1, k, 1) for k in CHAINS if k < largest.max_depth]
-    return (PLAIN, *chains, largest)
+    return choices(params)
 
 
 def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
@@ -50,31 +55,27 @@ class AdaptiveTrees:
 
     Attributes:
       choices: the shapes to choose from; None: the engine does not adapt.
-      policy: what chooses, and what it has learnt; None: nothing is measured yet.
-      costs: measured costs of rounds, by rows of the program (of each shard) and shape; None: they
-        are not measured yet.
+      policy: what chooses, and what it has learnt; None: the engine does not adapt.
+      costs: of rounds, by rows of the program (of each shard) and shape: what is expected, or was
+        measured by warm_up, corrected by the calls that serve.
       rounds: rounds that calls have run so far, by shape.
 
     Raises ValueError for choices that cannot work.
     """
 
-    def __init__(self, programs: Programs, limits: Limits, config: EngineConfig):
-        self.programs, self.limits = programs, limits
-        adaptive = config.adaptive
-        self.choices = shapes_to_choose(programs.params, config) if adaptive else None
-        self.policy: TreePolicy | None = None
+    def __init__(self, programs: Programs, limits: Limits, config: EngineConfig, adapts: bool):
+        self.programs, self.limits, params = programs, limits, programs.params
+        self.choices = shapes_to_choose(params, config) if adapts else None
+        self.costs = LearntCosts(PriorCosts(params.target, params.drafter))
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
-        self.costs: RoundCosts | None = None
-        self._sizes: tuple[int, ...] = ()  # rows of programs, of each shard
+        self.policy: TreePolicy | None = None
+        self._patience = 0.0  # seconds of rounds since the last tree was compiled to be tried
+        self.restart()
 
     @property
     def known(self) -> tuple[TreeShape, ...]:
         """Shapes that calls choose from; where the engine does not adapt, its one shape."""
         return self.choices or (self._resolved(None),)
-
-    @property
-    def must_be_measured(self) -> bool:
-        return self.choices is not None and self.costs is None
 
     def prepare(
         self,
@@ -94,27 +95,25 @@ class AdaptiveTrees:
         cover = coverage(self.programs, self.limits, shapes, sampling, tokens, rows)
         compile_all(self.programs, cover, on_progress)
         if self.choices is not None:
-            self.costs, self._sizes = measure_rounds(self.programs, cover), cover.sizes
+            self.costs = LearntCosts(measure_rounds(self.programs, cover))
             self.restart()
         return cover
 
     def seconds(self, rows: int, shape: TreeShape) -> float:
-        """Seconds of a round, as it was measured. Raises RuntimeError before that."""
-        if self.costs is None:
-            raise RuntimeError("the costs of rounds are not known yet: call warm_up")
+        """Seconds of a round, as far as it is known."""
         return self.costs.seconds(rows, shape)
 
     @property
     def call_seconds(self) -> float:
         """Seconds of a call besides its rounds; 0 before it was measured."""
-        return 0.0 if self.costs is None else self.costs.call
+        return self.costs.call
 
     def restart(self) -> None:
         """Forget what was accepted, as when the weights have changed. The costs stay."""
-        if self.choices is not None and self.costs is not None:
+        if self.choices is not None:
             # Where programs have a fixed number of rounds, fewer are calls of one round each.
             short = self.programs.sizes.fixed_rounds or SHORT_CALL
-            self.policy = TreePolicy(self.choices, short_call=short)
+            self.policy = TreePolicy(self.choices, hysteresis=HYSTERESIS, short_call=short)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
         return self.programs.params.round_options(shape).speculation.shape
@@ -124,25 +123,76 @@ class AdaptiveTrees:
         limits = [asked, None if self.policy is None else self.policy.most_rounds]
         return min((rounds for rounds in limits if rounds is not None), default=None)
 
-    def choose(self, plan: Plan, shape: TreeShape | None) -> TreeShape:
+    def choose(self, plan: Plan, load: Load, shape: TreeShape | None) -> TreeShape:
         """The tree of a plan's rounds: ``shape``, or if it is None, the policy's or the largest.
 
-        Requests that are all plain get none.
+        Requests that are all plain get none. Before any round has run it may be asked for those
+        that will follow a plan that only reads.
         """
         rows = plan.decode_rows or plan.masked_rows
-        running = [plan.sequences[row] for row in (*plan.decode_rows, *plan.masked_rows)]
+        if not rows and not self.rounds:
+            rows = [read.row for read in plan.reads]
+        running = [plan.sequences[row] for row in {*rows, *plan.masked_rows}]
         if running and all(generation_of(sequence).sampling.plain for sequence in running):
             return PLAIN
-        if shape is not None or self.policy is None or self.costs is None or not rows:
+        if shape is not None or self.policy is None or not rows:
             return self._resolved(shape)
-        keys = [sequence.request_id for sequence in running]
-        least = self.programs.sizes.size_for(rows)
-        size = min((size for size in self._sizes if size >= least), default=least)
-        return self.policy.choose(keys, self.costs, rounds=max(1, plan.rounds), size=size)
+        calls = _Calls(rows, running, load, max(1, plan.rounds), masked=bool(plan.masked_rows))
+        targets = {each: self._program(calls, each) for each in self.policy.shapes}
+        chosen = self.policy.choose(
+            [sequence.request_id for sequence in running],
+            self.costs,
+            rounds=calls.rounds,
+            size=targets[PLAIN].rows,
+            ready=self._ready(targets),
+        )
+        self._ask(targets)
+        return chosen
 
-    def observe(self, launched: Launched, running: Container[str]) -> None:
-        """Learn from what the calls of a plan emitted, of requests that are still running."""
+    def _program(self, calls: "_Calls", shape: TreeShape) -> RoundsKey:
+        tokens = max(sequence.limit for sequence in calls.running)
+        rounds = fixed = self.programs.sizes.fixed_rounds
+        if fixed:
+            rounds = fixed if calls.rounds >= fixed else 1
+        return self.programs.rounds_key(
+            calls.rows,
+            tokens,
+            calls.load,
+            shape,
+            kind_of(calls.running),
+            masked=calls.masked,
+            rounds=0 if calls.masked else rounds,
+        )
+
+    def _ready(self, targets: Mapping[TreeShape, RoundsKey]) -> dict[TreeShape, int] | None:
+        """The shapes that can run at once, with the rows of their programs. None: all are taken as
+        ready, since no other thread compiles, or nothing can run yet."""
+        if self.programs.ask is None:
+            return None
+        found = {shape: self.programs.stand_in(key) for shape, key in targets.items()}
+        return {shape: key.rows for shape, key in found.items() if key is not None} or None
+
+    def _ask(self, targets: Mapping[TreeShape, RoundsKey]) -> None:
+        """Let another thread compile what the policy wants: the best shape at once, and now and
+        then one that only may be better."""
+        assert self.policy is not None
+        wanted, programs = self.policy.wanted, self.programs
+        if wanted is None or programs.ask is None or not compiles_alone(targets[wanted]):
+            return
+        if wanted == self.policy.best:
+            programs.ask(targets[wanted])
+        elif self._patience >= PATIENCE and programs.ask(targets[wanted]):
+            self._patience = 0.0
+
+    def observe(self, launched: Launched, running: Container[str], seconds: float | None) -> None:
+        """Learn from what the calls of a plan emitted, of requests that are still running, and from
+        the ``seconds`` that its rounds took, if they are known."""
         plan, shape = launched.plan, launched.shape
+        if seconds is not None and self.choices is not None and len(launched.calls) == 1:
+            [call] = launched.calls
+            rows = len(call.rows) // self.programs.shards
+            self._patience += seconds
+            self.costs.observe(rows, shape, int(call.emitted.num_rounds), seconds)
         for call in launched.calls:
             if not call.emitted.num_rounds:  # it read prompts
                 continue
@@ -162,3 +212,17 @@ class AdaptiveTrees:
         """A request has ended."""
         if self.policy is not None:
             self.policy.estimate.forget(request_id)
+
+
+class _Calls(NamedTuple):
+    """What is known of a plan's calls of rounds before their shape is.
+
+    Attributes:
+      masked: the host restricts their tokens.
+    """
+
+    rows: Sequence[int]
+    running: Sequence[scheduling.Sequence]
+    load: Load
+    rounds: int
+    masked: bool

@@ -29,7 +29,7 @@ from jaxspec.engine.generation import (
     Running,
     new_grammar,
 )
-from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
+from jaxspec.engine.limits import adapts, engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
@@ -40,7 +40,7 @@ from jaxspec.engine.programs.weights import without_lm_head_copy
 from jaxspec.engine.request_checks import check_for_engine
 from jaxspec.engine.structured import Matcher
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED, Progress
-from jaxspec.engine.warm_up.compile_early import compile_first
+from jaxspec.engine.warm_up.compile_early import CompilesBeside, compile_first
 from jaxspec.engine.warm_up.measure_costs import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.placement import committed
@@ -95,7 +95,10 @@ class Engine:
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)
         self.programs = make_programs(params, sizes, self.config.max_programs)
-        self.shapes = AdaptiveTrees(self.programs, self.limits, self.config)
+        adaptive = adapts(params, self.config)
+        self.shapes = AdaptiveTrees(self.programs, self.limits, self.config, adaptive)
+        if adaptive and self.programs.compiles_beside:
+            self.programs.ask = CompilesBeside(self.programs)
         self.watch = DraftWatch(params.drafter)
         self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
@@ -222,18 +225,15 @@ class Engine:
         Fewer rounds (``most_rounds``) give results sooner. Errors end all requests and are raised.
         """
         try:
-            if self.shapes.must_be_measured and not self.is_idle:  # it was not warmed up
-                asked = [running.generation.sampling for running in self._running.values()]
-                self.shapes.prepare(asked, self.shape, self._load.tokens)
             # The first tokens are read before the first program of rounds is compiled.
             first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
             most = self.shapes.most_rounds(most_rounds)
             plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
             for request_id in plan.timed_out:
                 self._end(self._running[request_id].generation, "timeout")
-            shape = self.shapes.choose(plan, self.shape)
+            shape = self.shapes.choose(plan, self._load, self.shape)
             if first:
-                compile_first(self.programs, plan, self._load)
+                compile_first(self.programs, plan, self._load, shape)
             calls = self._runner.launch(plan, self._load, shape)
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
@@ -332,11 +332,11 @@ class Engine:
         if self._in_flight is None:
             return
         launched, self._in_flight = self._in_flight, None
-        plan, calls = launched.plan, self._runner.wait(launched.calls)
+        plan, (calls, seconds) = launched.plan, self._runner.wait(launched.calls)
         launched = launched._replace(calls=calls)
         take_calls(calls, plan.sequences, self._running)
         self.watch.add(calls)
-        self.shapes.observe(launched, self._running)
+        self.shapes.observe(launched, self._running, seconds)
         deliveries = self.scheduler.update(plan, self._runner.results(launched))
         for delivery in deliveries:
             if delivery.request_id in self._running:

@@ -13,11 +13,13 @@ swapped, not recomputed.
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_verify_width
 from jaxspec.decoding.drafters.checks import check_drafter
-from jaxspec.decoding.drafters.mixed import with_whole_chains
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
@@ -40,9 +42,18 @@ def engine_params(params: EngineParams, config: EngineConfig) -> EngineParams:
     check_drafter(params.drafter)
     if config.deterministic:
         params = deterministic_params(params)
-    if config.adaptive:  # it measures what its trees cost beforehand, on other text
-        params = params.replace(drafter=with_whole_chains(params.drafter))
     return params
+
+
+def adapts(params: EngineParams, config: EngineConfig) -> bool:
+    """Whether the engine chooses its trees; see EngineConfig.adaptive."""
+    if config.adaptive is not None or not params.default_tree:
+        return bool(config.adaptive)
+    speculation = params.speculation
+    is_exact = params.target.dtype == jnp.float32 or speculation.verify_width is not None
+    alone = not params.stages and jax.process_count() == 1
+    drafts = not params.round_options().speculation.is_plain
+    return drafts and is_exact and alone and speculation.acceptance == "match"
 
 
 def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig) -> Sizes:
@@ -124,7 +135,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         largest_read=sizes.max_chunk,
         max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
-        unseen_rounds=1 if config.adaptive else None,
+        unseen_rounds=1 if adapts(params, config) else None,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
         prefix_caching=config.prefix_caching and (share_pages or bool(snapshots)),

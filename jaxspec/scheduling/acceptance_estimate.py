@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec.config.speculation import TreeShape
 
-FIRST_HAZARD = 0.6  # of chains, before anything was seen
+FIRST_HAZARD = 0.85  # of chains, before anything was seen: what is tried is soon known
 FIRST_WEIGHT = 4.0  # in rounds
 # A tree misses where several candidates miss. With the built-in pair, a chain of 5 and a tree of 60
 # nodes miss 0.32 and 0.15 of the tokens (docs/benchmarks.md): 0.32 to the power of 1.7.

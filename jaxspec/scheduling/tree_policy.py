@@ -1,7 +1,7 @@
 """Which draft tree a call should use: the one that commits the most tokens a second, or none.
 
-All rows of a call draft trees of one shape. What a round costs is measured once, by the engine;
-what it yields is estimated from what rows have accepted (see acceptance_estimate).
+All rows of a call draft trees of one shape. What a round costs is known from round_costs; what it
+yields is estimated from what rows have accepted (see acceptance_estimate).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate, family_of
+from jaxspec.scheduling.round_costs import Costs
 
 SHORT_CALL = 4  # rounds of a call that explores
 ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
@@ -19,49 +20,6 @@ ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
 DEVIATION = 0.7
 LEAST_SEEN = 4
 SAVED_SECONDS = 5.0  # of serving: what they earn for the first rounds of new rows is kept
-
-
-class RoundCosts:
-    """Seconds of a round by shape and rows, from a few measured points.
-
-    Args:
-      measured: seconds by (rows, shape); rows are those of the compiled program.
-      call: seconds that a call takes besides its rounds.
-    """
-
-    def __init__(self, measured: Mapping[tuple[int, TreeShape], float], call: float = 0.0):
-        self.call = call
-        points: dict[TreeShape, list[tuple[int, float]]] = {}
-        for (rows, shape), seconds in measured.items():
-            points.setdefault(shape, []).append((rows, seconds))
-        self._curves = {shape: _rising(sorted(curve)) for shape, curve in points.items()}
-
-    @property
-    def shapes(self) -> tuple[TreeShape, ...]:
-        """Those that were measured, with fewer nodes first."""
-        return tuple(sorted(self._curves, key=lambda shape: (shape.num_nodes, shape.max_depth)))
-
-    def seconds(self, rows: int, shape: TreeShape) -> float:
-        """Seconds of a round of so many rows, padded to a power of two as programs are.
-
-        Between measured points on a straight line; never less for more rows. Past the last point
-        the last line goes on.
-
-        Raises KeyError for a shape that was not measured.
-        """
-        sizes, times = self._curves[shape]
-        size = 1 << max(rows - 1, 0).bit_length()
-        if size <= sizes[-1]:
-            return float(np.interp(size, sizes, times))
-        before = (sizes[-2], times[-2]) if len(sizes) > 1 else (0, 0.0)
-        slope = (times[-1] - before[1]) / (sizes[-1] - before[0])
-        return float(times[-1] + slope * (size - sizes[-1]))
-
-
-def _rising(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes and times. Noise of the measurement must not make more rows cheaper."""
-    sizes, times = np.array(points, float).T
-    return sizes, np.maximum.accumulate(times)
 
 
 class TreePolicy:
@@ -79,6 +37,8 @@ class TreePolicy:
     is hardly known is tried at once, as long as it may be the best. Where plain decoding is the
     best for rows most of which have shown nothing yet, their first calls draft: a crowd of new
     requests may be unlike those before it. That costs at most the same share of the time again.
+    Before any tree was tried it takes the deepest that is expected to be no slower than plain
+    decoding: that one shows the most.
 
     Args:
       shapes: those that may be chosen; plain decoding must be one.
@@ -88,6 +48,8 @@ class TreePolicy:
 
     Attributes:
       estimate: what it has learnt.
+      best: the best shape, were all of them ready; ``wanted``: it or one that may be better, which
+        is not ready.
     """
 
     def __init__(
@@ -108,14 +70,17 @@ class TreePolicy:
         drafting = [shape for shape in self.shapes if not shape.is_plain]
         self._credit = {family_of(shape): 0.0 for shape in drafting}  # seconds
         self._first_credit = 0.0  # seconds, for the first rounds of new rows
+        self.best: TreeShape | None = None
+        self.wanted: TreeShape | None = None
 
     def choose(
         self,
         rows: Sequence[Hashable],
-        costs: RoundCosts,
+        costs: Costs,
         *,
         rounds: int = 1,
         size: int | None = None,
+        ready: Mapping[TreeShape, int] | None = None,
     ) -> TreeShape:
         """The shape of the next call.
 
@@ -123,9 +88,18 @@ class TreePolicy:
           rows: keys of the rows that decode.
           rounds: of the call.
           size: rows of the program that will run; None: the number of rows.
+          ready: shapes that can run at once, at least one, with the rows of the programs that do;
+            None: all, with ``size`` rows.
         """
         hazards = self.estimate.hazards(rows)
-        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, size)
+        sizes = dict.fromkeys(self.shapes, size or len(rows))
+        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, sizes)
+        if not any(self.estimate.rounds_seen(shape) for shape in self.shapes if shape.max_depth):
+            outlook.best = outlook.deepest_no_slower_than_plain()
+        self.best, self.wanted = outlook.best, None
+        if ready is not None:
+            self.wanted = self._wanted(outlook, ready, sizes)
+            outlook = _Outlook(tuple(ready), hazards, self.estimate, costs, ready)
         self.shape = best = outlook.pick(self.shape, self.hysteresis)
         candidates = outlook.candidates()
         first = self._first_look(outlook, rows, rounds)
@@ -134,11 +108,19 @@ class TreePolicy:
         self.most_rounds = self.short_call if due or self._is_new(best) else None
         return explored or best
 
+    def _wanted(
+        self, outlook: "_Outlook", ready: Mapping[TreeShape, int], sizes: Mapping[TreeShape, int]
+    ) -> TreeShape | None:
+        """What is not ready and should be: the best shape, or else one that may be better."""
+        better = [each for each in outlook.candidates() if self._may_be_best(outlook, each)]
+        missing = (each for each in (outlook.best, *better) if ready.get(each) != sizes[each])
+        return next(missing, None)
+
     def _first_look(
         self, outlook: "_Outlook", rows: Sequence[Hashable], rounds: int
     ) -> TreeShape | None:
         """The cheapest shape that drafts, for rows of which plain decoding would show nothing."""
-        drafting = [shape for shape in self.shapes if not shape.is_plain]
+        drafting = [shape for shape in outlook.shapes if not shape.is_plain]
         if not drafting:
             return None
         shape = min(drafting, key=outlook.loss)
@@ -196,7 +178,7 @@ class _Outlook:
 
     Args:
       hazards: of the rows, float64 [B, families, depths].
-      size: rows of the program; None: those of the call.
+      sizes: rows of the program of each shape.
     """
 
     def __init__(
@@ -204,22 +186,29 @@ class _Outlook:
         shapes: Sequence[TreeShape],
         hazards: np.ndarray,
         estimate: AcceptanceEstimate,
-        costs: RoundCosts,
-        size: int | None,
+        costs: Costs,
+        sizes: Mapping[TreeShape, int],
     ):
         self.shapes, self.num_rows, self.call_seconds = shapes, len(hazards), costs.call
-        self.seconds = {
-            shape: costs.seconds(self.num_rows if size is None else size, shape) for shape in shapes
-        }
+        self.seconds = {shape: costs.seconds(sizes[shape], shape) for shape in shapes}
         # Rows that are expected to accept a token at each depth.
         self.expected = {shape: estimate.survival(hazards, shape).sum(axis=0) for shape in shapes}
         self.best = max(shapes, key=self.rate)
 
     def pick(self, current: TreeShape | None, hysteresis: float) -> TreeShape:
         """The best shape from now on: the current one, unless another is clearly better."""
-        if current is not None and self.rate(self.best) <= self.rate(current) * (1 + hysteresis):
+        stays = self.rate(self.best) / (1 + hysteresis)
+        if current is not None and current in self.seconds and self.rate(current) >= stays:
             self.best = current
         return self.best
+
+    def deepest_no_slower_than_plain(self) -> TreeShape:
+        """Of the shapes that are expected to be no slower than plain decoding."""
+        plain = max((self.rate(shape) for shape in self.shapes if shape.is_plain), default=0.0)
+        return max(
+            (shape for shape in self.shapes if self.rate(shape) >= plain),
+            key=lambda shape: (shape.max_depth, shape.num_nodes),
+        )
 
     def rate(self, shape: TreeShape) -> float:
         """Expected tokens a second."""

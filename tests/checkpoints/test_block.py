@@ -17,9 +17,9 @@ from jaxspec.checkpoints.block import (
     load_block_head,
     save_block_head,
 )
-from jaxspec.checkpoints.draft_bytes import draft_weight_bytes
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.config.model import ModelConfig
+from jaxspec.decoding.draft_bytes import draft_weight_bytes
 from jaxspec.decoding.drafters import BlockDrafter, MixedDrafter
 from jaxspec.models.from_config.model import load_model_config, read_json
 from jaxspec.models.heads import BlockHead

@@ -32,7 +32,7 @@ def test_switches_are_true_or_false(field: str, value: Any):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adaptive": 1}, "adaptive must be True or False"),
+        ({"adaptive": 1}, "adaptive must be True, False or None"),
         ({"shapes": (PLAIN,)}, "set adaptive=True"),
         ({"adaptive": True, "shapes": ()}, "shapes must be a tuple of TreeShape, not empty"),
         ({"adaptive": True, "shapes": [PLAIN]}, "shapes must be a tuple of TreeShape"),

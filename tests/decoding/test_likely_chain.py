@@ -13,7 +13,6 @@ from jax import Array
 from jaxspec import BUILT_IN_HEAD
 from jaxspec.checkpoints import load_drafter as drafter_loading
 from jaxspec.checkpoints.load import load
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter, EagleDrafter, MixedDrafter
 from jaxspec.decoding.round_options import RoundOptions
@@ -21,7 +20,6 @@ from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow
 from jaxspec.decoding.trees.likely_chain import grow_while_likely
 from jaxspec.decoding.trees.tree import DraftTree
-from jaxspec.engine.limits import engine_params
 from jaxspec.parallel import WHOLE
 from tests.helpers.random_models import (
     generate,
@@ -266,12 +264,3 @@ def test_heads_end_early_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(drafter_loading, "platform_of", lambda mesh: "gpu")
     on_gpu = load(drafter=BUILT_IN_HEAD).drafter
     assert isinstance(on_gpu, EagleDrafter) and on_gpu.least_probability == 0
-
-
-def test_adaptive_engines_draft_whole_chains():
-    """What they measure beforehand is what a round costs, whatever the text."""
-    params = load()
-    for adaptive, least in ((False, drafter_loading.LEAST_PROBABILITY), (True, 0)):
-        drafter = engine_params(params, EngineConfig(adaptive=adaptive)).drafter
-        assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
-        assert drafter.model.least_probability == least

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.tree_policy import RoundCosts, TreePolicy
+from jaxspec.scheduling.round_costs import RoundCosts
+from jaxspec.scheduling.tree_policy import TreePolicy
 
 CHAINS = tuple(TreeShape.parse(f"chain:{tokens}") for tokens in (1, 3, 5, 7))
 TREE = TreeShape(60, 7, 10)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.tree_policy import RoundCosts, TreePolicy
+from jaxspec.scheduling.round_costs import RoundCosts
+from jaxspec.scheduling.tree_policy import TreePolicy
 from tests.helpers.marks import slow
 from tests.scheduling.adaptive_simulation import (
     CHAINS,
@@ -237,3 +238,26 @@ def test_a_new_policy_soon_finds_the_best_shape(rows: int, level: float):
 def test_better_than_any_fixed_shape_on_a_changing_load():
     fixed = max(overall(simulate(shape, MIXED), MIXED) for shape in SHAPES)
     assert overall(simulate(TreePolicy(SHAPES), MIXED), MIXED) >= 1.1 * fixed
+
+
+def test_before_anything_is_tried_the_deepest_tree_that_is_not_slower_is_taken():
+    policy = TreePolicy((PLAIN, *CHAINS))
+    assert policy.choose(["a"], h100_costs()) == CHAINS[-1]
+    dear = RoundCosts({(1, shape): float(shape.num_nodes) for shape in SHAPES})
+    assert TreePolicy((PLAIN, *CHAINS)).choose(["a"], dear) == PLAIN
+
+
+def test_while_the_best_shape_is_not_ready_another_runs_and_it_is_wanted():
+    policy = TreePolicy((PLAIN, *CHAINS))
+    assert policy.choose(["a"], h100_costs(), ready={PLAIN: 1}) == PLAIN
+    assert policy.wanted == policy.best == CHAINS[-1]
+    assert policy.choose(["a"], h100_costs(), ready={PLAIN: 1, CHAINS[-1]: 1}) == CHAINS[-1]
+
+
+def test_a_larger_program_that_is_ready_counts_with_its_own_rows():
+    chain = CHAINS[1]
+    costs = {(1, PLAIN): 1.0, (1, chain): 1.2, (128, PLAIN): 2.0, (128, chain): 20.0}
+    policy = TreePolicy((PLAIN, chain))
+    ready = {PLAIN: 128, chain: 128}
+    assert policy.choose(["a"], RoundCosts(costs), size=1, ready=ready) == PLAIN
+    assert policy.wanted == chain

@@ -23,7 +23,7 @@ def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) 
         max_rows=max_rows,
         prefix_caching=not arguments.no_prefix_cache,
         deterministic=arguments.deterministic,
-        adaptive=arguments.adaptive and not plain,
+        adaptive=False if plain else arguments.adaptive,
     )
 
 
@@ -37,8 +37,17 @@ def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     )
 
 
+def asked_speculation(arguments: argparse.Namespace) -> SpeculationConfig | None:
+    """What add_tree_options asks for; None: nothing, so the default tree is drafted, or a smaller
+    one where that is faster. Raises ValueError for bad values."""
+    options = arguments.tree, arguments.proposal, arguments.verify_width
+    if arguments.acceptance == "match" and all(option is None for option in options):
+        return None
+    return speculation_config(arguments)
+
+
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
-    """The tree that add_tree_options asks for. Raises ValueError for bad values."""
+    """The tree of add_tree_options. Raises ValueError for bad values."""
     if arguments.tree is None:
         tree = default_speculation(
             default_device().platform,
@@ -61,7 +70,7 @@ def llm_options(arguments: argparse.Namespace, mesh: Mesh | None) -> LLMOptions:
     return LLMOptions(
         arguments.model,
         arguments.drafter,
-        speculation=speculation_config(arguments),
+        speculation=asked_speculation(arguments),
         dtype=arguments.dtype,
         mesh=mesh,
         shard_drafter=arguments.shard_drafter,

@@ -61,9 +61,9 @@ def add_mode_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     add("--deterministic", action="store_true", help="in bfloat16, too, the text depends on "
         "nothing but the request; it costs time")  # fmt: skip
-    add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
-        "round costs, which is measured first, and what is accepted; --tree is the "
-        "largest")  # fmt: skip
+    add("--adaptive", action=argparse.BooleanOptionalAction, help="choose the tree of each call, "
+        "or none, by what a round costs and what is accepted; --tree is the largest (default: "
+        "without --tree, where the text depends on no tree)")  # fmt: skip
     add("--no-prefix-cache", action="store_true", help="keep no pages of the KV cache for later "
         "prompts that begin alike")  # fmt: skip
 

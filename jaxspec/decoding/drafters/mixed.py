@@ -146,15 +146,6 @@ class MixedDrafter(Pytree):
         return self.model.commit(state, features, path, counts, options)
 
 
-def with_whole_chains(drafter: Drafter) -> Drafter:
-    """The drafter without early ends: what its rounds cost does not depend on the text."""
-    if isinstance(drafter, MixedDrafter):
-        return drafter.replace(model=with_whole_chains(drafter.model))
-    if isinstance(drafter, EagleDrafter):
-        return drafter.replace(least_probability=0.0)
-    return drafter
-
-
 def _run_if[T](condition: Array, function: Callable[[T], T], value: T) -> T:
     """``function(value)`` if ``condition`` [], else ``value``.
 

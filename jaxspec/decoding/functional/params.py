@@ -35,6 +35,7 @@ class EngineParams(Pytree):
         Engine runs them; the functions of this package need parameters without any.
       most_drafting_rows: rows up to which ``decode`` drafts where no shape is asked for, as load
         sets it for its default tree; None: any number. An Engine names the shape of each call.
+      default_tree: nobody asked for this tree, so an Engine may choose a smaller one for each call.
     """
 
     target: Decoder
@@ -44,6 +45,7 @@ class EngineParams(Pytree):
     mesh: Mesh | None = static(default=None)
     stages: tuple[Stage, ...] = ()
     most_drafting_rows: int | None = static(default=None)
+    default_tree: bool = static(default=False)
 
     @property
     def last_stage(self) -> "EngineParams":

@@ -129,11 +129,12 @@ class PlanRunner:
             kind=kind_of(sequences),
         )
 
-    def wait(self, calls: list[LaunchedCall]) -> list[LaunchedCall]:
-        """The calls of the earliest plan that has not been waited for, read from the device."""
+    def wait(self, calls: list[LaunchedCall]) -> tuple[list[LaunchedCall], float | None]:
+        """The calls of the earliest plan that has not been waited for, read from the device, and
+        the seconds that its rounds took, if they are known."""
         found, waited = wait_for_device(calls)
-        self._timer.stop(found, waited)
-        return joined(found)
+        seconds = self._timer.stop(found, waited)
+        return joined(found), seconds
 
     def results(self, launched: Launched) -> list[RowResult]:
         """What each row did in the calls of a plan, which were read from the device."""

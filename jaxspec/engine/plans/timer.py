@@ -42,13 +42,17 @@ class PlanTimer:
         started = _Started(tokens, plain, self.programs.compiled, time.perf_counter())
         self._started.append(started)
 
-    def stop(self, calls: Sequence[LaunchedCall], waited: bool) -> None:
-        """The calls of the earliest plan that was started were read.
+    def stop(self, calls: Sequence[LaunchedCall], waited: bool) -> float | None:
+        """The calls of the earliest plan that was started were read: the seconds that its rounds
+        took, if it did nothing else.
 
         Its time is known if the host had to wait for it, and compiled nothing meanwhile.
         """
-        now, started = time.perf_counter(), self._started.popleft()
+        now, started, seconds = time.perf_counter(), self._started.popleft(), None
         if waited and started.plain and started.compiled == self.programs.compiled:
             rounds = sum(int(call.emitted.num_rounds) for call in calls)
-            self.costs.add_call(started.tokens, rounds, now - max(started.at, self._free))
+            taken = now - max(started.at, self._free)
+            self.costs.add_call(started.tokens, rounds, taken)
+            seconds = None if started.tokens else taken
         self._free = now
+        return seconds

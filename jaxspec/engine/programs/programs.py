@@ -5,9 +5,7 @@ For serving only this module and, for pipelines, the folder pipeline/ call ``jax
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -23,7 +21,6 @@ from jaxspec.decoding.functional.prefill import read_rows
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Controls
 from jaxspec.decoding.state import Emitted, EngineState
-from jaxspec.engine import memory
 from jaxspec.engine.programs.arguments import (
     NewRow,
     admission,
@@ -32,6 +29,7 @@ from jaxspec.engine.programs.arguments import (
     program_options,
 )
 from jaxspec.engine.programs.call import LaunchedCall, to_host
+from jaxspec.engine.programs.compiled import CompiledPrograms
 from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.sizes import (
     Kind,
@@ -56,24 +54,21 @@ ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
 
 
-class Programs:
+class Programs(CompiledPrograms):
     """Admits, reads, decodes: each method launches programs and does not wait for them.
 
     Attributes:
-      state: what the last program launched returns.
-      compiled: programs compiled so far, and ``compile_seconds`` what that took.
-      ready, coming: keys of the compiled programs, and of those that other threads compile.
-      sealed: compile nothing any more where a ready program would do.
-      compiles_early: whether other threads may compile them before they run.
+      compiles_early: whether other threads may compile them before they run; ``compiles_beside``:
+        also while others run.
       pipeline: how busy the stages of a pipeline were.
     """
 
-    compiles_early = True
+    compiles_early = compiles_beside = True
     pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
-        self.params, self.sizes, self.max_programs = program_weights(params), sizes, max_programs
-        self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
+        super().__init__(max_programs)
+        self.params, self.sizes = program_weights(params), sizes
         fixed = params.speculation.verify_width is not None  # in deterministic mode, too
         xla = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=xla())
@@ -96,8 +91,6 @@ class Programs:
                 functional.set_controls,
             )
         }
-        self.ready: set[Any] = set()
-        self.coming: dict[Any, Future[Any]] = {}
         self.columns = sizes.columns
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
@@ -137,6 +130,8 @@ class Programs:
     def admit(self, rows: Sequence[NewRow]) -> None:
         """Assign requests to rows."""
         size = ADMISSIONS if len(rows) <= ADMISSIONS else MANY_ADMISSIONS
+        if ("admit", size) not in self.ready and ("admit", MANY_ADMISSIONS) in self.ready:
+            size = MANY_ADMISSIONS
         for start in range(0, len(rows), size):
             self._admit(rows[start : start + size], size)
 
@@ -192,7 +187,10 @@ class Programs:
     def catch_up(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
-            self._small("catch_up", self.sizes.listed(rows, self.sizes.size_for(rows)))
+            size, most = self.sizes.size_for(rows), self.sizes.num_rows // self.shards
+            if self.ask is not None:  # one program for a few rows
+                size = max(size, min(ADMISSIONS, most))
+            self._small("catch_up", self.sizes.listed(rows, size))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -258,7 +256,7 @@ class Programs:
         rows, kind = self.sizes.rows_for(wanted.rows), max(wanted.kind, load.kind)
         kind = self.sizes.kind_for(kind)
         target = wanted._replace(rows=rows, columns=columns, kind=kind)
-        return choose_reading(self.ready, wanted, target, sealed=self.sealed)
+        return self.now(choose_reading(self.runnable(), wanted, target, sealed=self.sealed))
 
     def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> LaunchedCall:
         rows = self.sizes.listed([row for row, *_ in reads], key.rows)
@@ -298,7 +296,7 @@ class Programs:
         calls, fixed = [], self.sizes.fixed_rounds
         while rounds > 0:
             count = fixed and (fixed if rounds >= fixed else 1)
-            key = self.rounds_key(rows, tokens, load, shape, kind, rounds=count)
+            key = self.now(self.rounds_key(rows, tokens, load, shape, kind, rounds=count))
             self.prepare_rounds(key)
             listed = self.sizes.listed(rows, key.rows)
             calls.append(LaunchedCall.now(listed, self._decode(key, listed, rounds)))
@@ -329,7 +327,7 @@ class Programs:
             columns=max(wanted.columns, self.sizes.columns_for(load.tokens)),
             kind=max(wanted.kind, load.kind),
         )
-        return choose_rounds(self.ready, wanted, target, sealed=self.sealed)
+        return choose_rounds(self.runnable(), wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
         with self.controlled(key.kind):
@@ -371,29 +369,7 @@ class Programs:
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)
 
-    # Compiling.
-
-    @contextlib.contextmanager
-    def counted(self, key: Any) -> Iterator[None]:
-        """Around the run of a program: the first run compiles it, which is measured."""
-        if key in self.ready:
-            yield
-            return
-        self._make_room()
-        jax.block_until_ready(self.state)
-        started = time.perf_counter()
-        wait([self.coming.pop(key)] if key in self.coming else [])  # its errors come again below
-        yield
-        jax.block_until_ready(self.state)
-        self.compiled += 1
-        self.compile_seconds += time.perf_counter() - started
-        self.ready.add(key)
-
-    def _make_room(self) -> None:
-        """Forget all programs if there are too many."""
-        if len(self.ready) < self.max_programs and not memory.maps_are_scarce():
-            return
+    def clear_caches(self) -> None:
         large: list[Any] = [self.admit_rows, self.prefill, self.decode, self.draft, self.verify]
         for program in (*large, *self.small.values()):
             program.clear_cache()
-        self.ready.clear()

@@ -64,6 +64,8 @@ def make_programs(processes: Processes | None) -> MakePrograms:
 class SharedPrograms(Programs):
     """What process 0 and the others have in common."""
 
+    compiles_beside = False  # the others are told in the order of launches
+
     def place_tables(self, tables: np.ndarray, capacity: np.ndarray) -> Any:
         rows = self.state.rows
         return _global(tables, rows.page_table.sharding), _global(

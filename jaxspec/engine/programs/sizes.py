@@ -251,6 +251,11 @@ def choose_rounds(
     return min(fitting, key=lambda key: (key.cost, key.kind), default=target)
 
 
+def compiles_alone(key: ReadKey | RoundsKey) -> bool:
+    """Whether the program can be compiled before it runs; not with controls or masks."""
+    return not (key.kind.controls or key.masked)
+
+
 def power_of_two(number: int) -> int:
     """The smallest that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()

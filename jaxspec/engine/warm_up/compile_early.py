@@ -4,32 +4,68 @@ Python traces one program at a time. XLA compiles without Python's lock, so mean
 is traced.
 """
 
+import collections
+import functools
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.speculation import TreeShape
+from jaxspec.decoding.state import EngineState
 from jaxspec.engine.plans.sequences import kind_of, reads_of
 from jaxspec.engine.programs.arguments import NewRow, admission
-from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, Programs
-from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey
+from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, MANY_ADMISSIONS, Programs
+from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey, compiles_alone
 from jaxspec.scheduling.plan import Plan
 
 MOST_JOBS = 8  # programs compiled at a time
+ENOUGH = 4  # calls that ask for a program before it is compiled beside them
+
+
+class CompilesBeside:
+    """Compiles programs one at a time, in a thread of its own, while others serve.
+
+    A program is compiled once ENOUGH calls have asked for it. Who asks while another is compiled
+    must ask again: so nothing is left to do at the end of the process but the program under way.
+    """
+
+    def __init__(self, programs: Programs):
+        self.programs = programs
+        self._pool = ThreadPoolExecutor(1, "jaxspec-compile")
+        self._job: Future[Any] | None = None
+        self._asked: collections.Counter[ReadKey | RoundsKey] = collections.Counter()
+
+    def __call__(self, key: ReadKey | RoundsKey) -> bool:
+        """Begin to compile a program if enough have asked for it and none is under way. Returns
+        whether it was begun."""
+        key = key._replace(kind=max(key.kind, Kind.SAMPLED))  # one program serves greedy rows, too
+        coming, is_free = self.programs.coming, self._job is None or self._job.done()
+        self._asked[key] += 1
+        if self._asked[key] < ENOUGH or key in coming or not is_free:
+            return False
+        lowered = functools.partial(_lowered, self.programs, key, self.programs.state)
+        coming[key] = self._job = self._pool.submit(lambda: lowered().compile())
+        return True
 
 
 def compiling_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1))
 
 
-def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
+def compile_first(programs: Programs, plan: Plan, load: Load, shape: TreeShape) -> None:
     """Begin to compile what an engine's first plan runs; Programs waits for what is ``coming``.
 
-    A program of rounds is not begun here: traced in another thread, it would compete with the
-    reading program for Python's lock and the cores, and the first token would come later.
+    For one request a program of rounds is not begun here: it would compete with the reading program
+    for Python's lock and the cores, and the first token would come later. Of several the rounds
+    take longer.
+
+    Args:
+      shape: of the rounds after this plan.
     """
     sequences = [plan.sequences[read.row] for read in plan.reads]
     masked = any(sequence.request.masked for sequence in sequences)
@@ -39,27 +75,35 @@ def compile_first(programs: Programs, plan: Plan, load: Load) -> None:
     if kind.controls:  # the state that such programs take is made when the first of them runs
         return
     started, pool = time.perf_counter(), compiling_threads()
-    if ("admit", ADMISSIONS) not in programs.ready:
-        lowered = _lowered_admission(programs)
-        programs.coming["admit", ADMISSIONS] = pool.submit(lowered.compile)
-    for key, _ in programs.readings(reads_of(plan), load, set(), kind):
-        if key not in programs.ready:
-            programs.coming[key] = pool.submit(_lowered(programs, key).compile)
+    size = ADMISSIONS if len(plan.admissions) <= ADMISSIONS else MANY_ADMISSIONS
+    if ("admit", size) not in programs.ready:
+        programs.coming["admit", size] = pool.submit(_lowered_admission(programs, size).compile)
+    keys = {key for key, _ in programs.readings(reads_of(plan), load, set(), kind)}
+    for key in sorted(keys, reverse=True):
+        if key not in programs.ready and key == programs.now(key):
+            programs.coming[key] = pool.submit(_lowered(programs, key, programs.state).compile)
+    if len(sequences) > 1:
+        rows, tokens = [read.row for read in plan.reads], max(each.limit for each in sequences)
+        fixed = programs.sizes.fixed_rounds
+        key = programs.rounds_key(rows, tokens, load, shape, kind_of(sequences), rounds=fixed)
+        programs.coming[key] = pool.submit(_lowered(programs, key, programs.state).compile)
     pool.shutdown(wait=False)
     programs.compile_seconds += time.perf_counter() - started
 
 
 def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
     """Fill jax's cache with a program; those with controls or masks compile when they run."""
-    if programs.compiles_early and not (key.kind.controls or key.masked):
-        _lowered(programs, key).compile()
+    if programs.compiles_early and compiles_alone(key):
+        _lowered(programs, key, programs.state).compile()
 
 
 # The arguments are those of Programs, so that it finds the compiled program in jax's cache.
 
 
-def _lowered(programs: Programs, key: ReadKey | RoundsKey) -> jax.stages.Lowered:
-    params, state = programs.params, programs.state
+def _lowered(
+    programs: Programs, key: ReadKey | RoundsKey, state: EngineState
+) -> jax.stages.Lowered:
+    params = programs.params
     rows = programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
         counts = np.zeros(len(rows), np.int32)
@@ -67,8 +111,8 @@ def _lowered(programs: Programs, key: ReadKey | RoundsKey) -> jax.stages.Lowered
     return programs.decode.lower(params, state, programs.options(key), np.int32(0), rows)
 
 
-def _lowered_admission(programs: Programs) -> jax.stages.Lowered:
+def _lowered_admission(programs: Programs, size: int) -> jax.stages.Lowered:
     new = NewRow(0, (0,), 1, SamplingParams(seed=0), (), 1, ())
-    arguments, options = admission([new], ADMISSIONS, programs.sizes, programs.columns)
+    arguments, options = admission([new], size, programs.sizes, programs.columns)
     params, state = programs.params, programs.state
     return programs.admit_rows.lower(params, state, *arguments, **ADMITTING, **options)

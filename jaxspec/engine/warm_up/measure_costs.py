@@ -21,7 +21,7 @@ from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Kind, Load
 from jaxspec.engine.programs.structured import no_masks, run_draft, run_verify
 from jaxspec.engine.warm_up.compile_all import Coverage
 from jaxspec.scheduling.preemption_costs import PreemptionCosts
-from jaxspec.scheduling.tree_policy import RoundCosts
+from jaxspec.scheduling.round_costs import RoundCosts
 
 CONTEXT = 512  # tokens of a row when its rounds are measured, if so many fit
 MEASURED_ROUNDS = 8  # of a call that is measured

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxspec.cache import Geometry
-from jaxspec.checkpoints.draft_bytes import draft_weight_bytes, head_passes
 from jaxspec.decoding.all_reduce_buffers import without_exchanges
+from jaxspec.decoding.draft_bytes import draft_weight_bytes, head_passes
 from jaxspec.decoding.drafters import BlockDrafter, EagleDrafter, NoDrafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.evaluation.benchmarks.chosen_experts import (

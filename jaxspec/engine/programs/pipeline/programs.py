@@ -82,7 +82,7 @@ class PipelinePrograms(Programs):
       stages: those before the last.
     """
 
-    compiles_early = False
+    compiles_early = compiles_beside = False
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         super().__init__(params, sizes, max_programs)

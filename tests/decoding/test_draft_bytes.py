@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.checkpoints.draft_bytes import draft_weight_bytes, head_passes
+from jaxspec.decoding.draft_bytes import draft_weight_bytes, head_passes
 from jaxspec.decoding.drafters import (
     DraftModelDrafter,
     EagleDrafter,

@@ -1,0 +1,52 @@
+"""Which draft tree pays, by what a round is expected to cost and to commit."""
+
+from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.decoding.prior_costs import PriorCosts
+
+FIRST_ACCEPTANCE = 0.85  # of a drafter of which nothing has been seen
+CHAINS = (1, 3)  # tokens of the chains that are choices besides plain decoding and the largest
+TREE_POWER = 1.5  # a tree misses where a chain does, to this power; see scheduling
+
+
+def choose_shape(
+    params: EngineParams, num_rows: int, acceptance: float = FIRST_ACCEPTANCE
+) -> TreeShape:
+    """The draft tree, or PLAIN, that is expected to commit the most tokens a second.
+
+    Costs are those of the weights' bytes and operations on this kind of device; nothing is run.
+    The choices are PLAIN, short chains, and the largest tree, ``params.speculation``. Give it to
+    ``decode(shape=...)``; under ``vmap``, count all rows that run together.
+
+    Args:
+      num_rows: rows that decode together, on all devices.
+      acceptance: chance that the next token of a chain is accepted, if those before it are.
+
+    Raises ValueError for numbers of rows below 1 and chances outside 0 to 1.
+    """
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1:
+        raise ValueError(f"num_rows must be an integer, at least 1, got {num_rows!r}")
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance must be a chance from 0 to 1, got {acceptance!r}")
+    costs = PriorCosts(params.target, params.drafter)
+    rows = -(-num_rows // params.data_parallel)
+
+    def rate(shape: TreeShape) -> float:
+        return _tokens(shape, acceptance) / costs.seconds(rows, shape)
+
+    return max(choices(params), key=rate)
+
+
+def choices(params: EngineParams) -> tuple[TreeShape, ...]:
+    """PLAIN, short chains and the largest tree, with fewer nodes first."""
+    largest = params.round_options().speculation.shape
+    if largest.is_plain:
+        return (PLAIN,)
+    chains = [TreeShape(k + 1, k, 1) for k in CHAINS if k < largest.max_depth]
+    return (PLAIN, *chains, largest)
+
+
+def _tokens(shape: TreeShape, acceptance: float) -> float:
+    """Expected tokens of a round."""
+    each = acceptance if shape.is_chain else 1 - (1 - acceptance) ** TREE_POWER
+    return sum(each**depth for depth in range(shape.max_depth + 1))

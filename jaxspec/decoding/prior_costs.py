@@ -1,0 +1,90 @@
+"""What a round is expected to cost before any has run: by its bytes and operations."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config.speculation import TreeShape
+from jaxspec.decoding.draft_bytes import draft_weight_bytes
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.layer import Layer
+from jaxspec.models.mlps import Experts
+from jaxspec.parallel.bytes import local_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast a kind of device is. Choices depend on the ratios alone.
+
+    Attributes:
+      bandwidth: bytes of weights a second.
+      operations: additions and multiplications a second.
+      layer: seconds of a layer besides these.
+    """
+
+    bandwidth: float
+    operations: float
+    layer: float
+
+
+# The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md). The
+# others': an H100, from rounds of the 8B shape (tests/scheduling/adaptive_simulation.py).
+CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6)
+ACCELERATOR = Speed(bandwidth=3e12, operations=585e12, layer=5e-6)
+
+
+class PriorCosts:
+    """Seconds of a round by shape and rows, as its bytes and operations suggest.
+
+    A pass reads its weights once, and computes for each of its tokens. What attention, sampling
+    and the host take is left out: it is learnt from the calls that serve.
+    """
+
+    call = 0.0
+
+    def __init__(self, target: Decoder, drafter: Drafter):
+        platform = next(iter(target.embed.devices())).platform
+        self.speed = CPU if platform == "cpu" else ACCELERATOR
+        self.drafter = drafter
+        self.lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
+        table = 0 if target.lm_head is None else local_bytes(target.embed)
+        self.layers = len(target.layers)
+        self.target_bytes = local_bytes(target) - table
+        self.target_work = 2 * (_elements(target) - _idle_elements(target.layers))
+        if target.lm_head is not None:
+            self.target_work -= 2 * _elements(target.embed)
+        self.element = jnp.dtype(target.dtype).itemsize
+
+    def seconds(self, rows: int, shape: TreeShape) -> float:
+        """Seconds of a round of so many rows on each device."""
+        verify = self._pass(self.target_bytes, self.target_work, rows * shape.num_nodes)
+        verify += self.layers * self.speed.layer
+        if shape.is_plain:
+            return verify
+        read = draft_weight_bytes(self.drafter, shape.max_depth, self.lm_head)
+        work = 2 * read / self.element  # each step computes with what it reads
+        steps = shape.max_depth * self.speed.layer
+        return verify + self._pass(read, work, rows * shape.top_k) + steps
+
+    def _pass(self, read: float, work: float, tokens: int) -> float:
+        return read / self.speed.bandwidth + work * tokens / self.speed.operations
+
+
+def _elements(tree: Any) -> int:
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def _idle_elements(layers: Iterable[Layer]) -> int:
+    """Weights of the experts that a token does not choose."""
+    idle = 0.0
+    for layer in layers:
+        if isinstance(layer.mlp, Experts):
+            routing = layer.mlp.config.routing
+            share = 1 - routing.top_k / routing.num_experts
+            idle += share * _elements((layer.mlp.gate_up, layer.mlp.down))
+    return round(idle)

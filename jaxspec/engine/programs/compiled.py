@@ -1,0 +1,90 @@
+"""Which programs of an engine are compiled, and what runs while one is not."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import jax
+
+from jaxspec.decoding.state import EngineState
+from jaxspec.engine import memory
+from jaxspec.engine.programs.sizes import ReadKey, RoundsKey, compiles_alone
+
+
+class CompiledPrograms:
+    """The compiled programs of an engine, by key.
+
+    Attributes:
+      state: what the last program launched returns.
+      compiled: programs compiled so far, and ``compile_seconds`` what that took.
+      ready, coming: keys of the compiled programs, and of those that other threads compile.
+      sealed: compile nothing any more where a ready program would do.
+      ask: begins to compile a program in another thread; meanwhile a ready one runs that holds its
+        calls. None: a program is compiled when it is first needed.
+    """
+
+    state: EngineState
+
+    def __init__(self, max_programs: int):
+        self.max_programs = max_programs
+        self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
+        self.ready: set[Any] = set()
+        self.coming: dict[Any, Future[Any]] = {}
+        self.ask: Callable[[ReadKey | RoundsKey], bool] | None = None
+
+    def runnable(self) -> set[Any]:
+        """Keys of programs that run without waiting for a compilation."""
+        return self.ready | {key for key, future in self.coming.items() if future.done()}
+
+    def stand_in[K: (ReadKey, RoundsKey)](self, key: K) -> K | None:
+        """The cheapest program that can run these calls at once; None: there is none."""
+        return cheapest(self.runnable(), key)
+
+    def now[K: (ReadKey, RoundsKey)](self, key: K) -> K:
+        """``key``, or what runs instead while another thread compiles it."""
+        if self.ask is None or key in self.runnable() or not compiles_alone(key):
+            return key
+        stand_in = self.stand_in(key) or cheapest(self.coming, key)
+        if stand_in is None:
+            return key
+        if stand_in.cost > key.cost:  # else it differs in its kind alone
+            self.ask(key)
+        return stand_in
+
+    @contextlib.contextmanager
+    def counted(self, key: Any) -> Iterator[None]:
+        """Around the run of a program: the first run compiles it, which is measured."""
+        if key in self.ready:
+            yield
+            return
+        self._make_room()
+        jax.block_until_ready(self.state)
+        started = time.perf_counter()
+        future = self.coming.pop(key, None)
+        if future is not None and not future.cancel():
+            wait([future])  # its errors come again below
+        yield
+        jax.block_until_ready(self.state)
+        self.compiled += 1
+        self.compile_seconds += time.perf_counter() - started
+        self.ready.add(key)
+
+    def _make_room(self) -> None:
+        """Forget all programs if there are too many."""
+        if len(self.ready) < self.max_programs and not memory.maps_are_scarce():
+            return
+        self.clear_caches()
+        self.ready.clear()
+        self.coming.clear()
+
+    def clear_caches(self) -> None:
+        """Forget the compiled programs of all functions."""
+        raise NotImplementedError
+
+
+def cheapest[K: (ReadKey, RoundsKey)](keys: Iterable[Any], wanted: K) -> K | None:
+    """The cheapest of these programs that serves the wanted one's calls, itself if it is there."""
+    fitting = [key for key in keys if isinstance(key, type(wanted)) and key.holds(wanted)]
+    return min(fitting, key=lambda key: (key != wanted, key.cost), default=None)

@@ -1,0 +1,103 @@
+"""An engine to which nobody gave a tree: it chooses, and compiles beside its work."""
+
+import concurrent.futures
+
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.limits import adapts
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
+from jaxspec.functional import EngineParams
+from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts
+from tests.helpers.random_models import make_params
+
+CHAIN = TreeShape.parse("chain:2")
+
+
+def default_params(drafter: str = "ngram", acceptance: str = "match") -> EngineParams:
+    """As load makes them where no tree is asked for."""
+    speculation = SpeculationConfig.chain(2, acceptance)
+    return make_params(drafter, speculation).replace(default_tree=True)
+
+
+def new_engine() -> Engine:
+    return Engine(
+        default_params(),
+        CacheConfig(page_size=8, max_length=72),
+        EngineConfig(max_rows=2, rounds_per_call=2),
+    )
+
+
+class Given(LearntCosts):
+    """Costs that calls do not correct; rounds of ``cheap`` are the fastest."""
+
+    def __init__(self, cheap: TreeShape):
+        shapes = (PLAIN, TreeShape.parse("chain:1"), CHAIN)
+        super().__init__(RoundCosts({(1, shape): 1.0 + 99 * (shape != cheap) for shape in shapes}))
+
+    def observe(self, rows: int, shape: TreeShape, rounds: int, seconds: float) -> None:
+        pass
+
+
+def test_engines_adapt_where_nobody_asked_for_a_tree_and_texts_depend_on_none():
+    own = EngineConfig()
+    assert adapts(default_params(), own)
+    assert not adapts(default_params().replace(default_tree=False), own)
+    assert not adapts(default_params("none"), own)
+    assert not adapts(default_params(acceptance="rejection"), own)
+    assert not adapts(default_params(), EngineConfig(adaptive=False))
+    assert adapts(default_params().replace(default_tree=False), EngineConfig(adaptive=True))
+    target = default_params().target
+    rounded = target.replace(embed=target.embed.astype(jnp.bfloat16))
+    if rounded.dtype == jnp.bfloat16:
+        assert not adapts(default_params().replace(target=rounded), own)
+
+
+def test_a_better_tree_is_compiled_beside_the_work_and_the_text_stays():
+    engine, prompt = new_engine(), [5, 9, 2, 7, 5, 9]
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=60, stop_token_ids=())
+    engine.shapes.costs = Given(PLAIN)
+    first = engine.add(prompt, sampling)
+    while not engine.shapes.rounds[PLAIN]:
+        engine.step()
+    engine.shapes.costs = Given(CHAIN)
+    while not engine.programs.coming:  # enough calls must ask for it
+        assert not first.done
+        engine.step()
+    [(key, job)] = engine.programs.coming.items()
+    assert isinstance(key, RoundsKey) and key.shape == CHAIN
+    concurrent.futures.wait([job])
+    assert set(engine.shapes.rounds) == {PLAIN}
+    compiled = engine.programs.compiled
+    engine.finish([first])
+    assert engine.shapes.rounds[CHAIN] > 0
+    assert engine.programs.compiled <= compiled + 2  # the chain's, and that of a row's end
+    engine.shapes.costs = Given(PLAIN)
+    again = engine.add(prompt, sampling)
+    engine.finish([again])
+    assert again.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_a_ready_program_runs_while_the_one_that_fits_is_compiled(wanted: int):
+    programs, asked = new_engine().programs, []
+    programs.ask = lambda key: bool(asked.append(key))
+    large, small = ReadKey(2, 9, 64, Kind.SAMPLED), ReadKey(wanted, 9, 16, Kind.GREEDY)
+    assert programs.now(small) == small and not asked  # nothing else could run
+    programs.ready.add(large)
+    assert programs.now(small) == large and asked == [small]
+    programs.ready.add(small)
+    assert programs.now(small) == small and asked == [small]
+
+
+def test_a_program_of_a_higher_kind_is_no_reason_to_compile():
+    programs, asked = new_engine().programs, []
+    programs.ask = lambda key: bool(asked.append(key))
+    sampled = RoundsKey(1, 9, PLAIN, Kind.SAMPLED)
+    programs.ready.add(sampled)
+    assert programs.now(sampled._replace(kind=Kind.GREEDY)) == sampled and not asked
