@@ -24,14 +24,15 @@ from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey, compil
 from jaxspec.scheduling.plan import Plan
 
 MOST_JOBS = 8  # programs compiled at a time
-ENOUGH = 4  # calls that ask for a program before it is compiled beside them
+ENOUGH_READS = 4  # calls that ask for a program that reads, before it is compiled beside them
 
 
 class CompilesBeside:
     """Compiles programs one at a time, in a thread of its own, while others serve.
 
-    A program is compiled once ENOUGH calls have asked for it. Who asks while another is compiled
-    must ask again: so nothing is left to do at the end of the process but the program under way.
+    Of the programs that read prompts, whose sizes are many, only those that are often asked for are
+    compiled. Who asks while another is compiled must ask again: so nothing is left to do at the end
+    of the process but the program under way.
     """
 
     def __init__(self, programs: Programs):
@@ -41,12 +42,13 @@ class CompilesBeside:
         self._asked: collections.Counter[ReadKey | RoundsKey] = collections.Counter()
 
     def __call__(self, key: ReadKey | RoundsKey) -> bool:
-        """Begin to compile a program if enough have asked for it and none is under way. Returns
-        whether it was begun."""
+        """Begin to compile a program, unless it is rare or another is under way. Returns whether it
+        was begun."""
         key = key._replace(kind=max(key.kind, Kind.SAMPLED))  # one program serves greedy rows, too
         coming, is_free = self.programs.coming, self._job is None or self._job.done()
         self._asked[key] += 1
-        if self._asked[key] < ENOUGH or key in coming or not is_free:
+        is_rare = isinstance(key, ReadKey) and self._asked[key] < ENOUGH_READS
+        if is_rare or key in coming or not is_free:
             return False
         lowered = functools.partial(_lowered, self.programs, key, self.programs.state)
         coming[key] = self._job = self._pool.submit(lambda: lowered().compile())
