@@ -38,9 +38,9 @@ class EngineConfig:
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
       adaptive: choose the draft tree of each call, or none, by what a round costs and what the rows
-        have accepted. The costs are estimated, or measured by ``warm_up``, and corrected by the
-        calls that serve. In float32 texts stay as they are; so does their distribution under the
-        ``rejection`` rule, but there a seed may give another text each time. False: always the
+        have accepted. The costs are estimated, or with True measured by ``warm_up``, and corrected
+        by the calls that serve. In float32 texts stay as they are; so does their distribution under
+        the ``rejection`` rule, but there a seed may give another text each time. False: always the
         largest tree. None: adaptive if nobody asked for a tree and texts depend on none: with
         ``load``'s default tree in float32, or with a fixed verify width.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
@@ -61,7 +61,7 @@ class EngineConfig:
     snapshot_memory: float = 4.0
     fixed_rounds: bool | None = None
     deterministic: bool = False
-    max_programs: int = 128
+    max_programs: int = 192
     adaptive: bool | None = None
     shapes: tuple[TreeShape, ...] | None = None
     trees: bool = False

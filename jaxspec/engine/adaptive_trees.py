@@ -69,6 +69,7 @@ class AdaptiveTrees:
         self.costs = LearntCosts(PriorCosts(params.target, params.drafter))
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
         self.policy: TreePolicy | None = None
+        self._measures = bool(config.adaptive)
         self._patience = 0.0  # seconds of rounds since the last tree was compiled to be tried
         self.restart()
 
@@ -76,6 +77,13 @@ class AdaptiveTrees:
     def known(self) -> tuple[TreeShape, ...]:
         """Shapes that calls choose from; where the engine does not adapt, its one shape."""
         return self.choices or (self._resolved(None),)
+
+    def compiled_ahead(self, shape: TreeShape | None) -> tuple[TreeShape, ...]:
+        """Shapes whose programs are compiled before the load comes. An engine that nobody asked to
+        adapt compiles others beside its work, if it wants them."""
+        if self.choices is None:
+            return (self._resolved(shape),)
+        return self.choices if self._measures else (PLAIN, self._resolved(None))
 
     def prepare(
         self,
@@ -89,12 +97,12 @@ class AdaptiveTrees:
 
         Returns what programs are ready for.
         """
-        shapes = self.choices or (self._resolved(shape),)
+        shapes = self.compiled_ahead(shape)
         if any(params.plain for params in sampling):
             shapes = tuple(dict.fromkeys([*shapes, PLAIN]))
         cover = coverage(self.programs, self.limits, shapes, sampling, tokens, rows)
         compile_all(self.programs, cover, on_progress)
-        if self.choices is not None:
+        if self._measures:
             self.costs = LearntCosts(measure_rounds(self.programs, cover))
             self.restart()
         return cover

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.config.speculation import PLAIN
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.sizes import SMALLEST_TABLE, ReadKey, RoundsKey
@@ -89,10 +89,7 @@ def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
 
 def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]) -> Coverage:
     """What requests like this need; those without a drafter have no tree."""
-    shapes: tuple[TreeShape, ...] = engine.shapes.choices or (
-        engine.params.round_options(engine.shape).speculation.shape,
-    )
-    trees = (PLAIN,) if sampling.plain else shapes
+    trees = (PLAIN,) if sampling.plain else engine.shapes.compiled_ahead(engine.shape)
     return coverage(engine.programs, engine.limits, trees, (sampling,), tokens, few)
 
 
