@@ -25,16 +25,18 @@ class Speed:
       bandwidth: bytes of weights a second.
       operations: additions and multiplications a second.
       layer: seconds of a layer besides these.
+      several: how much longer reading the weights takes for several tokens than for one.
     """
 
     bandwidth: float
     operations: float
     layer: float
+    several: float = 1.0
 
 
 # The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md). The
 # others': an H100, from rounds of the 8B shape (tests/scheduling/adaptive_simulation.py).
-CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6)
+CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6, several=1.6)  # XLA copies them to tiles
 ACCELERATOR = Speed(bandwidth=3e12, operations=585e12, layer=5e-6)
 
 
@@ -72,7 +74,8 @@ class PriorCosts:
         return verify + self._pass(read, work, rows * shape.top_k) + steps
 
     def _pass(self, read: float, work: float, tokens: int) -> float:
-        return read / self.speed.bandwidth + work * tokens / self.speed.operations
+        slower = self.speed.several if tokens > 1 else 1.0
+        return slower * read / self.speed.bandwidth + work * tokens / self.speed.operations
 
 
 def _elements(tree: Any) -> int:

@@ -26,6 +26,8 @@ from jaxspec.scheduling.tree_policy import SHORT_CALL, TreePolicy
 
 HYSTERESIS = 0.03  # costs are learnt from calls, whose times differ a little
 PATIENCE = 60.0  # seconds of rounds for each tree that is compiled only because it might be better
+LONG_RUN = 2.0  # seconds of rounds before any tree is compiled beside them: a run that ends sooner
+# would be slowed by a program that it does not use, and would wait for it at its end
 
 
 def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeShape, ...]:
@@ -70,7 +72,8 @@ class AdaptiveTrees:
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
         self.policy: TreePolicy | None = None
         self._measures = bool(config.adaptive)
-        self._patience = 0.0  # seconds of rounds since the last tree was compiled to be tried
+        self._served = 0.0  # seconds of rounds, as far as their costs are known
+        self._tried = 0.0  # the same, when the last tree was compiled only to be tried
         self.restart()
 
     @property
@@ -187,10 +190,10 @@ class AdaptiveTrees:
         wanted, programs = self.policy.wanted, self.programs
         if wanted is None or programs.ask is None or not compiles_alone(targets[wanted]):
             return
-        if wanted == self.policy.best:
+        if wanted == self.policy.best and self._served >= LONG_RUN:
             programs.ask(targets[wanted])
-        elif self._patience >= PATIENCE and programs.ask(targets[wanted]):
-            self._patience = 0.0
+        elif self._served >= self._tried + PATIENCE and programs.ask(targets[wanted]):
+            self._tried = self._served
 
     def observe(self, launched: Launched, running: Container[str], seconds: float | None) -> None:
         """Learn from what the calls of a plan emitted, of requests that are still running, and from
@@ -199,12 +202,15 @@ class AdaptiveTrees:
         if seconds is not None and self.choices is not None and len(launched.calls) == 1:
             [call] = launched.calls
             rows = len(call.rows) // self.programs.shards
-            self._patience += seconds
             self.costs.observe(rows, shape, int(call.emitted.num_rounds), seconds)
         for call in launched.calls:
             if not call.emitted.num_rounds:  # it read prompts
                 continue
-            self.rounds[shape] += int(call.emitted.num_rounds)
+            rounds = int(call.emitted.num_rounds)
+            self.rounds[shape] += rounds
+            if self.choices is not None:
+                rows = len(call.rows) // self.programs.shards
+                self._served += rounds * self.costs.seconds(rows, shape)
             if self.policy is not None and shape in self.policy.shapes:
                 outputs = row_outputs([call], plan.sequences)
                 outputs = [each for each in outputs if each.sequence.request_id in running]

@@ -8,7 +8,8 @@ A drafter that proposes fewer tokens than it might counts as not accepted: that 
 this shape yields.
 
 Chains are one family: a short one drafts the first tokens of a longer one. Every other tree is a
-family of its own, since wider trees survive longer.
+family of its own, since wider trees survive longer. What a row has shown fades while it decodes
+plainly.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -25,6 +26,7 @@ FIRST_WEIGHT = 4.0  # in rounds
 TREE_POWER = 1.5
 ROW_WEIGHT = 8.0  # of what other rows tell about one, in rounds
 OFFSET_LIMIT = 4.0
+PLAIN_MEMORY = 16  # plain rounds after which what a row has shown has faded: its text went on
 
 
 class Rounds(NamedTuple):
@@ -107,9 +109,13 @@ class AcceptanceEstimate:
     ) -> None:
         """Add the rounds of a call of this shape: int [C, B] each, see count_rounds.
 
-        No row may be listed twice.
+        Plain rounds show nothing, and what their rows showed before grows old: a text that begins
+        to repeat itself would never be drafted again. No row may be listed twice.
         """
         if shape.is_plain:
+            known = [(self._slots[row], at) for at, row in enumerate(rows) if row in self._slots]
+            for slot, at in known:
+                self._counts[slot] *= (1 - 1 / PLAIN_MEMORY) ** np.count_nonzero(committed[:, at])
             return
         family, depth = self.families.index(family_of(shape)), shape.max_depth
         new = count_rounds(accepted, committed, depth, self._forget)

@@ -19,6 +19,7 @@ ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
 # families is worth a few rounds.
 DEVIATION = 0.7
 LEAST_SEEN = 4
+WORTH_COMPILING = 0.3  # gain for which a shape is compiled: that slows the calls for a while
 SAVED_SECONDS = 5.0  # of serving: what they earn for the first rounds of new rows is kept
 
 
@@ -98,8 +99,8 @@ class TreePolicy:
             outlook.best = outlook.deepest_no_slower_than_plain()
         self.best, self.wanted = outlook.best, None
         if ready is not None:
-            self.wanted = self._wanted(outlook, ready, sizes)
-            outlook = _Outlook(tuple(ready), hazards, self.estimate, costs, ready)
+            of_all, outlook = outlook, _Outlook(tuple(ready), hazards, self.estimate, costs, ready)
+            self.wanted = self._wanted(of_all, outlook, sizes)
         self.shape = best = outlook.pick(self.shape, self.hysteresis)
         candidates = outlook.candidates()
         first = self._first_look(outlook, rows, rounds)
@@ -109,12 +110,14 @@ class TreePolicy:
         return explored or best
 
     def _wanted(
-        self, outlook: "_Outlook", ready: Mapping[TreeShape, int], sizes: Mapping[TreeShape, int]
+        self, outlook: "_Outlook", ready: "_Outlook", sizes: Mapping[TreeShape, int]
     ) -> TreeShape | None:
-        """What is not ready and should be: the best shape, or else one that may be better."""
+        """What is not ready and should be: the best shape if it gains enough, or else one that may
+        be better. ``outlook`` is that of all shapes."""
         better = [each for each in outlook.candidates() if self._may_be_best(outlook, each)]
-        missing = (each for each in (outlook.best, *better) if ready.get(each) != sizes[each])
-        return next(missing, None)
+        if outlook.rate(outlook.best) > (1 + WORTH_COMPILING) * ready.rate(ready.best):
+            better.insert(0, outlook.best)
+        return next((each for each in better if ready.sizes.get(each) != sizes[each]), None)
 
     def _first_look(
         self, outlook: "_Outlook", rows: Sequence[Hashable], rounds: int
@@ -189,7 +192,8 @@ class _Outlook:
         costs: Costs,
         sizes: Mapping[TreeShape, int],
     ):
-        self.shapes, self.num_rows, self.call_seconds = shapes, len(hazards), costs.call
+        self.shapes, self.sizes = shapes, sizes
+        self.num_rows, self.call_seconds = len(hazards), costs.call
         self.seconds = {shape: costs.seconds(sizes[shape], shape) for shape in shapes}
         # Rows that are expected to accept a token at each depth.
         self.expected = {shape: estimate.survival(hazards, shape).sum(axis=0) for shape in shapes}

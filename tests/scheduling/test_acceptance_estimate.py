@@ -80,14 +80,22 @@ def test_a_short_chain_tells_nothing_of_deeper_levels():
     np.testing.assert_allclose(estimate.hazards(["new"])[0, 0, 3:], before, atol=1e-3)
 
 
-def test_a_plain_round_tells_nothing():
+def test_plain_rounds_show_nothing_and_what_their_row_showed_fades():
     estimate = AcceptanceEstimate(SHAPES)
-    ones = np.ones((50, 1), int)
-    estimate.observe(["a"], LONG, 3 * ones, 4 * ones)
-    before = estimate.hazards(["a", "new"])
-    estimate.observe(["a"], PLAIN, 0 * ones, ones)
-    np.testing.assert_array_equal(estimate.hazards(["a", "new"]), before)
-    assert estimate.survival(estimate.hazards(["a"]), PLAIN).shape == (1, 0)
+    ones = np.ones((50, 2), int)
+    estimate.observe(["good", "bad"], LONG, ones * [3, 0], ones * [4, 1])
+
+    def first_hazards() -> list[float]:
+        hazards = estimate.hazards(["good", "bad", "new"])
+        return [float(estimate.survival(hazards, LONG)[row, 0]) for row in range(3)]
+
+    good, bad, new = first_hazards()
+    assert bad < new - 0.1 and good > new + 0.1
+    estimate.observe(["bad"], PLAIN, 0 * ones[:, :1], ones[:, :1])
+    later_good, later_bad, later_new = first_hazards()
+    assert (later_good, later_new) == (good, new)  # of others nothing is known that was not
+    assert bad + 0.5 * (new - bad) < later_bad < new
+    assert estimate.survival(estimate.hazards(["bad"]), PLAIN).shape == (1, 0)
 
 
 def test_a_row_that_changes_is_followed():

@@ -46,10 +46,11 @@ class PlanTimer:
         """The calls of the earliest plan that was started were read: the seconds that its rounds
         took, if it did nothing else.
 
-        Its time is known if the host had to wait for it, and compiled nothing meanwhile.
+        Its time is known if the host had to wait for it, and nothing was compiled meanwhile.
         """
         now, started, seconds = time.perf_counter(), self._started.popleft(), None
-        if waited and started.plain and started.compiled == self.programs.compiled:
+        alone = started.compiled == self.programs.compiled and not self.programs.compiles_now
+        if waited and started.plain and alone:
             rounds = sum(int(call.emitted.num_rounds) for call in calls)
             taken = now - max(started.at, self._free)
             self.costs.add_call(started.tokens, rounds, taken)

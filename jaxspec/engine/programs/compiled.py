@@ -34,6 +34,11 @@ class CompiledPrograms:
         self.coming: dict[Any, Future[Any]] = {}
         self.ask: Callable[[ReadKey | RoundsKey], bool] | None = None
 
+    @property
+    def compiles_now(self) -> bool:
+        """Whether another thread compiles, which takes time from the calls that run."""
+        return not all(future.done() for future in self.coming.values())
+
     def runnable(self) -> set[Any]:
         """Keys of programs that run without waiting for a compilation."""
         return self.ready | {key for key, future in self.coming.items() if future.done()}

@@ -20,7 +20,7 @@ from jaxspec.decoding.state import EngineState
 from jaxspec.engine.plans.sequences import kind_of, reads_of
 from jaxspec.engine.programs.arguments import NewRow, admission
 from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, MANY_ADMISSIONS, Programs
-from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey, compiles_alone
+from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey, compiles_alone
 from jaxspec.scheduling.plan import Plan
 
 MOST_JOBS = 8  # programs compiled at a time
@@ -44,7 +44,6 @@ class CompilesBeside:
     def __call__(self, key: ReadKey | RoundsKey) -> bool:
         """Begin to compile a program, unless it is rare or another is under way. Returns whether it
         was begun."""
-        key = key._replace(kind=max(key.kind, Kind.SAMPLED))  # one program serves greedy rows, too
         coming, is_free = self.programs.coming, self._job is None or self._job.done()
         self._asked[key] += 1
         is_rare = isinstance(key, ReadKey) and self._asked[key] < ENOUGH_READS
