@@ -99,7 +99,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
-    add("--max-programs", type=int, default=128, help="compiled programs that are kept")
+    add("--max-programs", type=int, default=192, help="compiled programs that are kept")
     add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time")  # fmt: skip
     add("--warm-up", choices=("none", "quick", "background", "full"), default="background",
