@@ -230,6 +230,7 @@ def check_texts(name: str, temperature: float) -> float:
     return drafted
 
 
+@pytest.mark.slow  # the built-in pair drafts so, in tests/docs/test_examples.py too
 def test_texts_are_those_of_plain_decoding():
     assert 1 <= check_texts("eagle3", 0.8) < DEPTH - 1
 

@@ -206,7 +206,7 @@ def past_of(engine: Engine) -> Text:
 @pytest.mark.parametrize(
     ("mixed", "speculation", "preemption"),
     [
-        (False, TREE, "recompute"),
+        slow(False, TREE, "recompute"),  # tests/real/test_smollm2.py is quicker
         slow(False, CHAIN, "swap"),
         slow(True, TREE, "swap"),
         slow(True, CHAIN, "recompute"),

@@ -52,7 +52,6 @@ from tests.helpers.checkpoints import (
     tiny_qwen2,
 )
 from tests.helpers.hybrid_checkpoints import contents, save_hybrid
-from tests.helpers.marks import slow
 from tests.helpers.mtp_families import save_with_mtp
 
 FLOAT32 = jnp.dtype("float32")
@@ -101,7 +100,8 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return made
 
 
-@pytest.mark.parametrize("name", ["mtp", *(slow(f"mtp:{one.name}") for one in ALL_MTP_STATES)])
+@pytest.mark.slow  # test_several_heads.py and test_families_under_load.py are quicker
+@pytest.mark.parametrize("name", ["mtp", *(f"mtp:{one.name}" for one in ALL_MTP_STATES)])
 def test_what_the_layers_read_never_changes_the_text(name: str, drafting: dict[int, Path]):
     plain, _ = texts(drafting[1], "none")
     assert texts(drafting[1], name, speculation=CHAIN)[0] == plain

@@ -110,7 +110,7 @@ def paths(trees: Any, index: int, row: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "batch"), [slow("plain", 3), ("6:2:3@2", 2)])
+@pytest.mark.parametrize(("mode", "batch"), [slow("plain", 3), slow("6:2:3@2", 2)])
 def test_counted_experts_are_those_that_every_node_chooses(mode: str, batch: int):
     params = params_of(mode)
     assert can_count(params)
