@@ -138,9 +138,9 @@ def test_bfloat16_text_is_the_same_at_one_verify_width(speculation):
 
 
 def test_the_default_tree():
-    nine, seven = SpeculationConfig.chain(9), SpeculationConfig.chain(7)
+    three, seven, nine = map(SpeculationConfig.chain, (3, 7, 9))
     assert load().speculation == default_speculation("cpu", built_in=True) == nine
-    assert load(drafter="ngram").speculation == default_speculation("cpu", built_in=False) == seven
+    assert load(drafter="ngram").speculation == default_speculation("cpu", built_in=False) == three
     assert {default_speculation(name, built_in=True) for name in ("gpu", "tpu")} == {seven}
 
 

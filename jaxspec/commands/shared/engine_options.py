@@ -73,7 +73,7 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
     group.add_argument("--tree", metavar="SHAPE", help="shape of the draft tree: NODES:DEPTH:TOPK "
         "(the root is a node; TOPK children of a node), or chain:K (default: chain:7; on a CPU "
-        "with the default drafter chain:9)")  # fmt: skip
+        "chain:3, for the built-in model with its default drafter chain:9)")  # fmt: skip
     group.add_argument("--acceptance", choices=("match", "rejection"), default="match",
         help="acceptance rule: match keeps the text of plain decoding, rejection its "
         "distribution")  # fmt: skip
