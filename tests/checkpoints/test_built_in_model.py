@@ -152,7 +152,7 @@ def test_the_default_tree():
         (["--verify-width", "10"], 10),
         (["--verify-width", "8"], 8),
         (["--acceptance", "rejection"], 8),
-        (["--drafter", "ngram"], 8),
+        (["--drafter", "ngram"], 4),
         (["--tree", "chain:3"], 4),
     ],
 )
