@@ -277,7 +277,7 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
     stored = load_file(path / "model.safetensors")
     save_tensors(tmp_path, stored, raw | {"num_nextn_predict_layers": 4})
     with pytest.raises(ValueError, match=r"no tensors model.layers.5\.\*, though its config.json"):
-        load(tmp_path, "mtp")
+        load(tmp_path, "mtp", speculation=SpeculationConfig.chain(4))
     assert load(tmp_path, "mtp:3").drafter.num_reread_tokens == 3
     recurrent = parse_model_config({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
     with pytest.raises(ValueError, match="a model with recurrent layers only one can draft"):
