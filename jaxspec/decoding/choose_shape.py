@@ -1,12 +1,10 @@
 """Which draft tree pays, by what a round is expected to cost and to commit."""
 
-from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.config.speculation import FIRST_ACCEPTANCE, PLAIN, TREE_POWER, TreeShape
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import PriorCosts
 
-FIRST_ACCEPTANCE = 0.85  # of a drafter of which nothing has been seen
 CHAINS = (1, 3)  # tokens of the chains that are choices besides plain decoding and the largest
-TREE_POWER = 1.5  # a tree misses where a chain does, to this power; see scheduling
 
 
 def choose_shape(

@@ -1,6 +1,7 @@
 """What a round is expected to cost before any has run: by its bytes and operations."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -52,8 +53,11 @@ class PriorCosts:
     def __init__(self, target: Decoder, drafter: Drafter):
         platform = next(iter(target.embed.devices())).platform
         self.speed = CPU if platform == "cpu" else ACCELERATOR
-        self.drafter = drafter
-        self.lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
+        lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
+        shapes = jax.tree.map(_shape, drafter)  # weights that are replaced must not stay in memory
+        self.draft_bytes = functools.cache(
+            lambda depth: draft_weight_bytes(shapes, depth, lm_head)
+        )  # as every call of an engine asks for its costs
         table = 0 if target.lm_head is None else local_bytes(target.embed)
         self.layers = len(target.layers)
         self.target_bytes = local_bytes(target) - table
@@ -68,7 +72,7 @@ class PriorCosts:
         verify += self.layers * self.speed.layer
         if shape.is_plain:
             return verify
-        read = draft_weight_bytes(self.drafter, shape.max_depth, self.lm_head)
+        read = self.draft_bytes(shape.max_depth)
         work = 2 * read / self.element  # each step computes with what it reads
         steps = shape.max_depth * self.speed.layer
         return verify + self._pass(read, work, rows * shape.top_k) + steps
@@ -76,6 +80,10 @@ class PriorCosts:
     def _pass(self, read: float, work: float, tokens: int) -> float:
         slower = self.speed.several if tokens > 1 else 1.0
         return slower * read / self.speed.bandwidth + work * tokens / self.speed.operations
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _elements(tree: Any) -> int:

@@ -17,13 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.config.speculation import TreeShape
+from jaxspec.config.speculation import FIRST_ACCEPTANCE, TREE_POWER, TreeShape
 
-FIRST_HAZARD = 0.85  # of chains, before anything was seen: what is tried is soon known
 FIRST_WEIGHT = 4.0  # in rounds
-# A tree misses where several candidates miss. With the built-in pair, a chain of 5 and a tree of 60
-# nodes miss 0.32 and 0.15 of the tokens (docs/benchmarks.md): 0.32 to the power of 1.7.
-TREE_POWER = 1.5
 ROW_WEIGHT = 8.0  # of what other rows tell about one, in rounds
 OFFSET_LIMIT = 4.0
 PLAIN_MEMORY = 16  # plain rounds after which what a row has shown has faded: its text went on
@@ -165,7 +161,7 @@ class AcceptanceEstimate:
         """Hazards of a row that nothing is known of: float64 [families, depths]."""
         tries, hits = self._shared
         hazards = np.empty_like(tries)
-        before = FIRST_HAZARD
+        before = FIRST_ACCEPTANCE
         for depth in range(self.max_depth):
             before = (hits[0, depth] + FIRST_WEIGHT * before) / (tries[0, depth] + FIRST_WEIGHT)
             hazards[0, depth] = before
