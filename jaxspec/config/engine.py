@@ -41,8 +41,9 @@ class EngineConfig:
         have accepted. The costs are estimated, or with True measured by ``warm_up``, and corrected
         by the calls that serve. In float32 texts stay as they are; so does their distribution under
         the ``rejection`` rule, but there a seed may give another text each time. False: always the
-        largest tree. None: adaptive if nobody asked for a tree and texts depend on none: with
-        ``load``'s default tree in float32, or with a fixed verify width.
+        largest tree. None: adaptive if nobody asked for a tree. Then, where the tree changes texts
+        by rounding (in bfloat16 without a fixed verify width), the choices are the largest tree and
+        plain decoding, by estimates alone: the same requests get the same texts again.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
         1 and 3, where they are shorter than the largest tree, and that tree.
       trees: programs emit the draft tree of every round, for requests that ask for it (see

@@ -26,19 +26,25 @@ class Speed:
       bandwidth: bytes of weights a second.
       operations: additions and multiplications a second.
       layer: seconds of a layer besides these.
+      draft_step: the same of a draft step.
       several: how much longer reading the weights takes for several tokens than for one.
+      overlap: 1 where reading and computing take their sum; the larger, the nearer to the longer of
+        the two.
     """
 
     bandwidth: float
     operations: float
     layer: float
+    draft_step: float
     several: float = 1.0
+    overlap: float = 1.0
 
 
-# The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md). The
-# others': an H100, from rounds of the 8B shape (tests/scheduling/adaptive_simulation.py).
-CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6, several=1.6)  # XLA copies them to tiles
-ACCELERATOR = Speed(bandwidth=3e12, operations=585e12, layer=5e-6)
+# The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md); XLA
+# copies weights to tiles. The others': an H100, from rounds of the 8B shape (README.md): what
+# chains of 3 and 5 cost more than plain decoding is right within a tenth up to 32 rows.
+CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6, draft_step=30e-6, several=1.6)
+ACCELERATOR = Speed(3e12, 585e12, layer=20e-6, draft_step=60e-6, overlap=2.0)
 
 
 class PriorCosts:
@@ -74,12 +80,14 @@ class PriorCosts:
             return verify
         read = self.draft_bytes(shape.max_depth)
         work = 2 * read / self.element  # each step computes with what it reads
-        steps = shape.max_depth * self.speed.layer
+        steps = shape.max_depth * self.speed.draft_step
         return verify + self._pass(read, work, rows * shape.top_k) + steps
 
     def _pass(self, read: float, work: float, tokens: int) -> float:
-        slower = self.speed.several if tokens > 1 else 1.0
-        return slower * read / self.speed.bandwidth + work * tokens / self.speed.operations
+        speed = self.speed
+        slower = speed.several if tokens > 1 else 1.0
+        times = slower * read / speed.bandwidth, work * tokens / speed.operations
+        return sum(time**speed.overlap for time in times) ** (1 / speed.overlap)
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ from jaxspec.decoding.choose_shape import choices
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import PriorCosts
 from jaxspec.engine.emitted import row_outputs
+from jaxspec.engine.limits import adapts, learns_costs
 from jaxspec.engine.plans.runner import Launched
 from jaxspec.engine.plans.sequences import generation_of, kind_of
 from jaxspec.engine.programs.programs import Programs
@@ -30,8 +31,13 @@ LONG_RUN = 2.0  # seconds of rounds before any tree is compiled beside them: a r
 # would be slowed by a program that it does not use, and would wait for it at its end
 
 
-def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeShape, ...]:
+def shapes_to_choose(
+    params: EngineParams, config: EngineConfig, learns: bool
+) -> tuple[TreeShape, ...]:
     """The trees of an adaptive engine, plain decoding first.
+
+    Of one whose costs never ``learns`` its costs it is the largest tree alone: an estimate
+    tells it from plain decoding, but hardly from other trees.
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """
@@ -39,7 +45,8 @@ def shapes_to_choose(params: EngineParams, config: EngineConfig) -> tuple[TreeSh
         raise ValueError("adaptive needs a drafter, and a tree that drafts tokens: there is none")
     if config.shapes is not None:
         return tuple(dict.fromkeys([PLAIN, *(_checked(params, shape) for shape in config.shapes)]))
-    return choices(params)
+    shapes = choices(params)
+    return shapes if learns else (shapes[0], shapes[-1])
 
 
 def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
@@ -59,15 +66,18 @@ class AdaptiveTrees:
       choices: the shapes to choose from; None: the engine does not adapt.
       policy: what chooses, and what it has learnt; None: the engine does not adapt.
       costs: of rounds, by rows of the program (of each shard) and shape: what is expected, or was
-        measured by warm_up, corrected by the calls that serve.
+        measured by warm_up, and if it ``learns``, corrected by the calls that serve.
       rounds: rounds that calls have run so far, by shape.
 
     Raises ValueError for choices that cannot work.
     """
 
-    def __init__(self, programs: Programs, limits: Limits, config: EngineConfig, adapts: bool):
+    def __init__(self, programs: Programs, limits: Limits, config: EngineConfig):
         self.programs, self.limits, params = programs, limits, programs.params
-        self.choices = shapes_to_choose(params, config) if adapts else None
+        self.learns = learns_costs(params, config)
+        self.choices = (
+            shapes_to_choose(params, config, self.learns) if adapts(params, config) else None
+        )
         self.costs = LearntCosts(PriorCosts(params.target, params.drafter))
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
         self.policy: TreePolicy | None = None
@@ -75,6 +85,11 @@ class AdaptiveTrees:
         self._served = 0.0  # seconds of rounds, as far as their costs are known
         self._tried = 0.0  # the same, when the last tree was compiled only to be tried
         self.restart()
+
+    @property
+    def adapts_by_time(self) -> bool:
+        """Whether what calls took decides the trees of later ones."""
+        return self.choices is not None and self.learns
 
     @property
     def known(self) -> tuple[TreeShape, ...]:
@@ -199,7 +214,7 @@ class AdaptiveTrees:
         """Learn from what the calls of a plan emitted, of requests that are still running, and from
         the ``seconds`` that its rounds took, if they are known."""
         plan, shape = launched.plan, launched.shape
-        if seconds is not None and self.choices is not None and len(launched.calls) == 1:
+        if seconds is not None and self.adapts_by_time and len(launched.calls) == 1:
             [call] = launched.calls
             rows = len(call.rows) // self.programs.shards
             self.costs.observe(rows, shape, int(call.emitted.num_rounds), seconds)

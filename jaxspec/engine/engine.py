@@ -29,7 +29,7 @@ from jaxspec.engine.generation import (
     Running,
     new_grammar,
 )
-from jaxspec.engine.limits import adapts, engine_params, engine_sizes, scheduler_limits
+from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
@@ -95,9 +95,8 @@ class Engine:
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)
         self.programs = make_programs(params, sizes, self.config.max_programs)
-        adaptive = adapts(params, self.config)
-        self.shapes = AdaptiveTrees(self.programs, self.limits, self.config, adaptive)
-        if adaptive and self.programs.compiles_beside:
+        self.shapes = AdaptiveTrees(self.programs, self.limits, self.config)
+        if self.shapes.adapts_by_time and self.programs.compiles_beside:
             self.programs.ask = CompilesBeside(self.programs)
         self.watch = DraftWatch(params.drafter)
         self.on_launch: Callable[[list[LaunchedCall]], None] | None = None

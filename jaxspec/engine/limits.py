@@ -18,9 +18,10 @@ import jax.numpy as jnp
 
 from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import default_verify_width
+from jaxspec.config.speculation import PLAIN, default_verify_width
 from jaxspec.decoding.drafters.checks import check_drafter
 from jaxspec.decoding.functional import EngineParams
+from jaxspec.decoding.prior_costs import PriorCosts
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
 from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Sizes
@@ -30,6 +31,7 @@ MOST_STOPS = 16
 # Prompt tokens of a row in a call, for each device that shares them. On GPUs a long prompt is read
 # faster in larger parts, above all where devices sum their products.
 LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
+HOST_SECONDS = 80e-6  # that planning a call and reading its results take for each row
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -49,11 +51,19 @@ def adapts(params: EngineParams, config: EngineConfig) -> bool:
     """Whether the engine chooses its trees; see EngineConfig.adaptive."""
     if config.adaptive is not None or not params.default_tree:
         return bool(config.adaptive)
-    speculation = params.speculation
-    is_exact = params.target.dtype == jnp.float32 or speculation.verify_width is not None
     alone = not params.stages and jax.process_count() == 1
     drafts = not params.round_options().speculation.is_plain
-    return drafts and is_exact and alone and speculation.acceptance == "match"
+    return drafts and alone and params.speculation.acceptance == "match"
+
+
+def learns_costs(params: EngineParams, config: EngineConfig) -> bool:
+    """Whether an engine that adapts corrects its costs by the time that calls took.
+
+    Not where nobody asked for that and the tree changes texts by rounding: then the text would
+    depend on how fast the machine happened to be.
+    """
+    is_exact = params.target.dtype == jnp.float32 or params.speculation.verify_width is not None
+    return bool(config.adaptive) or is_exact
 
 
 def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig) -> Sizes:
@@ -135,6 +145,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         largest_read=sizes.max_chunk,
         max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
+        crowded_rows=crowded_rows(params),
         unseen_rounds=1 if adapts(params, config) else None,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
@@ -148,6 +159,18 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         host_parts=host_parts,
         swaps_only=config.deterministic,
     )
+
+
+def crowded_rows(params: EngineParams) -> int | None:
+    """Rows for which the host needs as long as the device for a round; None: never by 2**12 rows.
+
+    An estimate, so that the plans for the same requests are the same on every day.
+    """
+    costs = PriorCosts(params.target, params.drafter)
+    for rows in (2**power for power in range(13)):
+        if rows * HOST_SECONDS >= costs.seconds(-(-rows // params.data_parallel), PLAIN):
+            return rows
+    return None
 
 
 def deterministic_params(params: EngineParams) -> EngineParams:

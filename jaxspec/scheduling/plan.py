@@ -28,6 +28,9 @@ class Limits:
       largest_read: most prompt tokens of a row that a plan reads; None: any number.
       max_rounds: most rounds of a call.
       runs_all_rounds: a call runs all its rounds, even if every row ends before.
+      crowded_rows: rows of a call for which the host needs as long as the device for a round; None:
+        any number is quicker. A call of more rows has several rounds, even while others read or
+        wait: else the device would wait for the host.
       unseen_rounds: most rounds of a call most of whose rows have shown no round yet; None: any.
         What such rows accept is not known, so an adaptive engine may choose the wrong tree.
       max_queue: most requests that may wait; None: any number.
@@ -59,6 +62,7 @@ class Limits:
     largest_read: int | None = None
     max_rounds: int = 16
     runs_all_rounds: bool = False
+    crowded_rows: int | None = None
     unseen_rounds: int | None = None
     max_queue: int | None = None
     watermark: float = 0.01

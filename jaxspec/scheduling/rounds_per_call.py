@@ -10,7 +10,10 @@ REMEMBERED = 0.98  # share of earlier tokens and rounds in a mean, after each fu
 
 
 class CallRounds:
-    """Few rounds while a row reads or a request waits, else more from call to call."""
+    """Few rounds while a row reads or a request waits, else more from call to call.
+
+    Few are those that take the device as long as the host needs for the call.
+    """
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -31,7 +34,8 @@ class CallRounds:
           waits: whether a request waits for a row or for pages.
         """
         limits = self.limits
-        rounds = min(self._for_load(reads, waits), most, max(row.most_rounds for row in rows))
+        rounds = self._for_load(len(rows), reads=reads, waits=waits)
+        rounds = min(rounds, most, max(row.most_rounds for row in rows))
         if limits.runs_all_rounds:
             rate = self._tokens / self._rounds
             rounds = max(1, min(rounds, max(row.expected_rounds(rate) for row in rows)))
@@ -41,11 +45,14 @@ class CallRounds:
             rounds = min(rounds, limits.unseen_rounds)
         return rounds
 
-    def _for_load(self, reads: bool, waits: bool) -> int:
+    def _for_load(self, num_rows: int, *, reads: bool, waits: bool) -> int:
         limits = self.limits
         if reads or waits:
             self._next = limits.max_rounds if limits.runs_all_rounds else 1
-            return 1
+            crowds = num_rows // (limits.crowded_rows or num_rows + 1)
+            if crowds and limits.runs_all_rounds:  # there are programs of all rounds or one
+                return limits.max_rounds
+            return min(1 + crowds, limits.max_rounds)
         rounds = self._next
         self._next = min(2 * rounds, limits.max_rounds)
         return rounds

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,7 +11,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.limits import adapts
+from jaxspec.engine.limits import adapts, learns_costs
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
 from jaxspec.functional import EngineParams
 from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts
@@ -44,7 +45,7 @@ class Given(LearntCosts):
         pass
 
 
-def test_engines_adapt_where_nobody_asked_for_a_tree_and_texts_depend_on_none():
+def test_engines_adapt_where_nobody_asked_for_a_tree():
     own = EngineConfig()
     assert adapts(default_params(), own)
     assert not adapts(default_params().replace(default_tree=False), own)
@@ -52,10 +53,21 @@ def test_engines_adapt_where_nobody_asked_for_a_tree_and_texts_depend_on_none():
     assert not adapts(default_params(acceptance="rejection"), own)
     assert not adapts(default_params(), EngineConfig(adaptive=False))
     assert adapts(default_params().replace(default_tree=False), EngineConfig(adaptive=True))
-    target = default_params().target
-    rounded = target.replace(embed=target.embed.astype(jnp.bfloat16))
-    if rounded.dtype == jnp.bfloat16:
-        assert not adapts(default_params().replace(target=rounded), own)
+
+
+def test_costs_are_estimates_where_trees_change_texts_by_rounding():
+    params, prompt = default_params(), [5, 9, 2, 7, 5, 9]
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
+    cache, config = CacheConfig(page_size=8, max_length=24), EngineConfig(max_rows=1)
+    engine = Engine(params.replace(target=rounded), cache, config)
+    assert engine.shapes.choices == (PLAIN, CHAIN)
+    assert engine.programs.ask is None  # whether a program is ready must not decide either
+    before = engine.shapes.seconds(1, PLAIN)
+    engine.finish([engine.add(prompt, SamplingParams(max_tokens=12, stop_token_ids=()))])
+    assert engine.shapes.rounds.total() > 0
+    assert engine.shapes.seconds(1, PLAIN) == before
+    assert learns_costs(params, config)
+    assert learns_costs(params.replace(target=rounded), EngineConfig(adaptive=True))
 
 
 def test_a_better_tree_is_compiled_beside_the_work_and_the_text_stays():

@@ -545,3 +545,18 @@ def test_calls_are_short_until_most_rows_have_shown_a_round():
     run.step(lag=1)
     assert run.step(lag=1).rounds > 1  # one of four is new
     run.finish()
+
+
+@pytest.mark.parametrize(("runs_all", "rounds"), [(True, 8), (False, 3)])
+def test_calls_of_a_crowd_are_not_short_while_others_wait(runs_all: bool, rounds: int):
+    """Else the device would wait for the host, which needs longer for more rows."""
+    limits = {"num_rows": 4, "max_rounds": 8, "runs_all_rounds": runs_all, "prefix_caching": False}
+    for crowded, expected in ((2, rounds), (5, 1), (None, 1)):
+        run = Run(made(**limits, crowded_rows=crowded))
+        for first in range(6):
+            run.add(prompt(5, first), max_tokens=60)
+        run.step()
+        plan = run.step()
+        assert len(plan.decode_rows) == 4 and run.scheduler.num_waiting == 2
+        assert plan.rounds == expected
+        run.finish()

@@ -26,6 +26,12 @@ _LLAMA_31 = _llama3(8.0)
 _QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position": 40_960, "qk_norm": True}
 _QWEN25 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position": 32_768, "qkv_bias": True}
 _MISTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position": 32_768}
+_SMOLLM2 = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100_000.0,
+    "max_position": 8192,
+    "tie_word_embeddings": True,
+}
 _TINY = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position": 4096}
 # Layers, vocabulary, hidden size, size of the MLP, query heads, KV heads, size of a head; the rest.
 _DENSE: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -36,6 +42,7 @@ _DENSE: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         (16, 128_256, 2048, 8192, 32, 8, 64),
         _llama3(32.0) | {"tie_word_embeddings": True},
     ),
+    "smollm2-135m": ((30, 49_152, 576, 1536, 9, 3, 64), _SMOLLM2),
     "qwen3-8b": ((36, 151_936, 4096, 12_288, 32, 8, 128), _QWEN3),
     "qwen3-30b-a3b": ((48, 151_936, 2048, 6144, 32, 4, 128), _QWEN3),
     "qwen2.5-7b": ((28, 152_064, 3584, 18_944, 28, 4, 128), _QWEN25),
