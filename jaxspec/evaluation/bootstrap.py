@@ -1,4 +1,4 @@
-"""Ratios of sums over samples, with 95 % bootstrap intervals."""
+"""Ratios of sums and medians over samples, with 95 % bootstrap intervals."""
 
 import numpy as np
 
@@ -18,6 +18,16 @@ def ratio(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> tuple[float, I
     chosen = np.random.default_rng(seed).integers(len(sums), size=(RESAMPLES, len(sums)))
     chosen = chosen[counts[chosen].sum(axis=1) > 0]
     resampled = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
+    return float(sums.sum() / counts.sum()), _interval(resampled)
+
+
+def median(samples: np.ndarray, seed: int = 0) -> tuple[float, Interval]:
+    """Median of ``samples``, float [N], not empty, and its interval."""
+    chosen = np.random.default_rng(seed).integers(len(samples), size=(RESAMPLES, len(samples)))
+    return float(np.median(samples)), _interval(np.median(samples[chosen], axis=1))
+
+
+def _interval(resampled: np.ndarray) -> Interval:
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(resampled, [tail, 100 - tail])
-    return float(sums.sum() / counts.sum()), (float(low), float(high))
+    return float(low), float(high)

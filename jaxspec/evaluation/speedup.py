@@ -10,7 +10,9 @@ import numpy as np
 from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
 from jaxspec.engine.warm_up.compile_all import Progress, batch_keys
 from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
+from jaxspec.evaluation import bootstrap
 from jaxspec.evaluation.acceptance import Acceptance, summarize
+from jaxspec.evaluation.bootstrap import Interval
 from jaxspec.llm.completion import Completion, decode_rate, decode_seconds
 from jaxspec.llm.llm import LLM, Prompt
 from jaxspec.models import decoder
@@ -26,7 +28,8 @@ class RaceResult:
       tokens_per_second: decoding speed, all sequences of a batch together; the median.
       round_ms: time of a round: that of a batch over the rounds of its text that took most; the
         median.
-      speedups: speed-up over the baseline for each batch; ``speedup`` is their median.
+      speedups: speed-up over the baseline for each batch; ``speedup`` is their median, with its 95 %
+        bootstrap interval over batches.
       identical: how many of the ``texts`` have the same tokens as the baseline's.
     """
 
@@ -34,6 +37,7 @@ class RaceResult:
     round_ms: float
     speedups: tuple[float, ...]
     speedup: float
+    speedup_interval: Interval
     acceptance: Acceptance
     identical: int
     texts: int
@@ -140,11 +144,13 @@ def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
         raise ValueError("a text ended with its first token: there is no decoding to compare")
     ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True)]
     pairs = list(_pairs(base, laps))
+    speedup, interval = bootstrap.median(np.array(ratios))
     return RaceResult(
         tokens_per_second=statistics.median(rates),
         round_ms=statistics.median(map(_round_ms, laps)),
         speedups=tuple(ratios),
-        speedup=statistics.median(ratios),
+        speedup=speedup,
+        speedup_interval=interval,
         acceptance=summarize([completion for lap in laps for completion in lap]),
         identical=sum(found.token_ids == other.token_ids for found, other in pairs),
         texts=len(pairs),

@@ -27,7 +27,7 @@ def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_pat
     code = bench_drafters.main(
         ["--data", str(sources), "--batch", "1", "2", "--batches", "2", "--prompt-tokens", "16",
          "--max-tokens", "24", "--temperatures", "0", "1", "--plot", str(plot), "--json",
-         "--run", "ngram", "chain:3", "tree:4:2:2"]
+         "--run", "ngram", "chain:3", "tree:4:2:2", "default"]
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -37,7 +37,7 @@ def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_pat
         (temperature, batch, mode, 2 * batch)
         for temperature in (0, 1)
         for batch in (1, 2)
-        for mode in ("plain", "chain:3", "tree:4:2:2")
+        for mode in ("plain", "chain:3", "tree:4:2:2", "default")
     ]
     assert results["target_weight_bytes"] > 0 and results["target_token_bytes"] > 0
     for row in rows:
@@ -49,7 +49,9 @@ def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_pat
         if row["mode"] == "plain":
             assert row["speedup"] == found["length"] == 1 and found["by_depth"] == []
         else:
-            assert row["speedup"] > 0 and 1 < found["length"] <= 4
+            assert row["speedup"] > 0 and 1 <= found["length"] <= 4
+            low, high = row["speedup_interval"]
+            assert low <= row["speedup"] <= high
     assert "ngram chain:3" in printed.err and "programs compiled" in printed.err
     assert plot.stat().st_size > 5_000
 
@@ -98,6 +100,7 @@ def made_row(batch: int, drafter: str, mode: str, speedup: float = 1.0) -> dict[
         "tokens_per_second": 1234.0,
         "round_ms": 0.5,
         "speedup": speedup,
+        "speedup_interval": (speedup - 0.1, speedup + 0.2),
         "acceptance": acceptance,
         "identical": batch - 1,
         "texts": batch,
@@ -115,7 +118,7 @@ def test_numbers_are_printed_whole_however_long_names_are():
     console = table_console(stderr=False, width=full_width(table))
     with console.capture() as printed:
         console.print(table)
-    assert "…" not in printed.get() and "0.50  1.00x" in printed.get()
+    assert "…" not in printed.get() and "0.50 1.00x" in printed.get()
 
 
 def test_each_run_is_a_line_of_its_own_in_both_panels():
@@ -153,7 +156,10 @@ def test_what_another_machine_measured_is_shown(tmp_path, capsys):
     assert ["", "a/h chain:3", "2.00", "3", ""] in lines
     # A line has the speeds of all batch sizes, and acceptance is that of most texts.
     for name, (first, second) in {"a/h": (17, 2), "suffix+b/h": (18, 3)}.items():
-        speeds = [f"1,234    0.50 {first:.2f}x", f"1,234    0.50  {second:.2f}x"]
+        speeds = [
+            f"1,234    0.50 {gain:.2f}x ({gain - 0.1:.2f} to {gain + 0.2:.2f})"
+            for gain in (first, second)
+        ]
         assert ["", f"{name} chain:3", *speeds, "15 of 17", ""] in lines
         assert ["", f"{name} chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10", ""] in lines
     assert plot.stat().st_size > 5_000

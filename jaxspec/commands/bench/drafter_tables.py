@@ -87,14 +87,17 @@ def full_width(table: Table) -> int:
 
 
 def speed_table(title: str, rows: Sequence[Row], names: Names) -> Table:
-    table = left_table(f"{title}: tokens/s, ms a round, speed-up over plain")
+    table = left_table(
+        f"{title}: tokens/s, ms a round, median speed-up over plain with its 95 % interval"
+    )
     table.add_column("drafter", no_wrap=True)
     for size in dict.fromkeys(row["batch"] for row in rows):
         table.add_column(f"batch {size}", justify="right", no_wrap=True)
     table.add_column("identical", justify="right", no_wrap=True)
     for run in by_run(rows):
         cells = (
-            f"{row['tokens_per_second']:,.0f} {row['round_ms']:7.2f} {row['speedup']:5.2f}x"
+            f"{row['tokens_per_second']:,.0f} {row['round_ms']:7.2f} "
+            + with_interval(row["speedup"], row["speedup_interval"], unit="x")
             for row in run
         )
         identical, texts = (sum(row[name] for row in run) for name in ("identical", "texts"))

@@ -2,7 +2,8 @@
 
 Every batch of held-out prompts is decoded plainly and with each --run, for each temperature and
 batch size; speeds are medians over the batches. A run is a drafter (as in generate) and one mode or
-several, `chain:K` or `NODES:DEPTH:TOPK`. All texts have --max-tokens tokens: stop tokens do not end
+several: `chain:K`, `NODES:DEPTH:TOPK`, or `default`, what an engine does to which no tree is given
+(it adapts: docs/serving.md). All texts have --max-tokens tokens: stop tokens do not end
 them. Acceptance is counted in the same texts, with 95 % bootstrap intervals over prompts. All runs
 share the target's weights, and programs are compiled side by side. --from shows what another
 machine measured.
@@ -111,14 +112,26 @@ def chosen_runs(args: argparse.Namespace) -> list[tuple[str, str]]:
         chosen = DEFAULT_RUNS[:1]  # the default drafter is the other one
     for drafter, *modes in chosen:
         if not modes:
-            raise ValueError(f"--run {drafter} needs a mode after it: chain:K or NODES:DEPTH:TOPK")
+            raise ValueError(
+                f"--run {drafter} needs a mode after it: chain:K, NODES:DEPTH:TOPK or default"
+            )
         runs += [(drafter, mode) for mode in modes]
     names = {(str(choose_drafter(args.model, drafter)), mode) for drafter, mode in runs}
     if "none" in [drafter for drafter, _ in runs[1:]] or len(names) < len(runs):
         raise ValueError("each --run names another drafter or mode; plain decoding is always there")
     for _, mode in runs:
-        SpeculationConfig.parse(mode)  # fails now, not after loading
+        speculation_of(args, mode)  # fails now, not after loading
     return runs
+
+
+def speculation_of(args: argparse.Namespace, mode: str) -> SpeculationConfig | None:
+    """What a mode asks for; None: nothing, the engine chooses."""
+    asked = {"acceptance": args.acceptance, "verify_width": args.verify_width}
+    if mode == "default":
+        if asked != {"acceptance": "match", "verify_width": None}:
+            raise ValueError("the mode default takes neither --acceptance nor --verify-width")
+        return None
+    return dataclasses.replace(SpeculationConfig.parse(mode), **asked)
 
 
 def load_entrants(args: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> Iterator[Entrant]:
@@ -147,11 +160,7 @@ def make_llm(
     return LLM(
         args.model,
         drafter,
-        speculation=dataclasses.replace(
-            SpeculationConfig.parse(mode),
-            acceptance=args.acceptance,
-            verify_width=args.verify_width,
-        ),
+        speculation=speculation_of(args, mode),
         dtype=args.dtype,
         max_length=args.prompt_tokens + args.max_tokens,
         # A batch is read at once: its texts begin together. Without a prefix cache it is read by
@@ -185,6 +194,7 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
     params = entrants[0].llm.params
     facts = run_facts() | {
         "model": str(args.model),
+        "data": list(map(str, args.data)),
         "dtype": str(params.target.embed.dtype),
         "target_weight_bytes": local_bytes(params.target),
         "target_token_bytes": bytes_of_token(params)[0],
@@ -243,6 +253,10 @@ def read_parts(path: Path) -> list[dict[str, Any]]:
     of_this_command = "target_token_bytes"  # other commands' have rows, too
     if not parts or not all(isinstance(part, dict) and of_this_command in part for part in parts):
         raise ValueError(f"{path} is not of bench_drafters.py --json")
+    if not all("speedup_interval" in row for part in parts for row in part["rows"]):
+        raise ValueError(
+            f"{path} is of an older bench_drafters.py, without intervals: run it again"
+        )
     return parts
 
 
