@@ -6,7 +6,10 @@ A draft head learns from the answers that its target writes to such prompts (doc
     python3 examples/chat_prompts.py prompts.jsonl --count 24000
     python3 scripts/train_drafter.py --model smollm2 --data prompts.jsonl --regenerate ...
 
-``--kind`` keeps one kind of prompts, to measure acceptance on it.
+``--kind`` keeps one kind of prompts, to measure acceptance on it, and ``--without`` leaves out those
+that a head was trained on:
+
+    python3 examples/chat_prompts.py code.jsonl --count 300 --kind code --without prompts.jsonl
 """
 
 import argparse
@@ -115,17 +118,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="file to write, one chat a line")
     parser.add_argument("--count", type=int, default=12_000, help="prompts (default: 12000)")
     parser.add_argument("--kind", choices=["chat", "code", "summary"], help="only this kind")
+    parser.add_argument("--without", type=Path, help="leave out the prompts of this file")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")))
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore", SyntaxWarning)  # of the packages
     rng = random.Random(0)
     found = chats(rng) + list(from_packages(args.folder, 4 * args.count, rng))
-    prompts = sorted({prompt for kind, prompt in found if args.kind in (None, kind)})
+    prompts = sorted({(prompt, kind) for kind, prompt in found if args.kind in (None, kind)})
     rng.shuffle(prompts)
+    if args.without is not None:
+        lines = map(json.loads, args.without.read_text(encoding="utf-8").splitlines())
+        seen = {line["messages"][0]["content"] for line in lines}
+        prompts = [(prompt, kind) for prompt, kind in prompts if prompt not in seen]
     with args.out.open("w", encoding="utf-8") as file:
-        for prompt in prompts[: args.count]:
+        for prompt, kind in prompts[: args.count]:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "-"}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+            file.write(json.dumps({"messages": turns, "kind": kind}) + "\n")
     print(f"{min(args.count, len(prompts))} of {len(prompts)} prompts written to {args.out}")
 
 

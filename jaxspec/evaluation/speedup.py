@@ -28,8 +28,8 @@ class RaceResult:
       tokens_per_second: decoding speed, all sequences of a batch together; the median.
       round_ms: time of a round: that of a batch over the rounds of its text that took most; the
         median.
-      speedups: speed-up over the baseline for each batch; ``speedup`` is their median, with its 95 %
-        bootstrap interval over batches.
+      speedups: speed-up over the baseline for each batch; ``speedup`` is their median, with its
+        95 % bootstrap interval over batches.
       identical: how many of the ``texts`` have the same tokens as the baseline's.
     """
 

@@ -149,6 +149,16 @@ def test_prompts_keep_to_their_limit(tokenizer, tmp_path):
         held_out_prompts([path], tokenizer, 9, prompt_tokens=5, max_tokens=145)
 
 
+def test_all_rows_are_prompts_where_no_training_has_seen_them(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", *(chat(f"{n}?", "yes") for n in range(7)))
+    sizes = {"prompt_tokens": 90, "max_tokens": 60, "all_rows": True}
+    prompts, report = held_out_prompts([path], tokenizer, 9, **sizes)
+    assert len(prompts) == report.held_out_rows == 7 and report.train_rows == 0
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"no usable document \(1 without text or messages\)"):
+        held_out_prompts([path], tokenizer, 9, **sizes)
+
+
 def test_unusable_lines_are_counted(tokenizer, tmp_path):
     path = write_lines(
         tmp_path / "mixed.jsonl",

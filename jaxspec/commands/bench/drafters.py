@@ -37,7 +37,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     table_console,
 )
-from jaxspec.commands.shared.training_options import DATA_HELP, add_suffixes_option, read_prompts
+from jaxspec.commands.shared.training_options import DATA_HELP, add_choice_options, read_prompts
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.memory import bytes_of_token
 from jaxspec.evaluation.speedup import compile_race, race
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--data", type=Path, nargs="+", help=DATA_HELP)
     source.add_argument("--from", type=Path, dest="measured", metavar="FILE", help="measure "
         "nothing: tables and picture of what an earlier run printed with --json")  # fmt: skip
-    add_suffixes_option(parser)
+    add_choice_options(parser)
     add("--run", nargs="+", action="append", metavar=("DRAFTER", "MODE"), help="a drafter and its "
         "modes; may be repeated (default: ngram and the default drafter, each with "
         "chain:5)")  # fmt: skip

@@ -19,9 +19,16 @@ DATA_HELP = (
 
 
 def add_data_options(parser: argparse._ActionsContainer) -> None:
-    """``data`` and ``suffixes`` of commands that measure with held-out text."""
+    """``data`` and which of it commands measure with: held-out text."""
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=DATA_HELP)
+    add_choice_options(parser)
+
+
+def add_choice_options(parser: argparse._ActionsContainer) -> None:
+    """What of ``data`` is used: ``suffixes`` and ``all_rows``."""
     add_suffixes_option(parser)
+    parser.add_argument("--all-rows", action="store_true", help="all of --data is held out: no "
+        "training has seen it")  # fmt: skip
 
 
 def read_prompts(
@@ -35,6 +42,7 @@ def read_prompts(
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         suffixes=tuple(args.suffixes),
+        all_rows=args.all_rows,
     )
     console.print(str(report))
     return prompts

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -137,6 +137,40 @@ def read_examples(
     Raises ValueError if a path is missing, nothing usable is left for either part, or rows are too
     short for any text.
     """
+    documents, skipped = _read_documents(paths, tokenizer, length, suffixes)
+    if len(documents) < 2:
+        raise ValueError(f"fewer than two usable documents to train on ({_reasons(skipped)})")
+    names = [document.held_out_by for document in documents]
+    parts = data.split(documents, names, held_out_fraction)
+    train, held_out = (_rows(part, length, prompt_tokens, tokenizer) for part in parts)
+    if not train.learned.any() or not held_out.learned.any():
+        raise ValueError("no token is left to learn from in the training or the held-out part")
+    return train, held_out, _report(documents, skipped, held_out, train)
+
+
+def _report(
+    documents: list[_Document],
+    skipped: Mapping[str, int],
+    held_out: Examples,
+    train: Examples | None = None,
+) -> ExampleReport:
+    return ExampleReport(
+        documents=len(documents) + sum(skipped.values()),
+        skipped=dict(skipped),
+        train_rows=0 if train is None else len(train),
+        held_out_rows=len(held_out),
+        learned_tokens=0 if train is None else int(train.learned.sum()),
+    )
+
+
+def _reasons(skipped: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "nothing there"
+
+
+def _read_documents(
+    paths: Iterable[Path], tokenizer: Tokenizer, length: int, suffixes: tuple[str, ...]
+) -> tuple[list[_Document], Mapping[str, int]]:
+    """What can be used, and how much of the rest there is by reason."""
     skipped: collections.Counter[str] = collections.Counter()
     documents: list[_Document] = []
     paths = list(paths)
@@ -150,22 +184,7 @@ def read_examples(
             documents += map(_text_document, (text.name for text in batch), ids)
     for path in lines:
         documents += _read_lines(path, tokenizer, length, skipped)
-    if len(documents) < 2:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "nothing there"
-        raise ValueError(f"fewer than two usable documents to train on ({reasons})")
-    names = [document.held_out_by for document in documents]
-    parts = data.split(documents, names, held_out_fraction)
-    train, held_out = (_rows(part, length, prompt_tokens, tokenizer) for part in parts)
-    if not train.learned.any() or not held_out.learned.any():
-        raise ValueError("no token is left to learn from in the training or the held-out part")
-    report = ExampleReport(
-        documents=len(documents) + skipped.total(),
-        skipped=dict(skipped),
-        train_rows=len(train),
-        held_out_rows=len(held_out),
-        learned_tokens=int(train.learned.sum()),
-    )
-    return train, held_out, report
+    return documents, skipped
 
 
 def held_out_prompts(
@@ -176,20 +195,30 @@ def held_out_prompts(
     prompt_tokens: int,
     max_tokens: int,
     suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
+    all_rows: bool = False,
 ) -> tuple[list[list[int]], ExampleReport]:
     """At most ``count`` prompts: the first tokens of evenly spaced held-out rows; of a chat, those
     before its first answer. Chats whose prompts are longer than ``prompt_tokens`` are left out, and
     reported.
 
-    The rows have ``prompt_tokens + max_tokens`` tokens.
+    The rows have ``prompt_tokens + max_tokens`` tokens. With ``all_rows`` none is left to a
+    training: all of them count as held out.
 
     Raises ValueError as read_examples does, for sizes below 1, and if all prompts are too long.
     """
     if min(count, prompt_tokens, max_tokens) < 1:
         raise ValueError("numbers of prompts and tokens must be at least 1")
-    _, held_out, report = read_examples(
-        paths, tokenizer, prompt_tokens + max_tokens, prompt_tokens=prompt_tokens, suffixes=suffixes
-    )
+    length = prompt_tokens + max_tokens
+    if all_rows:
+        documents, skipped = _read_documents(paths, tokenizer, length, suffixes)
+        if not documents:
+            raise ValueError(f"no usable document ({_reasons(skipped)})")
+        held_out = _rows(documents, length, prompt_tokens, tokenizer)
+        report = _report(documents, skipped, held_out)
+    else:
+        _, held_out, report = read_examples(
+            paths, tokenizer, length, prompt_tokens=prompt_tokens, suffixes=suffixes
+        )
     prompts = held_out.prompts()
     short = [prompt for prompt in prompts if len(prompt) <= prompt_tokens]
     if not short:
