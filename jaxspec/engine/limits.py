@@ -31,7 +31,7 @@ MOST_STOPS = 16
 # Prompt tokens of a row in a call, for each device that shares them. On GPUs a long prompt is read
 # faster in larger parts, above all where devices sum their products.
 LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
-HOST_SECONDS = 80e-6  # that planning a call and reading its results take for each row
+HOST_CALL, HOST_ROW = 2e-3, 80e-6  # seconds of the host for a call, and for each of its rows
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -168,7 +168,7 @@ def crowded_rows(params: EngineParams) -> int | None:
     """
     costs = PriorCosts(params.target, params.drafter)
     for rows in (2**power for power in range(13)):
-        if rows * HOST_SECONDS >= costs.seconds(-(-rows // params.data_parallel), PLAIN):
+        if HOST_CALL + rows * HOST_ROW >= costs.seconds(-(-rows // params.data_parallel), PLAIN):
             return rows
     return None
 

@@ -29,8 +29,8 @@ class Limits:
       max_rounds: most rounds of a call.
       runs_all_rounds: a call runs all its rounds, even if every row ends before.
       crowded_rows: rows of a call for which the host needs as long as the device for a round; None:
-        any number is quicker. A call of more rows has several rounds, even while others read or
-        wait: else the device would wait for the host.
+        any number is quicker. A call of so many has several rounds, even while others read or
+        wait, or have shown no round yet: else the device would wait for the host.
       unseen_rounds: most rounds of a call most of whose rows have shown no round yet; None: any.
         What such rows accept is not known, so an adaptive engine may choose the wrong tree.
       max_queue: most requests that may wait; None: any number.

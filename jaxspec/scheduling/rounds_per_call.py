@@ -33,26 +33,37 @@ class CallRounds:
           reads: whether a row reads its prompt in the same plan.
           waits: whether a request waits for a row or for pages.
         """
-        limits = self.limits
-        rounds = self._for_load(len(rows), reads=reads, waits=waits)
+        limits, crowds = self.limits, self._crowds(len(rows))
+        rounds = self._for_load(crowds, reads=reads, waits=waits)
         rounds = min(rounds, most, max(row.most_rounds for row in rows))
         if limits.runs_all_rounds:
             rate = self._tokens / self._rounds
-            rounds = max(1, min(rounds, max(row.expected_rounds(rate) for row in rows)))
+            expected = max(row.expected_rounds(rate) for row in rows)
+            if expected > 1 and crowds and rounds == limits.max_rounds:
+                expected = rounds  # there are programs of all rounds or one: many would be launched
+            rounds = max(1, min(rounds, expected))
         if any(row.request.masked for row in rows):
             rounds = min(rounds, MASKED_ROUNDS)
         if limits.unseen_rounds and 2 * sum(row.is_unseen for row in rows) > len(rows):
-            rounds = min(rounds, limits.unseen_rounds)
+            rounds = min(rounds, max(limits.unseen_rounds, self._few(crowds)))
         return rounds
 
-    def _for_load(self, num_rows: int, *, reads: bool, waits: bool) -> int:
+    def _crowds(self, num_rows: int) -> int:
+        """How many rounds take the device as long as the host needs for a call, all but one."""
+        return num_rows // (self.limits.crowded_rows or num_rows + 1)
+
+    def _few(self, crowds: int) -> int:
+        """Rounds of a short call."""
+        limits = self.limits
+        if crowds and limits.runs_all_rounds:
+            return limits.max_rounds
+        return min(1 + crowds, limits.max_rounds)
+
+    def _for_load(self, crowds: int, *, reads: bool, waits: bool) -> int:
         limits = self.limits
         if reads or waits:
             self._next = limits.max_rounds if limits.runs_all_rounds else 1
-            crowds = num_rows // (limits.crowded_rows or num_rows + 1)
-            if crowds and limits.runs_all_rounds:  # there are programs of all rounds or one
-                return limits.max_rounds
-            return min(1 + crowds, limits.max_rounds)
+            return self._few(crowds)
         rounds = self._next
         self._next = min(2 * rounds, limits.max_rounds)
         return rounds
