@@ -6,8 +6,8 @@ A draft head learns from the answers that its target writes to such prompts (doc
     python3 examples/chat_prompts.py prompts.jsonl --count 24000
     python3 scripts/train_drafter.py --model smollm2 --data prompts.jsonl --regenerate ...
 
-``--kind`` keeps one kind of prompts, to measure acceptance on it, and ``--without`` leaves out those
-that a head was trained on:
+``--kind`` keeps one kind of prompts, to measure acceptance on it, and ``--without`` leaves out
+those that a head was trained on:
 
     python3 examples/chat_prompts.py code.jsonl --count 300 --kind code --without prompts.jsonl
 """
