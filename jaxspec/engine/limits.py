@@ -91,7 +91,15 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
         fixed=config.deterministic,
         trees=config.trees,
+        read_call=read_call(params),
     )
+
+
+def read_call(params: EngineParams) -> int:
+    """Sizes.read_call, as estimated."""
+    costs = PriorCosts(params.target, params.drafter)
+    seconds = HOST_CALL + costs.target_bytes / costs.speed.bandwidth
+    return round(seconds * costs.speed.operations / costs.target_work)
 
 
 def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxspec.engine.programs.sizes import Kind, ReadKey, choose_reading
+from jaxspec.engine.programs.sizes import Kind, ReadKey, Sizes, choose_reading, groups_of_reads
 
 
 def key(rows: int, width: int) -> ReadKey:
@@ -47,3 +47,26 @@ def test_one_row_at_a_time_needs_few_programs():
 def test_the_fastest_of_the_ready_ones_is_taken():
     ready = [key(32, 512), key(16, 512), key(16, 1024)]
     assert choose_reading(ready, key(8, 512), key(8, 512), sealed=False) == key(16, 512)
+
+
+@pytest.mark.parametrize(
+    ("read_call", "widths"),
+    [
+        (0, [16, 64, 512]),
+        (96, [64, 512]),  # 4 rows of 64, instead of 2 of 16 and 2 of 64
+        (4000, [512]),
+    ],
+)
+def test_short_prompts_are_read_with_longer_ones_where_a_call_takes_longer(
+    read_call: int, widths: list[int]
+):
+    sizes = Sizes(
+        num_rows=8, shards=1, max_length=1024, page_size=16, num_pages=520, max_stops=4,
+        scratch_slots=0, max_chunk=512, max_rounds=8, read_call=read_call,
+    )  # fmt: skip
+    reads = [(row, tokens, 1024) for row, tokens in enumerate((300, 60, 10, 33, 16))]
+    groups = groups_of_reads(reads, sizes, masked=set())
+    assert [width for (width, _), _ in groups] == widths
+    assert sorted(read for _, group in groups for read in group) == reads
+    groups = groups_of_reads(reads, sizes, masked={2})
+    assert [group for (_, masked), group in groups if masked] == [[reads[2]]]

@@ -256,7 +256,10 @@ class Programs(CompiledPrograms):
         rows, kind = self.sizes.rows_for(wanted.rows), max(wanted.kind, load.kind)
         kind = self.sizes.kind_for(kind)
         target = wanted._replace(rows=rows, columns=columns, kind=kind)
-        return self.now(choose_reading(self.runnable(), wanted, target, sealed=self.sealed))
+        key = choose_reading(
+            self.runnable(), wanted, target, sealed=self.sealed, read_call=self.sizes.read_call
+        )
+        return self.now(key)
 
     def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> LaunchedCall:
         rows = self.sizes.listed([row for row, *_ in reads], key.rows)

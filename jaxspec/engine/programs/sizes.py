@@ -21,7 +21,7 @@ SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 2  # prompts are read by a ready program that takes at most so many times as long
 SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
-READ_CALL = 256  # prompt tokens that a call could read while it reads the weights
+READ_CALL = 256  # tokens that a program may read for nothing, if else another had to be compiled
 
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
 Reads = Sequence[Read]
@@ -42,6 +42,7 @@ class Sizes:
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
+      read_call: prompt tokens that could be read while a call is launched and reads the weights.
     """
 
     num_rows: int
@@ -56,6 +57,7 @@ class Sizes:
     fixed_rounds: int = 0
     fixed: bool = False
     trees: bool = False
+    read_call: int = 0
 
     @property
     def columns(self) -> int:
@@ -211,31 +213,59 @@ class RoundsKey(NamedTuple):
 def groups_of_reads(
     reads: Reads, sizes: Sizes, masked: set[int]
 ) -> list[tuple[tuple[int, bool], list[Read]]]:
-    """Those that a program can read together: by width, and whether their rows are ``masked``."""
-    groups: dict[tuple[int, bool], list[Read]] = {}
+    """Those that a program can read together: by width, and whether their rows are ``masked``.
+
+    Narrow ones are read with wider ones where that takes no longer than two calls.
+    """
+    groups: dict[tuple[bool, int], list[Read]] = {}
     for read in reads:
-        groups.setdefault((sizes.width_for(read[1]), read[0] in masked), []).append(read)
-    return sorted(groups.items())
+        groups.setdefault((read[0] in masked, sizes.width_for(read[1])), []).append(read)
+    merged: list[tuple[tuple[int, bool], list[Read]]] = []
+    for (is_masked, width), group in sorted(groups.items()):
+        if merged and merged[-1][0][1] == is_masked:
+            (narrow, _), others = merged[-1]
+            both = [*others, *group]
+            two_calls = _read_cost(others, narrow, sizes) + _read_cost(group, width, sizes)
+            if _read_cost(both, width, sizes) <= two_calls:
+                merged[-1] = (width, is_masked), both
+                continue
+        merged.append(((width, is_masked), group))
+    return merged
+
+
+def _read_cost(reads: Reads, width: int, sizes: Sizes) -> int:
+    """Tokens that could be read in the time of a call that reads these; see Sizes.read_call."""
+    return sizes.size_for([row for row, *_ in reads]) * width + sizes.read_call
 
 
 def choose_reading(
-    ready: Iterable[object], wanted: ReadKey, target: ReadKey, *, sealed: bool
+    ready: Iterable[object],
+    wanted: ReadKey,
+    target: ReadKey,
+    *,
+    sealed: bool,
+    read_call: int = 0,
 ) -> ReadKey:
     """The program that reads: one of those ready, or ``target``, which is then compiled.
 
-    Once ``sealed`` it may have fewer rows than wanted: then it is called several times.
+    Once ``sealed`` it may have fewer rows than wanted: then it is called several times. For
+    ``read_call`` see Sizes.
     """
+
+    def tokens(key: ReadKey) -> int:
+        return key.rows * key.width + max(read_call, READ_CALL)
+
     keys = [key for key in ready if isinstance(key, ReadKey)]
     if sealed:
         fitting = [key for key in keys if key.holds(wanted._replace(rows=0))]
     else:
         fitting = [key for key in keys if key.holds(wanted)]
-        fitting = [key for key in fitting if key.cost <= MOST_WASTE * target.cost]
-        fitting = [key for key in fitting if key.kind <= target.kind]
+        most = MOST_WASTE * tokens(target)
+        fitting = [key for key in fitting if tokens(key) <= most and key.kind <= target.kind]
 
     def cost(key: ReadKey) -> tuple[int, ...]:
         calls = -(-wanted.rows // key.rows)
-        return calls * key.cost, calls, key.columns, key.kind, key.masked
+        return calls * tokens(key), calls, key.columns, key.kind, key.masked
 
     return min(fitting, key=cost, default=target)
 
