@@ -67,7 +67,7 @@ def compilations() -> Iterator[Compilations]:
 
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
 LONGEST = (
-    "test_engine_histories", "test_engine", "test_likely_chain", "test_exactness", "test_layers",
+    "test_engine", "test_likely_chain", "test_exactness", "test_layers",
     "test_tensor_parallel", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
     "test_chat", "test_hybrid_prefixes", "test_llm_structured", "test_expert_product",
     "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",

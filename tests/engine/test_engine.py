@@ -1,48 +1,37 @@
 """The engine: requests come, wait, are preempted or cancelled; each has its text of its own."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
-from tests.helpers.engines import new_engine, plain_engine, ready_engine
+from tests.helpers.engine_histories import (
+    SHAPES,
+    History,
+    alone,
+    check_pages,
+    crowded,
+    histories,
+    run_history,
+)
+from tests.helpers.engines import new_engine, ready_engine
 from tests.helpers.marks import slow
 from tests.helpers.programs import traces
 from tests.helpers.random_models import DRAFTERS, random_prompts, random_target
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
-SHAPES = (None, PLAIN, TreeShape(2, 1))
 
 
 @functools.cache
 def engine() -> Engine:
     return ready_engine()
-
-
-@functools.cache
-def crowded(drafter: str, preemption: str) -> Engine:
-    """An engine that has too few pages for its rows."""
-    return ready_engine(drafter, num_pages=14, max_rows=3, preemption=preemption)
-
-
-@functools.cache
-def alone(
-    prompt: tuple[int, ...],
-    sampling: SamplingParams,
-    plain: Callable[[], Engine] = plain_engine,
-) -> list[int]:
-    """A request's text without speculation, on an engine of one row."""
-    generation = plain().add(prompt, sampling)
-    plain().finish([generation])
-    return generation.token_ids
 
 
 def expected() -> list[list[int]]:
@@ -56,13 +45,6 @@ def start(own: Engine) -> list[Generation]:
 def texts(own: Engine, generations: list[Generation]) -> list[list[int]]:
     own.finish(generations)
     return [generation.token_ids for generation in generations]
-
-
-def check_pages(own: Engine) -> None:
-    """No request is left, and every page is free, or kept for others."""
-    own._drain()
-    usage = own.scheduler.usage()
-    assert own.is_idle and usage.free + usage.idle == usage.total
 
 
 def test_two_traces_serve_all_sampling_parameters():
@@ -209,6 +191,13 @@ def test_other_weights_find_no_pages_of_the_old_ones():
     assert new != old
     again = texts(own, [own.add(prompt, GREEDY)])
     assert again == [new] and own.scheduler.cache_statistics()[1] > 0
+
+
+@given(history=histories(5, 40))
+@settings(deadline=None, max_examples=5)
+def test_after_any_history_each_text_is_the_one_it_has_alone(history: History):
+    """The guard of test_engine_histories.py; the engine is that of the next tests."""
+    run_history(crowded("eagle3", "swap"), history, SHAPES[:2])
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", *(slow(d) for d in DRAFTERS if d != "eagle3")])

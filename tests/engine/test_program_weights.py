@@ -17,6 +17,7 @@ from jaxspec.engine.programs import weights as program_weights
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import make_mesh
+from tests.helpers.marks import slow
 from tests.helpers.random_models import make_params, random_target, tiny_config
 
 CHAIN = SpeculationConfig.chain(2)
@@ -98,10 +99,11 @@ def test_after_an_error_the_copy_is_still_there():
     assert engine.programs.params.target.lm_head is copy is not None
 
 
-def test_texts_are_those_of_plain_decoding():
+@pytest.mark.parametrize("speculative", ["ngram", slow("eagle3")])
+def test_texts_are_those_of_plain_decoding(speculative: str):
     sampled = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     texts: list[list[list[int]]] = []
-    for drafter in ("none", "eagle3"):
+    for drafter in ("none", speculative):
         engine = new_engine(make_params(drafter, CHAIN).replace(target=tied_target()))
         assert engine.programs.params.target.lm_head is not None
         requests = [

@@ -170,14 +170,14 @@ def draft_after(
         slow("mimo", AFTER, COUNT, 7, 2),
         slow("mimo", AFTER, 1, 32, 3),
         slow("mimo", AFTER_BEFORE, 1, 7, 2),
-        ("deepseek_v3", AFTER, 1, 5, 2),
+        slow("deepseek_v3", AFTER, 1, 5, 2),
         slow("deepseek_v3", AFTER, 1, 1, 0),  # the prompt read token by token
         slow("deepseek_v3", AFTER, COUNT, 5, 2),  # a layer for each step
         slow("deepseek_v3-halves", AFTER, 1, 32, 3),
         slow("glm4_moe", AFTER, 1, 1, 0),
         slow("glm4_moe", AFTER, COUNT, 5, 2),
         slow("glm4_moe-qk-norm", AFTER, 1, 32, 3),
-        ("qwen3_5_text", AFTER, 1, 1, 0),
+        slow("qwen3_5_text", AFTER, 1, 1, 0),
         slow("qwen3_5_text", AFTER, 1, 7, 3),
         slow("qwen3_next", AFTER, 1, 1, 0),
         slow("qwen3_next", AFTER, 1, 32, 4),
@@ -188,7 +188,10 @@ def test_draft_logits_are_those_of_transformers(
     checkpoint, name: str, states: MtpStates, count: int, width: int, rounds: int
 ):
     """Over pages of five slots, of prompts read in pieces, and after rounds that rejected drafts;
-    one layer reads what it wrote itself. Drafts over other states are far from them."""
+    one layer reads what it wrote itself. Drafts over other states are far from them.
+
+    By default of two layouts. Other bodies differ in the layer, whose logits over pages
+    test_logits_are_those_of_transformers compares (deepseek_v3, glm4_moe, qwen3_next)."""
     path, model, mtp = checkpoint(name, count)
     drafter = "mtp" if states == BODIES[name][2] else f"mtp:{states.name}"
     params = load(path, drafter, speculation=DRAWN, dtype="float32")
