@@ -1,6 +1,7 @@
 """Texts of rows that are admitted at any time, of a target with any kind of layer."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -25,8 +26,10 @@ PROMPTS = random_prompts((9, 3, 14, 6), seed=11)
 ROWS, LENGTH, WIDTH = 2, 48, 4
 
 admit, release = new_jit(functional.admit), new_jit(functional.release)
-prefill = new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds", "shape", "checked")
+prefill = new_jit(functools.partial(functional.prefill, greedy=True), "width")
+decode = new_jit(
+    functools.partial(functional.decode, greedy=True), "max_rounds", "shape", "checked"
+)
 
 
 def with_mixer(mixer: Any, description: Any) -> Decoder:

@@ -175,7 +175,8 @@ def test_a_block_and_its_context_are_read_as_if_one_after_the_other(
 def test_after_calls_of_any_shape_the_pages_are_those_of_the_whole_text(kind: str):
     """Plain calls, also of more rounds than the pending tokens have room for, and smaller trees."""
     params = block_params(kind, SpeculationConfig.chain(DEPTH))
-    state = read_prompts(params, admit_prompts(params, empty_state(params, 3, 80, 7), PROMPTS))
+    state = admit_prompts(params, empty_state(params, 3, 80, 7), PROMPTS)
+    state = read_prompts(params, state, greedy=True)
     whole, plain, small = (SpeculationConfig.chain(depth).shape for depth in (DEPTH, 0, 2))
     for shape, rounds in ((whole, 2), (small, 1), (plain, DEPTH + 3), (whole, 1), (plain, 2)):
         state, _ = jit_decode(params, state, rounds, max_rounds=8, shape=shape, greedy=True)
@@ -183,7 +184,8 @@ def test_after_calls_of_any_shape_the_pages_are_those_of_the_whole_text(kind: st
     assert (state.rows.stats.accepted[:, 1] > 0).any(), "no draft was accepted"
     settled = jit_catch_up(params, state, jnp.arange(3))
     contexts = [np.array(text[:-1]) for text in texts(state)]
-    read = read_prompts(params, admit_prompts(params, empty_state(params, 3, 80, 7), contexts))
+    read = admit_prompts(params, empty_state(params, 3, 80, 7), contexts)
+    read = read_prompts(params, read, greedy=True)
     for ours, theirs in zip(*(context_entries(x) for x in (settled, read)), strict=True):
         assert np.abs(theirs).max() > 0.1
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)

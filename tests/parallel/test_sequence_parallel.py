@@ -170,8 +170,8 @@ def test_long_prompts_are_read_in_parts_by_eight_devices(sequence: int, model: A
 def read_and_decode(params: Any, state: Any, prompts: Any) -> Any:
     lengths = np.array([9, 4], np.int32)
     state = functional.admit(params, state, np.arange(2), prompts, lengths)
-    state, _ = functional.prefill(params, state, width=9)
-    return functional.decode(params, state, 30)[0]
+    state, _ = functional.prefill(params, state, width=9, greedy=True)
+    return functional.decode(params, state, 30, greedy=True)[0]
 
 
 def test_trees_on_two_devices_give_the_tokens_of_plain_decoding_on_one():

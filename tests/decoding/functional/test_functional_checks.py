@@ -1,5 +1,6 @@
 """Wrong arguments of the pure functions: errors in the caller's words, or endings of rows."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,9 +30,9 @@ LENS = np.array([12, 5], np.int32)
 ROWS = np.arange(2)
 
 jit_admit = new_jit(admit)
-jit_prefill = new_jit(prefill, "width", "logprobs")
-jit_decode = new_jit(decode, "max_rounds")
-jit_read_all = new_jit(read_all, "width", "logprobs")
+jit_prefill = new_jit(functools.partial(prefill, greedy=True), "width", "logprobs")
+jit_decode = new_jit(functools.partial(decode, greedy=True), "max_rounds")
+jit_read_all = new_jit(functools.partial(read_all, greedy=True), "width", "logprobs")
 
 
 def empty(num_rows: int = 2) -> EngineState:

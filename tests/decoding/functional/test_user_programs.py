@@ -29,7 +29,7 @@ def admitted(params: EngineParams) -> EngineState:
 
 
 def rounds(params: EngineParams, state: EngineState) -> EngineState:
-    return decode(params, state, 2, max_rounds=2)[0]
+    return decode(params, state, 2, max_rounds=2, greedy=True)[0]
 
 
 def test_a_step_that_trains_and_decodes_compiles_once(checkpoint):
