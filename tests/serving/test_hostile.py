@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -43,50 +44,76 @@ PATTERN = {"type": "string", "pattern": "^(a{1000}){1000}$"}
 ARGUMENTS = {"type": "object", "properties": {"a": PATTERN}, "required": ["a"]}
 CALL = {"type": "function", "function": {"name": "f"}}
 
-# A path, a body and the status.
-CASES = {
-    "50 MB": (TEXT, b"x" * 50 * 10**6, 413),
-    "a million tokens": (TEXT, body(prompt=[1] * MANY), 400),
-    "a million words": (TEXT, body(prompt="ab " * MANY), 400),
-    "a million prompts": (TEXT, body(prompt=["a"] * MANY), 400),
-    "a million lists": (TEXT, body(prompt=[[1]] * MANY), 400),
-    "a million words to count": ("/tokenize", json.dumps({"prompt": "ab " * MANY}).encode(), 400),
-    "a million tokens to decode": ("/detokenize", json.dumps({"tokens": [1] * MANY}).encode(), 400),
-    "a long conversation": (CHAT, chat(messages=[{"role": "user", "content": ""}] * 200_000), 400),
-    "a long message": (CHAT, chat(messages=[{"role": "user", "content": "ab " * MANY}]), 400),
-    "many parts": (
-        CHAT,
-        chat(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]),
+# A path, how the body is made (collecting tests makes none), and the status.
+CASES: dict[str, tuple[str, Callable[[], bytes], int]] = {
+    "50 MB": (TEXT, lambda: b"x" * 50 * 10**6, 413),
+    "a million tokens": (TEXT, lambda: body(prompt=[1] * MANY), 400),
+    "a million words": (TEXT, lambda: body(prompt="ab " * MANY), 400),
+    "a million prompts": (TEXT, lambda: body(prompt=["a"] * MANY), 400),
+    "a million lists": (TEXT, lambda: body(prompt=[[1]] * MANY), 400),
+    "a million words to count": (
+        "/tokenize",
+        lambda: json.dumps({"prompt": "ab " * MANY}).encode(),
         400,
     ),
-    "many stops": (TEXT, body(stop=["abc"] * MANY), 400),
-    "a long stop": (TEXT, body(stop="a" * 5 * MANY), 400),
-    "many stop tokens": (TEXT, body(stop_token_ids=[1] * MANY), 400),
-    "many biases": (TEXT, body(logit_bias={str(i): 1 for i in range(MANY // 2)}), 400),
-    "many allowed": (TEXT, body(allowed_token_ids=[1] * MANY), 400),
-    "a long salt": (TEXT, body(cache_salt="a" * 5 * MANY), 400),
-    "a long name": (TEXT, body(model="a" * 5 * MANY), 404),
-    "many fields": (TEXT, body(**{f"f{i}": 1 for i in range(MANY // 2)}), 400),
-    "many tools": (CHAT, chat(tools=[CALL] * 100_000), 400),
-    "deep JSON": (TEXT, f'{{"prompt": {DEEP}}}'.encode(), 400),
-    "a deep hint": (TEXT, f'{{"prompt": "a", "metadata": {DEEP}}}'.encode(), 400),
-    "a deep schema": (TEXT, structured(json=nested(400)), 400),
-    "no UTF-8": (TEXT, b'{"prompt": "\xff\xfe"}', 400),
-    "a large number": (TEXT, b'{"prompt": "a", "seed": ' + b"9" * 10**6 + b"}", 400),
-    "a regex": (TEXT, structured(regex="(a{1000}){1000}"), 400),
-    "a deep regex": (TEXT, structured(regex="(" * 40_000 + "a" + ")" * 40_000), 400),
-    "a regex of regexes": (TEXT, structured(regex="((((a{1000}){1000}){1000}){1000}){1000}"), 400),
-    "a pattern": (TEXT, structured(json=PATTERN), 400),
-    "many patterns": (TEXT, structured(json={"type": "object", "properties": PATTERNS}), 400),
-    "a grammar": (TEXT, structured(grammar=LARK), 400),
+    "a million tokens to decode": (
+        "/detokenize",
+        lambda: json.dumps({"tokens": [1] * MANY}).encode(),
+        400,
+    ),
+    "a long conversation": (
+        CHAT,
+        lambda: chat(messages=[{"role": "user", "content": ""}] * 200_000),
+        400,
+    ),
+    "a long message": (
+        CHAT,
+        lambda: chat(messages=[{"role": "user", "content": "ab " * MANY}]),
+        400,
+    ),
+    "many parts": (
+        CHAT,
+        lambda: chat(
+            messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]
+        ),
+        400,
+    ),
+    "many stops": (TEXT, lambda: body(stop=["abc"] * MANY), 400),
+    "a long stop": (TEXT, lambda: body(stop="a" * 5 * MANY), 400),
+    "many stop tokens": (TEXT, lambda: body(stop_token_ids=[1] * MANY), 400),
+    "many biases": (TEXT, lambda: body(logit_bias={str(i): 1 for i in range(MANY // 2)}), 400),
+    "many allowed": (TEXT, lambda: body(allowed_token_ids=[1] * MANY), 400),
+    "a long salt": (TEXT, lambda: body(cache_salt="a" * 5 * MANY), 400),
+    "a long name": (TEXT, lambda: body(model="a" * 5 * MANY), 404),
+    "many fields": (TEXT, lambda: body(**{f"f{i}": 1 for i in range(MANY // 2)}), 400),
+    "many tools": (CHAT, lambda: chat(tools=[CALL] * 100_000), 400),
+    "deep JSON": (TEXT, lambda: f'{{"prompt": {DEEP}}}'.encode(), 400),
+    "a deep hint": (TEXT, lambda: f'{{"prompt": "a", "metadata": {DEEP}}}'.encode(), 400),
+    "a deep schema": (TEXT, lambda: structured(json=nested(400)), 400),
+    "no UTF-8": (TEXT, lambda: b'{"prompt": "\xff\xfe"}', 400),
+    "a large number": (TEXT, lambda: b'{"prompt": "a", "seed": ' + b"9" * 10**6 + b"}", 400),
+    "a regex": (TEXT, lambda: structured(regex="(a{1000}){1000}"), 400),
+    "a deep regex": (TEXT, lambda: structured(regex="(" * 40_000 + "a" + ")" * 40_000), 400),
+    "a regex of regexes": (
+        TEXT,
+        lambda: structured(regex="((((a{1000}){1000}){1000}){1000}){1000}"),
+        400,
+    ),
+    "a pattern": (TEXT, lambda: structured(json=PATTERN), 400),
+    "many patterns": (
+        TEXT,
+        lambda: structured(json={"type": "object", "properties": PATTERNS}),
+        400,
+    ),
+    "a grammar": (TEXT, lambda: structured(grammar=LARK), 400),
     "a grammar of regexes": (
         TEXT,
-        structured(grammar="start: A\nA: /(.*a.{50})/ & /(.*b.{51})/ & ~/.*c.{40}d/"),
+        lambda: structured(grammar="start: A\nA: /(.*a.{50})/ & /(.*b.{51})/ & ~/.*c.{40}d/"),
         400,
     ),
     "a tool's pattern": (
         CHAT,
-        chat(
+        lambda: chat(
             tools=[
                 {
                     "function": {
@@ -128,7 +155,8 @@ def ready(llm: LLM) -> LLM:
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_at_once(ready: LLM, case: str):
-    path, content, status = CASES[case]
+    path, make_content, status = CASES[case]
+    content = make_content()
 
     async def test() -> None:
         async with Served(ready) as own, own.address() as address, httpx.AsyncClient() as http:
