@@ -51,10 +51,10 @@ class Case(NamedTuple):
 LOOKUP = ("suffix", "suffix mixed")
 CHOICES = ((*DRAFTERS, "mtp", "mtp3", *LOOKUP), tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
-# The slow cases are all others. The first has the programs of the tests further down. Of the others
-# the default tests run EAGLE-3 in test_rows.py and test_engine.py, and MTP layers in
-# tests/models/test_mtp.py.
-FAST_CASES = [Case("draft_model", "tree12", 4, 3, 0.8), Case("mixed", "chain5", 4, 3, 0.8)]
+# The slow cases are all others. This has the programs of the tests further down. Of the others the
+# default tests run EAGLE-3 with lookup in functional/test_rows.py, alone in test_engine.py, and MTP
+# layers in tests/models/test_mtp.py.
+FAST_CASES = [Case("draft_model", "tree12", 4, 3, 0.8)]
 
 
 def sampling_of(temperature: float, batch: int) -> Sampling:

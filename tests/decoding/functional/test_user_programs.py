@@ -11,6 +11,7 @@ import pytest
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh
 from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
+from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE, new_jit, traces
 from tests.helpers.random_models import save_random_target
 
@@ -52,8 +53,9 @@ def test_a_step_that_trains_and_decodes_compiles_once(checkpoint):
     assert traces(jitted) == 1
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("committed", [slow(False), True])
 def test_rounds_compile_once_wherever_the_weights_are(checkpoint, committed: bool):
+    """Uncommitted ones by default: the step above."""
     params = load(checkpoint, "ngram", speculation=CHAIN)
     if committed:
         params = jax.device_put(params, jax.devices()[1])
