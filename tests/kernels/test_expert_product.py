@@ -48,6 +48,12 @@ VARIANTS = (
 )
 
 
+@functools.lru_cache(maxsize=len(TEST_CASES))
+def arguments_of(case: Case) -> Any:
+    """make_arguments in one program, instead of one for each of its operations."""
+    return jax.jit(lambda: make_arguments(case))()
+
+
 def exact(case: Case, arguments: Any) -> tuple[np.ndarray, np.ndarray]:
     """[N, k, H] in float64, hidden units rounded; and the sums of their terms' absolute values.
     Zeros for experts that other devices have."""
@@ -89,14 +95,14 @@ def run_interpreted(arguments: Any, case: Case, config: ExpertTuning | None = No
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_the_reference_is_the_product(case: Case):
-    arguments = make_arguments(case)
+    arguments = arguments_of(case)
     function = jax.jit(functools.partial(expert_product, clamp=case.clamp))
     assert_exact(function(*arguments), case, arguments)
 
 
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_product(case: Case):
-    arguments = make_arguments(case)
+    arguments = arguments_of(case)
     for config in (None, *INTERPRETED):
         assert_exact(run_interpreted(arguments, case, config), case, arguments)
 
@@ -104,14 +110,14 @@ def test_interpreted_it_is_the_product(case: Case):
 @pytest.mark.slow
 def test_interpreted_two_warpgroups_multiply():
     case = Case(12, 2, 4, 128, 128, biased=True)
-    arguments = make_arguments(case)
+    arguments = arguments_of(case)
     assert_exact(run_interpreted(arguments, case, ExpertTuning(warpgroups=2)), case, arguments)
 
 
 @first_is_fast([Case(5, 2, 4, 128, 64), Case(20, 2, 4, 128, 64)])
 def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
     """Another row of NaN included, and of an expert with weights that no row chose."""
-    x, experts, gate_up, down, bias = make_arguments(case)
+    x, experts, gate_up, down, bias = arguments_of(case)
     x, experts = x.at[1].set(jnp.nan), experts.at[0].set(jnp.array([2, 0]))
     first = run_interpreted((x, experts, gate_up, down, bias), case)[0]
     for seed in (1, 2):
@@ -141,7 +147,7 @@ def test_variants_lower_for_cuda(config: ExpertTuning):
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES], ids=str)
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: ExpertTuning | None):
-    arguments = make_arguments(case)
+    arguments = arguments_of(case)
     if config is not None and (case.units % config.tile or case.hidden % config.tile):
         pytest.skip("not of these outputs")
     function = jax.jit(functools.partial(expert_product_mosaic, clamp=case.clamp, config=config))
@@ -156,7 +162,7 @@ def test_on_the_device_it_is_the_product(case: Case, config: ExpertTuning | None
 @pytest.mark.parametrize("rows", [4, 8, 32, 128])
 def test_on_the_device_a_row_is_the_same_whatever_others_choose(rows: int):
     case = Case(rows, 8, 128, 2048, 768)
-    x, experts, gate_up, down, _ = make_arguments(case)
+    x, experts, gate_up, down, _ = arguments_of(case)
     function = jax.jit(functools.partial(expert_product, implementation="mosaic_gpu"))
     first = function(x, experts, gate_up, down)[0]
     for seed in range(1, 8):

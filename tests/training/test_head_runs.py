@@ -46,7 +46,7 @@ from tests.training.tiny_heads import (
     start,
 )
 
-METHODS = ["eagle3", slow("eagle1"), slow("mtp"), "dspark", slow("dflash")]
+METHODS = ["eagle3", slow("eagle1"), slow("mtp"), slow("dspark"), slow("dflash")]
 OTHER = "another model, data or training configuration"
 
 type Runs = Callable[[str], DraftTraining]
@@ -82,6 +82,7 @@ def total_losses(run: DraftTraining) -> list[float]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_is_a_pure_function_that_learns(method: str):
+    """Of heads that draft blocks test_block_loss.py has the gradients by default."""
     config = config_of(method)
     state, batch = draft_step.init_state(make_head(method), config), batch_of(method)
     _, before = jit_step(state, TARGET, batch, 100, config=config)
