@@ -11,7 +11,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from tests.decoding.test_sampling_options import LENGTH, all_options, expected, prompts_of
-from tests.helpers.engines import FULL, new_engine, plain_engine, seal
+from tests.helpers.engines import FULL, new_engine, seal
 from tests.helpers.marks import slow
 from tests.helpers.programs import traces
 from tests.helpers.random_models import random_prompts, random_target
@@ -137,13 +137,11 @@ def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
     generations = own.add_all([PROMPT, PROMPT[:5]], [sampling, SamplingParams(max_tokens=9)])
     own.finish(generations)
     assert len(generations) == 4
-    for seed, generation in zip((2**32 - 1, 0, 1), generations, strict=False):
-        alone = run(
-            plain_engine(), PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9)
-        )
-        assert generation.token_ids == alone.token_ids and generation.sampling.seed == seed
-    assert len({tuple(generation.token_ids) for generation in generations}) == 4
     queries, hits = np.subtract(own.scheduler.cache_statistics(), before)
     assert (queries, hits) == (len(PROMPT) + 5, 0), "more than one sample read the prompt"
+    for seed, generation in zip((2**32 - 1, 0, 1), generations, strict=False):
+        alone = run(own, PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9))
+        assert generation.token_ids == alone.token_ids and generation.sampling.seed == seed
+    assert len({tuple(generation.token_ids) for generation in generations}) == 4
     with pytest.raises(ValueError, match="add starts one sample"):
         own.add(PROMPT, sampling)
