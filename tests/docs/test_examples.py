@@ -30,7 +30,9 @@ def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]):
     assert SCRIPTS[name] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
+    """By default the example own_drafter runs the calls that the notebook makes."""
     monkeypatch.setenv("MPLBACKEND", "Agg")  # draws without a window
     names: dict[str, Any] = {}
     for cell in cells("code"):

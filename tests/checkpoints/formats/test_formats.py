@@ -29,6 +29,7 @@ from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Kernels
 from tests.helpers.checkpoints import tiny_llama, tiny_qwen2
 from tests.helpers.families import save_family
+from tests.helpers.marks import slow
 from tests.helpers.quantized_checkpoints import FORMATS, awq, gptq, quantize_checkpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
@@ -109,8 +110,9 @@ def test_keys_and_values_of_latents_are_what_the_format_says(
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ROUNDS])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [slow(1), 2])
 def test_logits_are_those_of_the_dense_weights(name: str, checkpoints, devices: int):
+    """By default over two devices; test_every_weight_is_what_the_format_says reads on one."""
     quantized, reference = checkpoints[name]
     mesh = make_mesh(tensor_parallel=devices)
     model = load(quantized, mesh=mesh)
