@@ -101,6 +101,7 @@ def test_after_an_error_the_copy_is_still_there():
 
 @pytest.mark.parametrize("speculative", ["ngram", slow("eagle3")])
 def test_texts_are_those_of_plain_decoding(speculative: str):
+    """Lookup guards the case of EAGLE-3: both verify with the copy."""
     sampled = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     texts: list[list[list[int]]] = []
     for drafter in ("none", speculative):
