@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
-from jaxspec.engine.warm_up.compile_all import Progress, batch_keys
-from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
 from jaxspec.evaluation import bootstrap
 from jaxspec.evaluation.acceptance import Acceptance, summarize
 from jaxspec.evaluation.bootstrap import Interval
@@ -28,8 +26,9 @@ class RaceResult:
       tokens_per_second: decoding speed, all sequences of a batch together; the median.
       round_ms: time of a round: that of a batch over the rounds of its text that took most; the
         median.
-      speedups: speed-up over the baseline for each batch; ``speedup`` is their median, with its
-        95 % bootstrap interval over batches.
+      speedups: speed-up over the baseline for each batch, the median of its turns; ``speedup`` is
+        their median, with its 95 % bootstrap interval over batches.
+      acceptance: in the texts of each batch's first turn.
       identical: how many of the ``texts`` have the same tokens as the baseline's.
     """
 
@@ -62,41 +61,20 @@ class Comparison:
 
 
 def race(
-    engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    engines: Sequence[LLM],
+    batches: Sequence[Sequence[Prompt]],
+    sampling: SamplingParams,
+    turns: int = 1,
 ) -> list[RaceResult]:
-    """Run every batch on every LLM, after a warm-up; the first LLM is the baseline.
+    """Run every batch on every LLM, in so many turns; the first LLM is the baseline.
 
     Request ``i`` of a batch has seed ``sampling.seed + i``. The time of a batch is that of its
-    slowest request.
+    slowest request. What runs for the first time is compiled meanwhile: see prepare_race.
 
     Raises ValueError for texts that end with their first token, as no round is timed then.
     """
-    laps = _run(engines, batches, sampling)
+    laps = _run(engines, batches, sampling, turns)
     return [_result(laps[0], of_engine) for of_engine in laps]
-
-
-def compile_race(
-    engines: Sequence[LLM],
-    batch: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    on_progress: Progress = lambda done, of: None,
-) -> None:
-    """Compile, side by side, what a race of such batches runs.
-
-    Nothing runs meanwhile: on a GPU, XLA times matrix products while it compiles. What this misses
-    is compiled in the warm-up of the race.
-    """
-    lengths = list(map(len, batch))
-    jobs = [
-        (programs, key)
-        for programs in (engine.engine.programs for engine in engines)
-        for key in batch_keys(programs, lengths, sampling)
-        if key not in programs.ready
-    ]
-    with compiling_threads() as pool:
-        compiled = pool.map(lambda job: compile_program(*job), jobs)
-        for done, _ in enumerate(compiled, 1):
-            on_progress(done, len(jobs))
 
 
 def compare(
@@ -108,9 +86,11 @@ def compare(
     """
     if pairs < 1:
         raise ValueError(f"a comparison needs at least one pair of runs, not {pairs}")
-    plain_laps, laps = _run((plain, speculative), [[prompt]] * pairs, sampling)
+    engines = plain, speculative
+    _run(engines, [[prompt]], sampling)  # compiles
+    plain_laps, laps = _run(engines, [[prompt]] * pairs, sampling)
     result = _result(plain_laps, laps)
-    differs = first_difference(laps[0][0].token_ids, plain_laps[0][0].token_ids)
+    differs = first_difference(laps[0][0][0].token_ids, plain_laps[0][0][0].token_ids)
     return Comparison(
         identical=result.identical == result.texts,
         first_difference=differs,
@@ -121,37 +101,43 @@ def compare(
     )
 
 
-Lap = list[Completion]  # one batch
+Lap = list[Completion]  # a batch
+Turns = list[Lap]  # of the same batch
 
 
 def _run(
-    engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
-) -> list[list[Lap]]:
-    """The laps of each LLM: the completions of each batch."""
-    laps: list[list[Lap]] = [[] for _ in engines]
-    for turn, batch in enumerate([batches[0], *batches]):  # the first is the warm-up
+    engines: Sequence[LLM],
+    batches: Sequence[Sequence[Prompt]],
+    sampling: SamplingParams,
+    turns: int = 1,
+) -> list[list[Turns]]:
+    """For each LLM the completions of each batch. In each turn the LLMs follow each other."""
+    laps: list[list[Turns]] = [[[] for _ in batches] for _ in engines]
+    for index, batch in enumerate(batches):
         params = with_distinct_seeds(sampling, len(batch))
-        for engine, of_engine in zip(engines, laps, strict=True):
-            completions = engine.generate(batch, params)
-            if turn > 0:
-                of_engine.append(completions)
+        for _ in range(turns):
+            for engine, of_engine in zip(engines, laps, strict=True):
+                of_engine[index].append(engine.generate(batch, params))
     return laps
 
 
-def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
-    rates, base_rates = ([decode_rate(lap) for lap in each] for each in (laps, base))
-    if not all((*rates, *base_rates)):
+def _result(base: list[Turns], laps: list[Turns]) -> RaceResult:
+    rates, base_rates = (
+        np.array([list(map(decode_rate, turns)) for turns in each]) for each in (laps, base)
+    )  # [N, turns]
+    if not (rates.all() and base_rates.all()):
         raise ValueError("a text ended with its first token: there is no decoding to compare")
-    ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True)]
-    pairs = list(_pairs(base, laps))
-    speedup, interval = bootstrap.median(np.array(ratios))
+    ratios = np.median(rates / base_rates, axis=1)
+    first, base_first = ([turns[0] for turns in each] for each in (laps, base))
+    pairs = list(_pairs(base_first, first))
+    speedup, interval = bootstrap.median(ratios)
     return RaceResult(
-        tokens_per_second=statistics.median(rates),
-        round_ms=statistics.median(map(_round_ms, laps)),
-        speedups=tuple(ratios),
+        tokens_per_second=float(np.median(np.median(rates, axis=1))),
+        round_ms=statistics.median(statistics.median(map(_round_ms, turns)) for turns in laps),
+        speedups=tuple(ratios.tolist()),
         speedup=speedup,
         speedup_interval=interval,
-        acceptance=summarize([completion for lap in laps for completion in lap]),
+        acceptance=summarize([completion for lap in first for completion in lap]),
         identical=sum(found.token_ids == other.token_ids for found, other in pairs),
         texts=len(pairs),
     )

@@ -25,9 +25,9 @@ from tests.helpers.json_lines import joined
 def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_path, capsys):
     plot = tmp_path / "new" / "plot.png"
     code = bench_drafters.main(
-        ["--data", str(sources), "--batch", "1", "2", "--batches", "2", "--prompt-tokens", "16",
-         "--max-tokens", "24", "--temperatures", "0", "1", "--plot", str(plot), "--json",
-         "--run", "ngram", "chain:3", "tree:4:2:2", "default"]
+        ["--data", str(sources), "--by-file", "--batch", "1", "2", "--batches", "2", "--turns",
+         "2", "--prompt-tokens", "16", "--max-tokens", "24", "--temperatures", "0", "1", "--plot",
+         str(plot), "--json", "--run", "ngram", "chain:3", "tree:4:2:2", "default"]
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -42,6 +42,7 @@ def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_pat
     assert results["target_weight_bytes"] > 0 and results["target_token_bytes"] > 0
     for row in rows:
         found = row["acceptance"]
+        assert row["kind"] == sources.stem and len(row["speedups"]) == 2
         assert row["identical"] == row["texts"] == found["prompts"]
         assert row["round_ms"] > 0 and row["weight_bytes"] == row["token_bytes"] == 0
         low, high = found["length_interval"]
@@ -205,3 +206,43 @@ def test_small_batches_are_spread_over_all_prompts():
     prompts = [[i] for i in range(12)]
     assert bench_drafters.batches_of(prompts, 1, 3) == [[[0]], [[5]], [[11]]]
     assert bench_drafters.batches_of(prompts, 4, 5) == [prompts[:4], prompts[4:8], prompts[8:]]
+
+
+def test_kinds_of_prompts_stand_in_tables_of_their_own(tmp_path, capsys):
+    files = []
+    for number, part in enumerate(made_parts()):
+        rows = [row | {"kind": kind} for kind in ("chat", "code") for row in part["rows"]]
+        files.append(tmp_path / f"{number}.jsonl")
+        part |= {"rows": rows, "prompt_tokens": 8, "max_tokens": 9, "commit": "0123456789ab-dirty",
+                 "command": f"call {number}"}  # fmt: skip
+        files[-1].write_text(json.dumps(part))
+    assert bench_drafters.main(["--from", *map(str, files), "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    titles = [line for line in printed.splitlines() if "tokens a round |" in line]
+    assert titles == [
+        f"| {kind} temperature 0 | batch 16 | batch 1 | tokens a round |"
+        for kind in ("chat", "code")
+    ]
+    cells = [
+        "**1,234, 0.50 ms, 18.00x (17.90 to 18.20)**", "**1,234, 0.50 ms, 3.00x (2.90 to 3.20)**"
+    ]  # fmt: skip
+    line = f"| `suffix+b/h chain:3` | {' | '.join(cells)} | 2.50 (2.40 to 2.70) |"
+    assert printed.count(line) == 2
+    assert printed.count("| plain decoding | 1,234, 0.50 ms | 1,234, 0.50 ms | 1 |") == 2
+    for number in (0, 1):
+        assert f"# today, commit 01234567-dirty\ncall {number}\n" in printed
+
+
+def test_runs_of_different_devices_do_not_stand_in_one_table(tmp_path, capsys):
+    files = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for file, part in zip(files, made_parts(), strict=True):
+        file.write_text(json.dumps(part | {"device": file.stem}))
+    assert bench_drafters.main(["--from", *map(str, files)]) == 2
+    assert "do not belong together: device is 0, 1" in capsys.readouterr().err
+
+
+def test_kinds_need_different_names(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    paths = [tmp_path / "chat.jsonl", tmp_path / "a" / "chat.jsonl"]
+    assert bench_drafters.main(["--by-file", "--data", *map(str, paths)]) == 2
+    assert "--by-file needs paths of different names" in capsys.readouterr().err

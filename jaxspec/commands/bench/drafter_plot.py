@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from jaxspec.commands.bench.drafter_tables import (
     Row,
     Run,
-    at_temperature,
+    at_setting,
     by_run,
+    describe,
     most_texts,
     run_names,
     run_of,
-    setting,
-    temperatures,
+    settings,
 )
 
 COLORS = matplotlib.color_sequences["tab10"]
@@ -28,19 +28,20 @@ SPREAD = 0.5  # of a batch's points, beside each other so that none hides anothe
 
 
 def plot_drafters(results: Mapping[str, Any], path: Path) -> None:
-    """Two panels for each temperature. A colour is a drafter, a marker and line style a mode."""
-    degrees = temperatures(results)
+    """Two panels for each temperature and kind of prompts. A colour is a drafter, a marker and line
+    style a mode."""
+    parts = settings(results)
     styles = styles_of([row for row in results["rows"] if row["mode"] != "plain"])
     columns = legend_columns([style["label"] for style in styles.values()])
-    height = 0.6 + 4.4 * len(degrees) + 0.2 * -(-len(styles) // columns)
+    height = 0.6 + 4.4 * len(parts) + 0.2 * -(-len(styles) // columns)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    panels = figure.subplots(len(degrees), 2, squeeze=False)
-    for temperature, (speeds, depths) in zip(degrees, panels, strict=True):
-        rows = at_temperature(results, temperature)
+    panels = figure.subplots(len(parts), 2, squeeze=False)
+    for part, (speeds, depths) in zip(parts, panels, strict=True):
+        rows = at_setting(results, part)
         runs = by_run([row for row in rows if row["mode"] != "plain"])
         draw_speedups(speeds, runs, styles)
         draw_depths(depths, runs, styles)
-        speeds.set_title(setting(results, temperature), loc="left")
+        speeds.set_title(describe(results, part), loc="left")
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=120)

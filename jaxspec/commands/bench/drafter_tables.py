@@ -13,6 +13,7 @@ from jaxspec.evaluation.number_format import with_interval
 
 Row = Mapping[str, Any]
 Run = tuple[str, str]  # drafter and mode
+Setting = tuple[float, str]  # temperature and kind of prompts
 Names = Mapping[Run, str]
 MOST_WIDTH = 1000  # of a table, in characters
 
@@ -57,25 +58,32 @@ def most_texts(rows: Sequence[Row]) -> Row:
     return max(rows, key=lambda row: row["texts"])
 
 
-def temperatures(results: Mapping[str, Any]) -> list[float]:
-    return list(dict.fromkeys(row["temperature"] for row in results["rows"]))
+def settings(results: Mapping[str, Any]) -> list[Setting]:
+    """In the order in which they were measured."""
+    return list(dict.fromkeys(map(setting_of, results["rows"])))
 
 
-def at_temperature(results: Mapping[str, Any], temperature: float) -> list[Row]:
-    return [row for row in results["rows"] if row["temperature"] == temperature]
+def setting_of(row: Row) -> Setting:
+    return row["temperature"], row.get("kind", "")
 
 
-def setting(results: Mapping[str, Any], temperature: float) -> str:
+def at_setting(results: Mapping[str, Any], setting: Setting) -> list[Row]:
+    return [row for row in results["rows"] if setting_of(row) == setting]
+
+
+def describe(results: Mapping[str, Any], setting: Setting) -> str:
+    temperature, kind = setting
     name, dtype = Path(results["model"]).name, results["dtype"]
-    return f"{name}, {dtype}, temperature {temperature:g}, on {results['device']}"
+    parts = (name, dtype, f"temperature {temperature:g}", kind, f"on {results['device']}")
+    return ", ".join(filter(None, parts))
 
 
 def make_tables(results: Mapping[str, Any]) -> list[Table]:
-    """For each temperature one of speeds and one of acceptance."""
+    """For each temperature and kind of prompts one of speeds and one of acceptance."""
     tables, names = [], run_names(results["rows"])
-    for temperature in temperatures(results):
-        rows = at_temperature(results, temperature)
-        title = setting(results, temperature)
+    for setting in settings(results):
+        rows = at_setting(results, setting)
+        title = describe(results, setting)
         tables += [speed_table(title, rows, names), acceptance_table(title, rows, names)]
     return [*tables, memory_table(results, names)]
 

@@ -5,15 +5,15 @@ batch size; speeds are medians over the batches. A run is a drafter (as in gener
 several: `chain:K`, `NODES:DEPTH:TOPK`, or `default`, what an engine does to which no tree is given
 (it adapts: docs/serving.md). All texts have --max-tokens tokens: stop tokens do not end
 them. Acceptance is counted in the same texts, with 95 % bootstrap intervals over prompts. All runs
-share the target's weights, and programs are compiled side by side. --from shows what another
-machine measured.
+share the target's weights, and programs are compiled side by side. --by-file keeps kinds of prompts
+separate. --from shows what other runs measured, on any machine.
 """
 
 import argparse
 import dataclasses
-import json
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from rich.console import Console
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.load_drafter import choose_drafter
+from jaxspec.commands.bench.drafter_files import CHOICES, read_parts
+from jaxspec.commands.bench.drafter_markdown import as_markdown
 from jaxspec.commands.bench.drafter_plot import plot_drafters
 from jaxspec.commands.bench.drafter_tables import full_width, make_tables
 from jaxspec.commands.shared.option_types import number
@@ -33,14 +35,14 @@ from jaxspec.commands.shared.shell import (
     command_parser,
     given_option,
     progress_console,
-    read_text,
     run_command,
     table_console,
 )
 from jaxspec.commands.shared.training_options import DATA_HELP, add_choice_options, read_prompts
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.memory import bytes_of_token
-from jaxspec.evaluation.speedup import compile_race, race
+from jaxspec.evaluation.prepare_race import prepare_race
+from jaxspec.evaluation.speedup import race
 from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.bytes import local_bytes
@@ -48,8 +50,8 @@ from jaxspec.training.heads.data import spread_rows
 
 PLAIN_RUN = ("none", "plain")
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
-SHOWING = {"measured", "plot", "json"}  # what --from goes with
-CHOICES = ("prompt_tokens", "max_tokens", "top_p", "acceptance", "verify_width", "seed")
+SHOWING = {"measured", "plot", "markdown", "json"}  # what --from goes with
+Batch = list[list[int]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,14 +60,19 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=Path, nargs="+", help=DATA_HELP)
-    source.add_argument("--from", type=Path, dest="measured", metavar="FILE", help="measure "
-        "nothing: tables and picture of what an earlier run printed with --json")  # fmt: skip
+    source.add_argument("--from", type=Path, nargs="+", dest="measured", metavar="FILE",
+        help="measure nothing: tables and picture of what earlier runs printed with "
+        "--json")  # fmt: skip
     add_choice_options(parser)
+    add("--by-file", action="store_true", help="measure each path of --data by itself: its name is "
+        "that of a kind of prompts")  # fmt: skip
     add("--run", nargs="+", action="append", metavar=("DRAFTER", "MODE"), help="a drafter and its "
         "modes; may be repeated (default: ngram and the default drafter, each with "
         "chain:5)")  # fmt: skip
     add("--batch", type=number, nargs="+", default=[1], help="batch sizes")
     add("--batches", type=number, default=6, help="batches of each size")
+    add("--turns", type=number, default=1, help="times that each run decodes a batch, by "
+        "turns; its speed is the median")  # fmt: skip
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "
         "one from a chat, which ends where the first answer begins")  # fmt: skip
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
@@ -80,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--compilation-cache", type=Path, help="folder that compiled programs are stored in, for "
         "the next run")  # fmt: skip
     add("--plot", type=Path, help="write speed-ups and acceptance by depth as a PNG")
+    add("--markdown", action="store_true", help="print tables of speeds as Markdown")
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
@@ -173,22 +181,38 @@ def make_llm(
     )
 
 
-def batches_of(prompts: Sequence[list[int]], size: int, count: int) -> list[list[list[int]]]:
+def batches_of(prompts: Sequence[list[int]], size: int, count: int) -> list[Batch]:
     """At most ``count`` batches of ``size``, evenly spread over the prompts."""
     chosen = [prompts[row] for row in spread_rows(len(prompts), size * count)]
     return [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
 
 
-def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
-    """One temperature after the other, and for each one batch size after the other."""
-    runs = chosen_runs(args)
+def prompts_by_kind(args: argparse.Namespace, progress: Console) -> dict[str, list[list[int]]]:
+    """The prompts of each kind; without --by-file all are of the kind ``""``."""
     most = max(args.batch) * args.batches
-    prompts = read_prompts(args, most, args.prompt_tokens, args.max_tokens, progress)
-    if len(prompts) < max(args.batch):
-        raise ValueError(
-            f"{len(prompts)} held-out rows are fewer than one batch: give more --data, or more "
-            "--prompt-tokens if prompts of chats were too long"
-        )
+    parts: dict[str, list[Path]] = {"": args.data}
+    if args.by_file:
+        parts = {path.stem: [path] for path in args.data}
+        if len(parts) < len(args.data):
+            raise ValueError("--by-file needs paths of different names")
+    found = {}
+    for kind, paths in parts.items():
+        part = argparse.Namespace(**(vars(args) | {"data": paths}))
+        prompts = read_prompts(part, most, args.prompt_tokens, args.max_tokens, progress)
+        if len(prompts) < max(args.batch):
+            raise ValueError(
+                f"{len(prompts)} held-out rows are fewer than one batch: give more --data, or more "
+                "--prompt-tokens if prompts of chats were too long"
+            )
+        found[kind] = prompts
+    return found
+
+
+def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
+    """One temperature after the other, for each one batch size after the other, and for each of
+    these one kind of prompts after the other."""
+    runs = chosen_runs(args)
+    prompts = prompts_by_kind(args, progress)
     with progress.status("loading"):
         entrants = list(load_entrants(args, runs))
     params = entrants[0].llm.params
@@ -209,55 +233,66 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
             stop_token_ids=(),
         )
         for size in args.batch:
-            batches = batches_of(prompts, size, args.batches)
-            yield facts | {"rows": measure_batches(entrants, batches, sampling, progress)}
+            batches = {kind: batches_of(prompts[kind], size, args.batches) for kind in prompts}
+            bench = Bench(entrants, sampling, args.turns, progress)
+            bench.prepare(batches)
+            for kind, of_kind in batches.items():
+                yield facts | {"rows": bench.measure(kind, of_kind)}
 
 
-def measure_batches(
-    entrants: Sequence[Entrant],
-    batches: Sequence[list[list[int]]],
-    sampling: SamplingParams,
-    progress: Console,
-) -> list[dict[str, Any]]:
-    """A row for each run."""
-    engines = [entrant.llm for entrant in entrants]
-    setting = {"temperature": sampling.temperature, "batch": len(batches[0])}
-    name = f"temperature {sampling.temperature:g}, batch {len(batches[0])}"
-    started, before = time.perf_counter(), programs_of(engines)
-    with progress.status(f"{name}: compiling") as status:
-        compile_race(
-            engines,
-            batches[0],
-            sampling,
-            lambda done, of: status.update(f"{name}: compiled {done} of {of} programs"),
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """All runs at one temperature."""
+
+    entrants: Sequence[Entrant]
+    sampling: SamplingParams
+    turns: int
+    progress: Console
+
+    @property
+    def engines(self) -> list[LLM]:
+        return [entrant.llm for entrant in self.entrants]
+
+    def prepare(self, batches: Mapping[str, Sequence[Batch]]) -> None:
+        """Compile what batches of one size run."""
+        every = [batch for of_kind in batches.values() for batch in of_kind]
+        name, started = self._name(every[0]), time.perf_counter()
+        before = programs_of(self.engines)
+        with self.progress.status(f"{name}: compiling") as status:
+            prepare_race(
+                self.engines,
+                every,
+                self.sampling,
+                lambda done, of: status.update(f"{name}: compiled {done} of {of} programs"),
+            )
+        seconds = time.perf_counter() - started
+        made = programs_of(self.engines) - before
+        self.progress.print(f"{name}: {made} programs compiled in {seconds:.0f} s")
+
+    def measure(self, kind: str, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """A row for each run."""
+        setting = {
+            "kind": kind,
+            "temperature": self.sampling.temperature,
+            "batch": len(batches[0]),
+            "turns": self.turns,
+        }
+        name = " ".join(filter(None, (f"{self._name(batches[0])}:", kind)))
+        before, started = programs_of(self.engines), time.perf_counter()
+        with self.progress.status(f"{name}: decoding {len(batches)} batches with each run"):
+            paces = race(self.engines, batches, self.sampling, self.turns)
+        late = programs_of(self.engines) - before
+        self.progress.print(
+            f"{name}: {len(batches)} batches decoded in {time.perf_counter() - started:.0f} s"
+            + (f" (programs compiled meanwhile: {late})" if late else "")
         )
-        warm = time.perf_counter()
-        status.update(f"{name}: decoding {len(batches)} batches with each run")
-        paces = race(engines, batches, sampling)
-    progress.print(
-        f"{name}: {programs_of(engines) - before} programs compiled in {warm - started:.0f} s, "
-        f"batches decoded in {time.perf_counter() - warm:.0f} s"
-    )
-    return [
-        setting | entrant.facts | dataclasses.asdict(pace)
-        for entrant, pace in zip(entrants, paces, strict=True)
-    ]
+        return [
+            setting | entrant.facts | dataclasses.asdict(pace)
+            for entrant, pace in zip(self.entrants, paces, strict=True)
+        ]
 
-
-def read_parts(path: Path) -> list[dict[str, Any]]:
-    """What a run with --json printed. Raises ValueError for another file."""
-    try:
-        parts = [json.loads(line) for line in read_text(path).splitlines()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"cannot read {path} as lines of JSON: {error}") from error
-    of_this_command = "target_token_bytes"  # other commands' have rows, too
-    if not parts or not all(isinstance(part, dict) and of_this_command in part for part in parts):
-        raise ValueError(f"{path} is not of bench_drafters.py --json")
-    if not all("speedup_interval" in row for part in parts for row in part["rows"]):
-        raise ValueError(
-            f"{path} is of an older bench_drafters.py, without intervals: run it again"
-        )
-    return parts
+    def _name(self, batch: Batch) -> str:
+        return f"temperature {self.sampling.temperature:g}, batch {len(batch)}"
 
 
 def programs_of(engines: Sequence[LLM]) -> int:
@@ -277,11 +312,24 @@ def run(args: argparse.Namespace) -> None:
         parts: Iterable[dict[str, Any]] = read_parts(args.measured)
     else:
         parts = measure(args, progress_console())
-    results = collect_parts(parts, "rows", as_json=args.json)
-    tables = make_tables(results)
-    console = table_console(stderr=args.json, width=max(map(full_width, tables)))
-    for table in tables:
-        console.print(table)
+    show(args, parts)
+
+
+def show(args: argparse.Namespace, parts: Iterable[dict[str, Any]]) -> None:
+    kept = []
+
+    def keep(part: dict[str, Any]) -> dict[str, Any]:
+        kept.append(part)
+        return part
+
+    results = collect_parts(map(keep, parts), "rows", as_json=args.json)
+    if args.markdown:
+        print(as_markdown(kept), file=sys.stderr if args.json else sys.stdout)
+    else:
+        tables = make_tables(results)
+        console = table_console(stderr=args.json, width=max(map(full_width, tables)))
+        for table in tables:
+            console.print(table)
     if args.plot is not None:
         plot_drafters(results, args.plot)
 
