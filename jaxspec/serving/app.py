@@ -27,6 +27,7 @@ from jaxspec.serving.protocol.tokens import (
     TokenizeResponse,
 )
 from jaxspec.serving.rates import Rates
+from jaxspec.serving.request_ids import HEADER, RequestIds
 from jaxspec.serving.sampling import check_length
 from jaxspec.serving.security import (
     MOST_BYTES,
@@ -62,6 +63,7 @@ def make_app(
     body_seconds: float = MOST_SECONDS,
     rates: Rates | None = None,
     cors_origins: Sequence[str] = (),
+    access_log: bool = False,
 ) -> FastAPI:
     """The application of a service.
 
@@ -74,6 +76,7 @@ def make_app(
       rates: what each client may ask for in a minute; None: as much as it likes.
       cors_origins: other origins whose pages may ask this server, such as https://example.org;
         "*": all. None: pages of this server alone.
+      access_log: write a line for each request; see RequestIds.
     """
     rates = rates or Rates()
     app = FastAPI(
@@ -93,18 +96,21 @@ def make_app(
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     if cors_origins:  # outside of the keys: browsers ask without one before they send it
-        methods, headers = ("GET", "POST"), ("Authorization", "Content-Type")
+        methods, headers = ("GET", "POST"), ("Authorization", "Content-Type", HEADER)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=cors_origins,
             allow_methods=methods,
             allow_headers=headers,
-            expose_headers=("Retry-After",),
+            expose_headers=("Retry-After", HEADER),
         )
+    app.add_middleware(RequestIds, log=access_log)
     return app
 
 
 def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
+    @app.head("/ping", include_in_schema=False)
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:

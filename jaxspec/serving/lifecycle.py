@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving.draining import drain
+from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -61,10 +61,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI) -> uvicorn.Server:
+def make_server(app: FastAPI, endpoint: Endpoint | None = None) -> uvicorn.Server:
     """uvicorn's, whose signals are left to the caller, and who must drain it before it ends."""
+    endpoint = Endpoint() if endpoint is None else endpoint
+    app.root_path = endpoint.root_path  # uvicorn's own needs a proxy that cuts the prefix off
     options = uvicorn.Config(
         app,
+        ssl_certfile=endpoint.certificate,
+        ssl_keyfile=endpoint.key,
         http=Connection,
         log_level="warning",
         access_log=False,
@@ -79,8 +83,7 @@ async def serve(
     service: Service,
     load: Callable[[], AsyncLLM | ReplicatedLLM],
     *,
-    host: str,
-    port: int,
+    endpoint: Endpoint,
     drain_seconds: int,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -91,40 +94,32 @@ async def serve(
 
     Args:
       load: called in a thread of its own.
+      endpoint: where to listen.
       drain_seconds: from the signal until the last request ends.
       on_ready: called with the address once requests are served.
 
     Raises what ``load`` raises, and OSError for an address that cannot be listened at.
     """
-    server, signalled = make_server(app), asyncio.Event()
+    server, signalled = make_server(app, endpoint), asyncio.Event()
     _end_on_signals(server, service, signalled)
     draining = asyncio.create_task(_drain(server, service, signalled, drain_seconds))
-    sockets = [listen(host, port)]
-    open_port = sockets[0].getsockname()[1]
-    serving = asyncio.create_task(server.serve(sockets=sockets))
+    listening = endpoint.listen()
+    url = endpoint.url(listening)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
     loading = _in_a_thread(load)
     try:
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.start(loading.result())
             if not signalled.is_set():
-                shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-                on_ready(f"http://{shown}:{open_port}")
+                on_ready(url)
         await serving
     finally:
         server.should_exit = True
         draining.cancel()
         await asyncio.gather(serving, draining, return_exceptions=True)
         await service.close()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket; port 0 takes a free one. Raises OSError that names the address."""
-    try:
-        [first, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return socket.create_server(first[4][:2], family=first[0])
-    except OSError as error:
-        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        endpoint.close()
 
 
 def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ from jaxspec import LLM
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving.app import make_app
-from jaxspec.serving.lifecycle import listen, make_server
+from jaxspec.serving.endpoint import Endpoint
+from jaxspec.serving.lifecycle import make_server
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
 
 MODEL = "tiny"
-APP_OPTIONS = ("api_keys", "max_body", "body_seconds", "rates", "cors_origins")
+APP_OPTIONS = ("api_keys", "max_body", "body_seconds", "rates", "cors_origins", "access_log")
 TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -69,15 +71,21 @@ class Served:
     @contextlib.asynccontextmanager
     async def address(self) -> AsyncIterator[tuple[str, int]]:
         """Listens as `jaxspec serve` does: host and port."""
-        server, own = make_server(self.app), listen("127.0.0.1", 0)
-        serving = asyncio.create_task(server.serve(sockets=[own]))
+        async with self.listening(Endpoint()) as listening:
+            yield listening.getsockname()[:2]
+
+    @contextlib.asynccontextmanager
+    async def listening(self, endpoint: Endpoint) -> AsyncIterator[socket.socket]:
+        server, listening = make_server(self.app, endpoint), endpoint.listen()
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             while not server.started:
                 await asyncio.sleep(0.01)
-            yield own.getsockname()[:2]
+            yield listening
         finally:
             server.should_exit = True
             await serving
+            endpoint.close()
 
     @contextlib.asynccontextmanager
     async def client(self, api_key: str = "none") -> AsyncIterator[Any]:

@@ -23,7 +23,12 @@ from jaxspec.commands.shared.engine_options import (
 )
 from jaxspec.commands.shared.importing import import_command
 from jaxspec.commands.shared.option_types import number, positive
-from jaxspec.commands.shared.shell import add_model_option, command_parser, run_command
+from jaxspec.commands.shared.shell import (
+    add_model_option,
+    command_parser,
+    given_option,
+    run_command,
+)
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -57,6 +62,14 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("HTTP").add_argument
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine")
     add("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
+    add("--uds", type=Path, metavar="PATH", help="Unix socket to listen at, in place of --host and "
+        "--port")  # fmt: skip
+    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate (PEM) to serve https with")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="its key (default: in --ssl-certfile)")
+    add("--root-path", default="", metavar="PATH", help="prefix that a proxy puts before all "
+        "paths, such as /llm (default: none)")  # fmt: skip
+    add("--access-log", action="store_true", help="a line for each request, with its id, which "
+        "answers have as X-Request-Id, too")  # fmt: skip
     add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
         "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
     add("--max-body", type=size, default=size("8MiB"), help="largest request (default: 8MiB)")
@@ -131,6 +144,9 @@ def whole_seconds(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     check_program_options(arguments)
+    option = given_option(make_parser(), arguments, ["host", "port"])
+    if arguments.uds is not None and option is not None:
+        raise ValueError(f"--uds and {option} exclude each other")
     import_command("jaxspec.commands.serve.server", "jaxspec serve").run(arguments)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +28,11 @@ from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.parallel.processes import Processes
 from jaxspec.serving.app import make_app
 from jaxspec.serving.background import warm_in_background
+from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.lifecycle import end_if_loading, serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
+from jaxspec.serving.request_ids import logger as access_logger
 from jaxspec.serving.service import Service
 
 SAMPLED = SamplingParams(temperature=1.0)
@@ -107,6 +110,26 @@ def read_template(path: Path | None) -> str | None:
     return None if path is None else read_text(path)
 
 
+def show_requests() -> None:
+    """Print the lines of the access log."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access_logger.addHandler(handler)
+    access_logger.setLevel(logging.INFO)
+
+
+def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
+    """Raises ValueError for a certificate that cannot be used, and a bad prefix."""
+    return Endpoint(
+        arguments.host,
+        arguments.port,
+        path=arguments.uds,
+        certificate=arguments.ssl_certfile,
+        key=arguments.ssl_keyfile,
+        root_path=arguments.root_path,
+    )
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
     keep_compiled_programs(local_program_folder(arguments))
@@ -123,6 +146,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     directory = resolve_directory(arguments.model)  # a bad name is found at once
     is_local = Path(arguments.model).exists()
     name = arguments.served_model_name or (directory.name if is_local else arguments.model)
+    endpoint = endpoint_of(arguments)
     service = Service(
         names=(name,),
         chat_template=read_template(arguments.chat_template),
@@ -135,7 +159,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     for _ in meshes[1:]:
         metrics.beside()
     try:
-        asyncio.run(_serve(arguments, meshes, service, metrics, processes))
+        asyncio.run(_serve(arguments, endpoint, meshes, service, metrics, processes))
     finally:
         for member in metrics.members:
             member.close()
@@ -144,6 +168,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
 
 async def _serve(
     arguments: argparse.Namespace,
+    endpoint: Endpoint,
     meshes: Sequence[Mesh | None],
     service: Service,
     metrics: Metrics,
@@ -160,7 +185,10 @@ async def _serve(
         body_seconds=arguments.body_timeout,
         rates=Rates(arguments.requests_per_minute, arguments.tokens_per_minute),
         cors_origins=arguments.cors_origin,
+        access_log=arguments.access_log,
     )
+    if arguments.access_log:
+        show_requests()
     with console.status("starting") as status:
 
         def show(text: str) -> None:
@@ -193,8 +221,7 @@ async def _serve(
                 app,
                 service,
                 load,
-                host=arguments.host,
-                port=arguments.port,
+                endpoint=endpoint,
                 drain_seconds=arguments.drain_seconds,
                 on_ready=ready,
             )

@@ -17,10 +17,12 @@ ROUTER_FIELDS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "skip_special_tokens": (True,),
     }
 )
-# Fields that change no text, whatever their values: they name the caller, are hints to OpenAI's
-# caches, or speak of reasoning, of which there is none to leave out.
+# Fields that change no text, whatever their values: they name the caller or the request, are hints
+# to OpenAI's caches, stores, queues and models, or speak of reasoning, of which there is none to
+# leave out.
 HINTS = frozenset(
     {
+        *("request_id", "service_tier", "store", "verbosity"),
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"),
         *("include_reasoning", "separate_reasoning", "stream_reasoning"),
     }
@@ -45,9 +47,7 @@ REFUSED: Refused = MappingProxyType(
         "length_penalty": ((1.0,), "there is no beam search: sample n texts"),
         "lora_path": ((), "merge the adapter into the model"),
         "return_tokens_as_token_ids": ((False,), "ask for return_token_ids"),
-        "service_tier": (("auto", "default"), "use priority"),
         "spaces_between_special_tokens": ((True,), "leave it out"),
-        "store": ((False,), "nothing is stored: leave it out"),
         "thinking_token_budget": ((), "leave it out"),
         "use_beam_search": ((False,), "sample n texts"),
         "vllm_xargs": ((), "leave it out"),

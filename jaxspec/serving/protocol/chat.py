@@ -51,7 +51,6 @@ class ChatRequest(SamplingFields):
             "modalities": ((["text"],), "only text is generated"),
             "moderation": ((), "leave it out"),
             "prediction": ((), "the server drafts by itself: leave it out"),
-            "verbosity": ((), "ask for it in a message"),
             "web_search_options": ((), "give a tool of your own"),
         }
     )

@@ -36,6 +36,7 @@ def _bias(value: Any) -> Any:
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding against listeners: there is none
     continuous_usage_stats: bool = False
 
 
