@@ -144,6 +144,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     wanted = request.max_completion_tokens or request.max_tokens
     sampling = sampling_params(
         request,
+        service.sampling_defaults,
         max_tokens=1,
         logprobs=logprobs,
         structured=structured,

@@ -134,6 +134,7 @@ async def prepare(service: Service, request: CompletionRequest) -> PreparedCompl
     sampling = [
         sampling_params(
             request,
+            service.sampling_defaults,
             max_tokens=tokens_left(ids, request.max_tokens, service, DEFAULT_MAX_TOKENS),
             logprobs=request.logprobs,
             structured=structured,

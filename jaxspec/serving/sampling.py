@@ -1,6 +1,6 @@
 """From the fields of a request to SamplingParams."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.config.sampling_params import ParameterError, SamplingParams
@@ -25,6 +25,7 @@ _SAME = (
 
 def sampling_params(
     request: SamplingFields,
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -32,15 +33,17 @@ def sampling_params(
     model_stops: tuple[int, ...],
     **other: Any,
 ) -> SamplingParams:
-    """How a request samples; the temperature is 1 by default, as OpenAI has it.
+    """How a request samples.
 
     Args:
+      defaults: of fields that the request does not have, see generation_config; what these lack is
+        as OpenAI has it: the temperature is 1.
       model_stops: tokens that end the model's texts; those of the request come in addition.
       other: fields of SamplingParams.
 
     Raises FieldError, which names the field, for values out of range.
     """
-    values: dict[str, Any] = {"temperature": 1.0, "max_tokens": max_tokens}
+    values: dict[str, Any] = {"temperature": 1.0, **defaults, "max_tokens": max_tokens}
     for name in _SAME:
         if getattr(request, name) is not None:
             values[name] = getattr(request, name)

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
@@ -24,6 +26,7 @@ class Service:
         template tells.
       request_timeout: seconds after which a request ends; None: never.
       max_new_tokens: most tokens that one text may have; None: all that fit.
+      sampling_defaults: fields of SamplingParams for requests that lack them.
       under_way: requests that have begun and not ended.
       cut: set when those that are still under way must end, see draining.
     """
@@ -33,6 +36,7 @@ class Service:
     tool_format: str | None = None
     request_timeout: float | None = None
     max_new_tokens: int | None = None
+    sampling_defaults: Mapping[str, Any] = MappingProxyType({})
     state: State = "loading"
     under_way: int = 0
     cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)

@@ -93,7 +93,10 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("chat").add_argument
+    add = parser.add_argument_group("texts").add_argument
+    add("--generation-config", choices=("auto", "none"), default="auto", help="where requests do "
+        "not say how to sample: as the model's generation_config.json says (auto), or as OpenAI's "
+        "API has it, temperature 1 (none)")  # fmt: skip
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the model's)")
     add("--tool-format", choices=("hermes", "json"), help="how the model writes calls of tools "
         "(default: as its chat template tells)")  # fmt: skip

@@ -29,6 +29,7 @@ from jaxspec.parallel.processes import Processes
 from jaxspec.serving.app import make_app
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.endpoint import Endpoint
+from jaxspec.serving.generation_config import FILE, as_text, sampling_defaults
 from jaxspec.serving.lifecycle import end_if_loading, serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
@@ -147,12 +148,14 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     is_local = Path(arguments.model).exists()
     name = arguments.served_model_name or (directory.name if is_local else arguments.model)
     endpoint = endpoint_of(arguments)
+    defaults = sampling_defaults(directory) if arguments.generation_config == "auto" else {}
     service = Service(
         names=(name,),
         chat_template=read_template(arguments.chat_template),
         tool_format=arguments.tool_format,
         request_timeout=arguments.request_timeout,
         max_new_tokens=arguments.max_tokens_per_request,
+        sampling_defaults=defaults,
     )
     meshes = engine_meshes(arguments, arguments.dp)
     metrics = Metrics(name)
@@ -204,6 +207,9 @@ async def _serve(
             engines = f"{len(meshes)} engines of " if len(meshes) > 1 else ""
             rows = f"{engines}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
             console.print(f"serving {service.name} ({rows}) at {address}/v1")
+            if service.sampling_defaults:
+                text = as_text(service.sampling_defaults)
+                console.print(f"requests are sampled with {text}, as {FILE} says, unless they ask")
             if arguments.warm_up == "background":
                 background.extend(map(asyncio.create_task, map(compile_rest, service.llm.replicas)))
 
