@@ -3,12 +3,13 @@
 Modes are `chain:K` and `NODES:DEPTH:TOPK` (root included). Rules are `coupled`, `top_k` and
 `rejection`. The first two are the matching rule; the drafter ranks children with the target's
 sampling noise added, or without it. All are the same at temperature 0. Prompts are the first tokens
-of held-out rows of --data.
+of held-out rows of --data; the model writes the answers. Kinds of prompts are told separately: the
+"kind" of a JSONL line, without one the name of its file or folder.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,8 @@ from jaxspec.commands.shared.shell import (
 )
 from jaxspec.commands.shared.training_options import add_data_options, read_prompts
 from jaxspec.config.engine import EngineConfig
-from jaxspec.evaluation.acceptance import measure_acceptance
+from jaxspec.config.sampling_params import with_distinct_seeds
+from jaxspec.evaluation.acceptance import summarize, summarize_kinds
 from jaxspec.evaluation.number_format import with_interval
 
 RULES = ("coupled", "top_k", "rejection")
@@ -64,8 +66,22 @@ def speculation_of(mode: str, rule: str) -> SpeculationConfig:
     return dataclasses.replace(tree, proposal=rule)
 
 
+def load(args: argparse.Namespace, drafter: str, speculation: SpeculationConfig) -> LLM:
+    return LLM(
+        args.model,
+        drafter,
+        speculation=speculation,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        drafter_bits=args.drafter_bits,
+        max_length=args.prompt_tokens + args.max_tokens,
+        engine=EngineConfig(max_rows=args.batch),
+    )
+
+
 def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    prompts = read_prompts(args, args.prompts, args.prompt_tokens, args.max_tokens, progress)
+    prompts, kinds = read_prompts(args, args.prompts, args.prompt_tokens, args.max_tokens, progress)
     drafter = str(choose_drafter(args.model, args.drafter))
     if args.drafter == "auto":  # of the default mixture the head is measured alone
         drafter = drafter.removeprefix(MIXED)
@@ -73,29 +89,29 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     said: list[str] = []  # by each of the engines
     for mode in args.modes.split(","):
         for rule in args.rules:
-            speculation = speculation_of(mode, rule)
-            llm = LLM(
-                args.model,
-                drafter,
-                speculation=speculation,
-                dtype=args.dtype,
-                kv_dtype=args.kv_dtype,
-                kv_scales=args.kv_scales,
-                drafter_bits=args.drafter_bits,
-                max_length=args.prompt_tokens + args.max_tokens,
-                engine=EngineConfig(max_rows=args.batch),
-            )
+            if rule != args.rules[0] and not any(args.temperatures):
+                continue  # at temperature 0 all rules are the same
+            with progress.status(f"loading {args.model} and {drafter}"):
+                llm = load(args, drafter, speculation_of(mode, rule))
             llm.engine.watch.on_warning = said.append
             for temperature in args.temperatures:
                 if temperature == 0 and rule != args.rules[0]:
-                    continue  # at temperature 0 all rules are the same
+                    continue
                 progress.print(f"{mode}, {rule}, temperature {temperature:g}")
                 sampling = SamplingParams(
                     temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
                 )
-                found = measure_acceptance(llm, prompts, sampling)
+                completions = llm.generate(
+                    prompts, with_distinct_seeds(sampling, len(prompts)), progress=True
+                )
+                found = dataclasses.asdict(summarize(completions))
+                by_kind = summarize_kinds(completions, kinds)
                 setting = {"mode": mode, "rule": rule, "temperature": temperature}
-                rows.append(setting | dataclasses.asdict(found))
+                rows.append(
+                    setting
+                    | found
+                    | {"by_kind": {kind: dataclasses.asdict(of) for kind, of in by_kind.items()}}
+                )
     if said:
         progress.print(f"warning: {said[0]}")
     return {
@@ -110,19 +126,28 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
 
 def make_table(results: dict[str, Any]) -> Table:
+    """A row for each setting, and below it for each kind of prompt, where there are several."""
     table = Table(title=f"{results['drafter']} for {results['model']} on {results['device']}")
-    for name in ("mode", "temperature", "rule", "tokens", "acceptance length (95 %)", "by depth"):
+    for name in ("mode", "temperature", "rule", "prompts", "tokens", "acceptance length (95 %)"):
         table.add_column(name)
+    table.add_column("accepted by depth")
     for row in results["results"]:
-        table.add_row(
-            row["mode"],
-            f"{row['temperature']:g}",
-            row["rule"],
-            f"{row['tokens']:,}",
-            with_interval(row["length"], row["length_interval"]),
-            " ".join(f"{share:.0%}" for share in row["by_depth"]),
-        )
+        table.add_row(row["mode"], f"{row['temperature']:g}", row["rule"], *cells("all", row))
+        if len(row["by_kind"]) > 1:
+            for kind, found in row["by_kind"].items():
+                table.add_row("", "", "", *cells(kind, found))
+        table.add_section()
     return table
+
+
+def cells(kind: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    """The last cells of a row: what was found with the prompts of a kind."""
+    return (
+        f"{found['prompts']} {kind}",
+        f"{found['tokens']:,}",
+        with_interval(found["length"], found["length_interval"]),
+        " ".join(f"{share:.0%}" for share in found["by_depth"]),
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     check(args)
-    rows = read_prompts(args, args.rows, args.tokens, 1, progress)
+    rows, _ = read_prompts(args, args.rows, args.tokens, 1, progress)
     read, scored = rows[::2], rows[1::2]
     if not scored:
         raise ValueError("there is one held-out row only: give more --data")

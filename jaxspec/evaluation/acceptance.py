@@ -1,5 +1,6 @@
 """Measures a drafter's acceptance on real prompts, with confidence intervals."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -60,3 +61,20 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
         by_depth_intervals=[interval for _, interval in depths],
         decode_tokens_per_second=decode_rate(completions),
     )
+
+
+def summarize_kinds(
+    completions: Sequence[Completion], kinds: Sequence[str], seed: int = 0
+) -> dict[str, Acceptance]:
+    """The acceptance of each kind of completions, by name; ``kinds`` has the name of each.
+
+    A kind whose texts all ended before any round has no acceptance, and is left out.
+    """
+    groups: dict[str, list[Completion]] = collections.defaultdict(list)
+    for completion, kind in zip(completions, kinds, strict=True):
+        groups[kind].append(completion)
+    return {
+        kind: summarize(groups[kind], seed)
+        for kind in sorted(groups)
+        if any(completion.num_rounds for completion in groups[kind])
+    }

@@ -280,12 +280,15 @@ class LLM:
                 on_progress(done, len(sets))
         return time.perf_counter() - started
 
-    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def tokenize(self, prompts: Sequence[Prompt], *, special: bool = True) -> list[list[int]]:
         """The token ids of each prompt as generate has them; ids stay as they are.
+
+        Args:
+          special: with the tokens that the tokenizer puts around every text, as ``<bos>``.
 
         Raises ValueError for what is neither text nor a list of ids, and for empty text.
         """
-        return tokenize(self._text, prompts)
+        return tokenize(self._text, prompts, special=special)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of tokens, special ones included unless ``skip_special``."""

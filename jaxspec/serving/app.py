@@ -1,5 +1,6 @@
 """The application: which path does what."""
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxspec.serving.protocol.tokens import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.request_ids import HEADER, RequestIds
@@ -185,7 +187,12 @@ def _add_tokens(app: APIRouter, service: Service) -> None:
             raise FieldError("prompt", "give prompt or messages")
         if body.prompt is not None:
             check_length("prompt", body.prompt, length)
-            [ids] = await service.llm.tokenize([body.prompt])
+            special = body.add_special_tokens is not False
+            [ids] = await asyncio.to_thread(
+                service.llm.llm.tokenize, [body.prompt], special=special
+            )
+        elif body.add_special_tokens:
+            raise FieldError("add_special_tokens", "the chat template has the special tokens")
         else:
             begins = body.add_generation_prompt
             fields = {"messages": body.messages, "add_generation_prompt": begins}
@@ -201,6 +208,18 @@ def _add_tokens(app: APIRouter, service: Service) -> None:
         if any(token >= most for token in body.tokens):
             raise FieldError("tokens", f"tokens has one outside 0..{most - 1}")
         return DetokenizeResponse(prompt=service.llm.llm.detokenize(body.tokens))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> TokenizerInfo:
+        tokenizer = await asyncio.to_thread(lambda: service.llm.llm.tokenizer)  # may load files
+        return TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            pad_token=tokenizer.pad_token,
+            unk_token=tokenizer.unk_token,
+            chat_template=chat.known_template(service),
+        )
 
 
 def _add_page(app: FastAPI) -> None:

@@ -186,9 +186,7 @@ def _check_together(request: ChatRequest) -> None:
 
 def chat_template(service: Service) -> str:
     """The template of chats. Raises ApiError if there is none."""
-    template = service.chat_template or service.llm.llm.tokenizer.chat_template
-    if isinstance(template, dict):  # templates of several uses, by name
-        template = template.get("default")
+    template = known_template(service)
     if not template:
         raise ApiError(
             400,
@@ -197,7 +195,15 @@ def chat_template(service: Service) -> str:
             param="messages",
             code="no_chat_template",
         )
-    return str(template)
+    return template
+
+
+def known_template(service: Service) -> str | None:
+    """The template of chats, if there is one."""
+    template = service.chat_template or service.llm.llm.tokenizer.chat_template
+    if isinstance(template, dict):  # templates of several uses, by name
+        template = template.get("default")
+    return None if template is None else str(template)
 
 
 async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:

@@ -198,7 +198,7 @@ def prompts_by_kind(args: argparse.Namespace, progress: Console) -> dict[str, li
     found = {}
     for kind, paths in parts.items():
         part = argparse.Namespace(**(vars(args) | {"data": paths}))
-        prompts = read_prompts(part, most, args.prompt_tokens, args.max_tokens, progress)
+        prompts, _ = read_prompts(part, most, args.prompt_tokens, args.max_tokens, progress)
         if len(prompts) < max(args.batch):
             raise ValueError(
                 f"{len(prompts)} held-out rows are fewer than one batch: give more --data, or more "

@@ -1,6 +1,7 @@
 """What trainings and measurements with held-out text share: options, and what they mean."""
 
 import argparse
+import collections
 from pathlib import Path
 
 from rich.console import Console
@@ -33,9 +34,10 @@ def add_choice_options(parser: argparse._ActionsContainer) -> None:
 
 def read_prompts(
     args: argparse.Namespace, number: int, prompt_tokens: int, max_tokens: int, console: Console
-) -> list[list[int]]:
-    """At most so many prompts of ``add_data_options`` for --model; says what was read."""
-    prompts, report = held_out_prompts(
+) -> tuple[list[list[int]], list[str]]:
+    """At most so many prompts of ``add_data_options`` for --model, and the kind of each; says what
+    was read."""
+    prompts, kinds, report = held_out_prompts(
         args.data,
         load_tokenizer(args.model),
         number,
@@ -45,7 +47,10 @@ def read_prompts(
         all_rows=args.all_rows,
     )
     console.print(str(report))
-    return prompts
+    counts = sorted(collections.Counter(kinds).items())
+    if len(counts) > 1:
+        console.print(f"prompts: {', '.join(f'{count} {kind}' for kind, count in counts)}")
+    return prompts, kinds
 
 
 def add_suffixes_option(parser: argparse._ActionsContainer) -> None:

@@ -39,7 +39,9 @@ class TextTokenizer:
         if plain is None:
             full = self.full
             backend = getattr(full, "backend_tokenizer", None)
-            self._encode = lambda text: full(text, verbose=False)["input_ids"]
+            self._encode = lambda text, special: full(
+                text, add_special_tokens=special, verbose=False
+            )["input_ids"]
             # Only BERT's tokenizers mean their spaces to be cleaned up; it would change text that
             # has been streamed already.
             self._decode: Callable[..., Any] = functools.partial(
@@ -47,7 +49,7 @@ class TextTokenizer:
             )
         else:
             backend = plain
-            self._encode = lambda text: plain.encode(text).ids
+            self._encode = lambda text, special: plain.encode(text, add_special_tokens=special).ids
             self._decode = plain.decode
         self._bytes = None if backend is None else TokenBytes(backend)
         # A server asks for every chat.
@@ -64,9 +66,9 @@ class TextTokenizer:
         """The token that ends the assistant's turns, see hugging_face.turn_end."""
         return self._turn_end(chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with those that the tokenizer puts around every text."""
-        return list(self._encode(text))
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids, with those that the tokenizer puts around every text if ``special``."""
+        return list(self._encode(text, special))
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text, special tokens included unless ``skip_special``."""
@@ -98,7 +100,7 @@ class NoTokenizer(TextTokenizer):
     def full(self) -> "Tokenizer":
         raise self._missing("chats and structured outputs need")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         raise self._missing("text needs")
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -151,22 +153,25 @@ def _is_plain(model: dict[str, Any], config: dict[str, Any]) -> bool:
     )
 
 
-def tokenize(tokenizer: TextTokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of every prompt; those that are token ids already are copied.
+def tokenize(
+    tokenizer: TextTokenizer, prompts: Sequence[Prompt], *, special: bool = True
+) -> list[list[int]]:
+    """Token ids of every prompt; those that are token ids already are copied. ``special``: texts
+    get the tokens that the tokenizer puts around every text.
 
     Raises ValueError for anything else, and for empty text.
     """
     if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts must be a list of prompts, not one {type(prompts).__name__}")
-    return [_tokenize(tokenizer, index, prompt) for index, prompt in enumerate(prompts)]
+    return [_tokenize(tokenizer, index, prompt, special) for index, prompt in enumerate(prompts)]
 
 
-def _tokenize(tokenizer: TextTokenizer, index: int, prompt: Prompt) -> list[int]:
+def _tokenize(tokenizer: TextTokenizer, index: int, prompt: Prompt, special: bool) -> list[int]:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"prompt {index} is empty: give it at least one character")
         check_unicode(f"prompt {index}", prompt)
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, special=special)
     is_one_value = getattr(prompt, "ndim", 1) == 0  # an array of no dimension, of a row of ids
     is_list = hasattr(prompt, "__len__") and not is_one_value
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not is_list:

@@ -5,6 +5,7 @@ held out by the hash of its name, a JSONL line by the hash of its content. Train
 uses the same rule for files, so a head is evaluated on the files that its target has not seen.
 """
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -31,11 +32,13 @@ class Examples:
       tokens: int32 [N, L].
       learned: bool [N, L], the tokens that a head is trained to predict.
       prompt_lens: [N], tokens of each row before the answer; regenerate() continues from there.
+      kinds: N names, what sort of text each row is; empty where nobody said. See read_examples.
     """
 
     tokens: np.ndarray
     learned: np.ndarray
     prompt_lens: np.ndarray
+    kinds: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,7 +53,8 @@ class Examples:
 
     def take(self, rows: np.ndarray) -> "Examples":
         """The given rows, in the given order."""
-        return Examples(self.tokens[rows], self.learned[rows], self.prompt_lens[rows])
+        kinds = tuple(self.kinds[row] for row in rows) if self.kinds else ()
+        return Examples(self.tokens[rows], self.learned[rows], self.prompt_lens[rows], kinds)
 
     def spread(self, count: int | None) -> "Examples":
         """At most ``count`` evenly spaced rows; None: all rows."""
@@ -116,6 +120,7 @@ class _Document:
     token_ids: list[int]
     learned: list[tuple[int, int]]
     is_chat: bool
+    kind: str = ""
 
 
 def read_examples(
@@ -133,6 +138,9 @@ def read_examples(
     by the tokenizer's chat template; each chat is one row, and only the assistant's messages are
     learned. All other text is concatenated and cut into rows of ``length``, and all of it is
     learned. Every row begins with the tokens that the tokenizer puts before a text (``<bos>``).
+
+    The kind of a row is the ``kind`` of its JSONL line; without one, the name of the file or folder
+    among ``paths``. A row that holds several texts has that of the first.
 
     Raises ValueError if a path is missing, nothing usable is left for either part, or rows are too
     short for any text.
@@ -181,7 +189,11 @@ def _read_documents(
         skipped.update(reasons)
         for batch in itertools.batched(texts, TEXTS_A_CALL):
             ids = _encode(tokenizer, [text.text for text in batch])
-            documents += map(_text_document, (text.name for text in batch), ids)
+            documents += [
+                # A name begins with that of its file or folder among the paths.
+                dataclasses.replace(_text_document(text.name, tokens), kind=text.name.split("/")[0])
+                for text, tokens in zip(batch, ids, strict=True)
+            ]
     for path in lines:
         documents += _read_lines(path, tokenizer, length, skipped)
     return documents, skipped
@@ -196,10 +208,10 @@ def held_out_prompts(
     max_tokens: int,
     suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
     all_rows: bool = False,
-) -> tuple[list[list[int]], ExampleReport]:
-    """At most ``count`` prompts: the first tokens of evenly spaced held-out rows; of a chat, those
-    before its first answer. Chats whose prompts are longer than ``prompt_tokens`` are left out, and
-    reported.
+) -> tuple[list[list[int]], list[str], ExampleReport]:
+    """(prompts, the kind of each, report). At most ``count`` prompts: the first tokens of evenly
+    spaced held-out rows; of a chat, those before its first answer. Chats whose prompts are longer
+    than ``prompt_tokens`` are left out, and reported. Kinds: see read_examples.
 
     The rows have ``prompt_tokens + max_tokens`` tokens. With ``all_rows`` none is left to a
     training: all of them count as held out.
@@ -220,7 +232,8 @@ def held_out_prompts(
             paths, tokenizer, length, prompt_tokens=prompt_tokens, suffixes=suffixes
         )
     prompts = held_out.prompts()
-    short = [prompt for prompt in prompts if len(prompt) <= prompt_tokens]
+    pairs = zip(prompts, held_out.kinds, strict=True)
+    short = [(prompt, kind) for prompt, kind in pairs if len(prompt) <= prompt_tokens]
     if not short:
         lengths = list(map(len, prompts))
         raise ValueError(
@@ -230,7 +243,8 @@ def held_out_prompts(
     if len(short) < len(prompts):
         dropped = {"held-out prompts longer than the limit": len(prompts) - len(short)}
         report = dataclasses.replace(report, skipped=report.skipped | dropped)
-    return [short[row] for row in spread_rows(len(short), count)], report
+    chosen = [short[row] for row in spread_rows(len(short), count)]
+    return [prompt for prompt, _ in chosen], [kind for _, kind in chosen], report
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -261,8 +275,10 @@ def _read_lines(
         document = _line_document(line, content, tokenizer, length)
         if isinstance(document, str):
             skipped[document] += 1
-        else:
-            yield document
+            continue
+        kind = content.get("kind")
+        named = kind if isinstance(kind, str) and kind else path.stem
+        yield dataclasses.replace(document, kind=named)
 
 
 def _line_document(
@@ -336,11 +352,15 @@ def _rows(
 ) -> Examples:
     end, beginning = tokenizer.eos_token_id, list(tokenizer("")["input_ids"])
     rows: list[tuple[int, list[int], np.ndarray]] = []
+    kinds: list[str] = []
     stream: list[int] = []
+    begins: list[tuple[int, str]] = []  # of each text in the stream, and its kind
     for document in documents:
         if not document.is_chat:
+            begins.append((len(stream), document.kind))
             stream += document.token_ids if end is None else [*document.token_ids, end]
             continue
+        kinds.append(document.kind)
         ids = document.token_ids[:length]
         marks = np.zeros(len(ids), bool)
         for first, last in document.learned:
@@ -355,7 +375,9 @@ def _rows(
         ids = beginning + stream[start : start + text_tokens]
         marks = np.arange(len(ids)) >= len(beginning)
         rows.append((min(prompt_tokens, len(ids)), ids, marks))
-    return _padded(rows, length)
+        text = bisect.bisect_right(begins, start, key=lambda begin: begin[0]) - 1
+        kinds.append(begins[text][1])
+    return dataclasses.replace(_padded(rows, length), kinds=tuple(kinds))
 
 
 def draft_vocabulary(examples: Examples, vocab_size: int, size: int) -> np.ndarray | None:
