@@ -1,5 +1,5 @@
-"""Data of three small tasks for lm-evaluation-harness, from the docstrings of this Python's standard
-library, so that nothing is downloaded:
+"""Data of three small tasks for lm-evaluation-harness, from docstrings of Python's own library.
+Nothing is downloaded.
 
     python3 examples/lm_eval/make_data.py lm_eval_data
 

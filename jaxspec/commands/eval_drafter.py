@@ -9,7 +9,7 @@ of held-out rows of --data; the model writes the answers. Kinds of prompts are t
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,31 +87,17 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         drafter = drafter.removeprefix(MIXED)
     rows: list[dict[str, Any]] = []
     said: list[str] = []  # by each of the engines
-    for mode in args.modes.split(","):
-        for rule in args.rules:
-            if rule != args.rules[0] and not any(args.temperatures):
-                continue  # at temperature 0 all rules are the same
-            with progress.status(f"loading {args.model} and {drafter}"):
-                llm = load(args, drafter, speculation_of(mode, rule))
-            llm.engine.watch.on_warning = said.append
-            for temperature in args.temperatures:
-                if temperature == 0 and rule != args.rules[0]:
-                    continue
-                progress.print(f"{mode}, {rule}, temperature {temperature:g}")
-                sampling = SamplingParams(
-                    temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
-                )
-                completions = llm.generate(
-                    prompts, with_distinct_seeds(sampling, len(prompts)), progress=True
-                )
-                found = dataclasses.asdict(summarize(completions))
-                by_kind = summarize_kinds(completions, kinds)
-                setting = {"mode": mode, "rule": rule, "temperature": temperature}
-                rows.append(
-                    setting
-                    | found
-                    | {"by_kind": {kind: dataclasses.asdict(of) for kind, of in by_kind.items()}}
-                )
+    for mode, rule, temperatures in settings(args):
+        with progress.status(f"loading {args.model} and {drafter}"):
+            llm = load(args, drafter, speculation_of(mode, rule))
+        llm.engine.watch.on_warning = said.append
+        for temperature in temperatures:
+            progress.print(f"{mode}, {rule}, temperature {temperature:g}")
+            sampling = SamplingParams(
+                temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
+            )
+            setting = {"mode": mode, "rule": rule, "temperature": temperature}
+            rows.append(setting | measure(llm, prompts, kinds, sampling))
     if said:
         progress.print(f"warning: {said[0]}")
     return {
@@ -122,6 +108,28 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         "dtype": resolve_dtype(args.dtype).name,
         "kv_dtype": args.kv_dtype,
         "results": rows,
+    }
+
+
+def settings(args: argparse.Namespace) -> Iterator[tuple[str, str, list[float]]]:
+    """Each mode and rule, and the temperatures to measure it at: all rules are the same at 0."""
+    for mode in args.modes.split(","):
+        for rule in args.rules:
+            first = rule == args.rules[0]
+            temperatures = [value for value in args.temperatures if value != 0 or first]
+            if temperatures:
+                yield mode, rule, temperatures
+
+
+def measure(
+    llm: LLM, prompts: list[list[int]], kinds: list[str], sampling: SamplingParams
+) -> dict[str, Any]:
+    """Acceptance over all prompts, and under ``by_kind`` over those of each kind."""
+    samplings = with_distinct_seeds(sampling, len(prompts))
+    completions = llm.generate(prompts, samplings, progress=True)
+    by_kind = summarize_kinds(completions, kinds)
+    return dataclasses.asdict(summarize(completions)) | {
+        "by_kind": {kind: dataclasses.asdict(found) for kind, found in by_kind.items()}
     }
 
 

@@ -50,6 +50,22 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
         self.add_asked(choice, completion)
         return choice
 
+    def kept(self, completion: Completion) -> Completion:
+        """Without the token that the engine wrote for a request of none."""
+        if self.request.max_tokens != 0 or completion.finish_reason not in ("stop", "length"):
+            return completion
+        logprobs = None if completion.logprobs is None else []
+        return dataclasses.replace(
+            completion, text="", token_ids=[], logprobs=logprobs, finish_reason="length"
+        )
+
+    def text_logprobs(
+        self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
+    ) -> Sequence[TokenLogprob]:
+        """A stop token's, too, as OpenAI and vLLM have it: programs that score texts cut off the
+        last entry, that of the token after the text."""
+        return entries
+
     def writer(self, index: int) -> "CompletionWriter":
         return CompletionWriter(self, index)
 
@@ -131,11 +147,12 @@ async def prepare(service: Service, request: CompletionRequest) -> PreparedCompl
         other["prompt_logprobs"] = request.logprobs
     if request.best_of is not None:
         other["best_of"] = request.best_of
+    wanted = 1 if request.max_tokens == 0 else request.max_tokens  # the engine writes one at least
     sampling = [
         sampling_params(
             request,
             service.sampling_defaults,
-            max_tokens=tokens_left(ids, request.max_tokens, service, DEFAULT_MAX_TOKENS),
+            max_tokens=tokens_left(ids, wanted, service, DEFAULT_MAX_TOKENS),
             logprobs=request.logprobs,
             structured=structured,
             model_stops=stops,
@@ -155,6 +172,8 @@ def _check_together(request: CompletionRequest) -> None:
         raise FieldError("echo", "echo with logprobs cannot be streamed")
     if request.stream and (request.best_of or 1) > (request.n or 1):
         raise FieldError("best_of", "best_of cannot be streamed: use n")
+    if request.max_tokens == 0 and (request.stream or not request.echo):
+        raise FieldError("max_tokens", "max_tokens 0 needs echo, and cannot be streamed")
 
 
 def _prompts(request: CompletionRequest, max_length: int) -> Sequence[str | list[int]]:

@@ -49,9 +49,13 @@ class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.AB
     def text_logprobs(
         self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
     ) -> Sequence[TokenLogprob]:
-        """The entries of the text: a stop token that ends it is no part of it."""
+        """The entries that are shown: a stop token that ends the text is no part of it."""
         stops = self.service.llm.llm.engine.stop_ids(self.sampling[0])
         return entries[:-1] if token_ids and token_ids[-1] in stops else entries
+
+    def kept(self, completion: Completion) -> Completion:
+        """What is answered of what the engine wrote."""
+        return completion
 
     def add_asked(self, choice: C, completion: Completion) -> None:
         """Add to a whole choice what the request asks for beside the text."""
@@ -130,13 +134,14 @@ async def answer[A: GeneratedResponse](prepare: Preparing[A], spend: Callable[[i
     prepared = await prepare()
     service = prepared.service
     spend(sum(map(len, prepared.prompts)))
-    completions = await service.llm.generate(
+    written = await service.llm.generate(
         prepared.prompts,
         prepared.sampling,
         timeout=service.request_timeout,
         options=prepared.options,
         on_tokens=spend,
     )
+    completions = [prepared.kept(completion) for completion in written]
     choices = [prepared.choice(index, found) for index, found in enumerate(completions)]
     response = prepared.response(choices)
     response.usage = results.usage(completions, prepared.samples)

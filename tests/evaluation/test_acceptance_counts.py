@@ -1,5 +1,6 @@
 """Acceptance as counted from completions, and the command line that measures it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 
 from jaxspec import BUILT_IN_HEAD, Completion
 from jaxspec.commands import eval_drafter
+from jaxspec.commands.shared.shell import show_results
 from jaxspec.engine.generation import Timings
-from jaxspec.evaluation.acceptance import summarize
+from jaxspec.evaluation.acceptance import summarize, summarize_kinds
 
 
 def completion(tokens: int, rounds: int, by_depth: list[float]) -> Completion:
@@ -56,6 +58,31 @@ def test_texts_without_a_round_count_for_nothing():
         summarize([completion(1, 0, [0.0])])
 
 
+def test_each_kind_is_summarized_alone():
+    """A kind of which nothing was drafted has no acceptance."""
+    rows = [completion(11, 10, [0.0]), completion(1, 0, [0.0]), completion(91, 30, [1.0])]
+    found = summarize_kinds([*rows, completion(21, 10, [0.5])], ["text", "none", "code", "text"])
+    assert list(found) == ["code", "text"]
+    assert found["code"] == summarize(rows[2:3])
+    assert (found["text"].prompts, found["text"].length) == (2, pytest.approx(30 / 20))
+
+
+def test_a_table_has_a_row_for_each_kind(capsys: pytest.CaptureFixture[str]):
+    all_rows = [completion(11, 10, [0.0, 0.0]), completion(31, 10, [1.0, 0.5])]
+    by_kind = summarize_kinds(all_rows, ["chat", "code"])
+    row = dataclasses.asdict(summarize(all_rows)) | {
+        "mode": "chain:2", "rule": "coupled", "temperature": 0.0,
+        "by_kind": {kind: dataclasses.asdict(found) for kind, found in by_kind.items()},
+    }  # fmt: skip
+    results = {"drafter": "head", "model": "tiny", "device": "cpu", "results": [row]}
+    show_results(results, eval_drafter.make_table(results), as_json=True)
+    printed = capsys.readouterr()
+    lines = [line.split() for line in printed.err.splitlines() if "%" in line][-3:]
+    assert [line[-3:-1] for line in lines] == [["50%", "25%"], ["0%", "0%"], ["100%", "50%"]]
+    assert [" ".join(line) for line in lines if "chat" in line]
+    assert json.loads(printed.out)["results"][0]["by_kind"]["code"]["length"] == 3.0
+
+
 @pytest.mark.slow
 def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixture[str]):
     code = eval_drafter.main(
@@ -75,4 +102,6 @@ def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixt
         low, high = row["length_interval"]
         assert 1 <= low <= row["length"] <= high <= 4
         assert len(row["by_depth"]) == len(row["by_depth_intervals"]) == 3
+        [(kind, alone)] = row["by_kind"].items()
+        assert kind == sources.name and alone["length"] == row["length"]
     assert "acceptance length" in printed.err

@@ -143,7 +143,7 @@ def test_a_chat_that_its_template_refuses_is_counted(tokenizer, tmp_path):
 
 def test_prompts_keep_to_their_limit(tokenizer, tmp_path):
     path = write_lines(tmp_path / "c.jsonl", *(chat("word " * n, "yes") for n in range(1, 60)))
-    prompts, report = held_out_prompts([path], tokenizer, 9, prompt_tokens=90, max_tokens=60)
+    prompts, *_ = held_out_prompts([path], tokenizer, 9, prompt_tokens=90, max_tokens=60)
     assert prompts and all(len(prompt) <= 90 for prompt in prompts)
     with pytest.raises(ValueError, match=r"at most 5 tokens \(--prompt-tokens\).* have \d+ to"):
         held_out_prompts([path], tokenizer, 9, prompt_tokens=5, max_tokens=145)
@@ -152,11 +152,39 @@ def test_prompts_keep_to_their_limit(tokenizer, tmp_path):
 def test_all_rows_are_prompts_where_no_training_has_seen_them(tokenizer, tmp_path):
     path = write_lines(tmp_path / "c.jsonl", *(chat(f"{n}?", "yes") for n in range(7)))
     sizes = {"prompt_tokens": 90, "max_tokens": 60, "all_rows": True}
-    prompts, report = held_out_prompts([path], tokenizer, 9, **sizes)
+    prompts, _, report = held_out_prompts([path], tokenizer, 9, **sizes)
     assert len(prompts) == report.held_out_rows == 7 and report.train_rows == 0
     path.write_text("{}\n")
     with pytest.raises(ValueError, match=r"no usable document \(1 without text or messages\)"):
         held_out_prompts([path], tokenizer, 9, **sizes)
+
+
+def test_prompts_have_the_kind_of_their_line_or_file(tokenizer, tmp_path):
+    """They stay together when long prompts are left out."""
+    lines = [chat("a?", "yes") | {"kind": "chat"}, chat("word " * 99, "no") | {"kind": "long"}]
+    lines = [*lines, chat("b?", "yes"), chat("c?", "yes") | {"kind": 3}]
+    path = write_lines(tmp_path / "named.jsonl", *lines)
+    sizes = {"prompt_tokens": 90, "max_tokens": 60, "all_rows": True}
+    prompts, kinds, _ = held_out_prompts([path], tokenizer, 9, **sizes)
+    assert kinds == ["chat", "named", "named"]
+    for prompt, question in zip(prompts, "abc", strict=True):
+        assert f"{question}?" in tokenizer.decode(prompt)
+    train, held_out, _ = read_examples([path], tokenizer, 400)
+    assert sorted([*train.kinds, *held_out.kinds]) == ["chat", "long", "named", "named"]
+    assert train.take(np.array([2, 0])).kinds == (train.kinds[2], train.kinds[0])
+
+
+def test_a_row_of_several_texts_has_the_kind_of_that_which_its_prompt_ends_in(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", {"text": "ab " * 40, "kind": "lines"})
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "page.txt").write_text("cd " * 400)
+    sizes = {"prompt_tokens": 8, "max_tokens": 24, "all_rows": True}
+    prompts, kinds, _ = held_out_prompts([folder, path], tokenizer, 999, **sizes)
+    texts = list(map(tokenizer.decode, prompts))
+    assert set(kinds) == {"lines", "pages"}
+    ends = ["lines" if set(text[-2:]) & set("ab") else "pages" for text in texts]
+    assert kinds == ends
 
 
 def test_unusable_lines_are_counted(tokenizer, tmp_path):

@@ -140,7 +140,7 @@ def read_examples(
     learned. Every row begins with the tokens that the tokenizer puts before a text (``<bos>``).
 
     The kind of a row is the ``kind`` of its JSONL line; without one, the name of the file or folder
-    among ``paths``. A row that holds several texts has that of the first.
+    among ``paths``. A row that holds several texts has that of the text in which its prompt ends.
 
     Raises ValueError if a path is missing, nothing usable is left for either part, or rows are too
     short for any text.
@@ -374,9 +374,10 @@ def _rows(
     for start in range(0, len(stream) - 1, text_tokens):
         ids = beginning + stream[start : start + text_tokens]
         marks = np.arange(len(ids)) >= len(beginning)
-        rows.append((min(prompt_tokens, len(ids)), ids, marks))
-        text = bisect.bisect_right(begins, start, key=lambda begin: begin[0]) - 1
-        kinds.append(begins[text][1])
+        prompt = min(prompt_tokens, len(ids))
+        rows.append((prompt, ids, marks))
+        end_of_prompt = start + max(0, prompt - len(beginning) - 1)
+        kinds.append(begins[bisect.bisect(begins, end_of_prompt, key=lambda b: b[0]) - 1][1])
     return dataclasses.replace(_padded(rows, length), kinds=tuple(kinds))
 
 
