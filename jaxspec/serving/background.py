@@ -72,7 +72,8 @@ def missing_programs(engine: Engine) -> list[Key]:
 
 def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
     """Programs of requests like this: in several sizes if they are the usual ones, else in the
-    largest, and the smallest number of rows. Prompts of the others are read one after the other."""
+    largest, and the smallest number of rows. Prompts of the others are read one after the other;
+    those that are scored are many and short, and have all widths."""
     most = engine.programs.sizes.num_rows // engine.programs.shards
     is_usual, longest = sampling == SAMPLED, engine.limits.max_length
     few = steps(1, most) if is_usual else [1]
@@ -81,9 +82,11 @@ def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
     rounds = [key for cover in covers for key in rounds_keys(engine.programs, cover)]
     reads = reading_keys(engine.programs, covers[0])
     if not is_usual:
+        least = min(key.rows for key in reads)
+        reads = [key for key in reads if key.rows == least]
+    if not is_usual and sampling != PROMPT:
         widths = [key.width for key in reads]
-        least = min(key.rows for key in reads), (min(widths), max(widths))
-        reads = [key for key in reads if key.rows == least[0] and key.width in least[1]]
+        reads = [key for key in reads if key.width in (min(widths), max(widths))]
     return [*rounds, *reads]
 
 
