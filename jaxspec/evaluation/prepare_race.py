@@ -1,59 +1,70 @@
 """Compiles what a race runs: the programs of all its batches, before anything is timed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
-from jaxspec.engine.programs.sizes import ReadKey, RoundsKey, choose_reading, choose_rounds
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.programs import Programs
+from jaxspec.engine.programs.sizes import ReadKey, RoundsKey
 from jaxspec.engine.warm_up.compile_all import Progress, batch_keys
 from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
 from jaxspec.llm.llm import LLM
 
 Batch = Sequence[Sequence[int]]
-Key = ReadKey | RoundsKey
 
 
 def prepare_race(
     engines: Sequence[LLM],
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
     sampling: SamplingParams,
     on_progress: Progress = lambda done, of: None,
 ) -> None:
-    """Compile what such batches run, and run those of them that need other programs.
+    """Compile what batches of one size run, side by side, and run the longest once.
 
-    Programs are compiled side by side. Nothing runs meanwhile: on a GPU, XLA times matrix products
-    while it compiles. Then batches run once, so that nothing is left to trace or to load.
+    As in a server that has warmed up, the programs are few, and the engines use them from now on
+    for all that fits: rounds have the page table of the longest request, and prompts are read one
+    by one.
+
+    Nothing runs while programs are compiled: on a GPU, XLA times matrix products meanwhile.
     """
-    jobs: list[tuple[LLM, Key]] = []
-    warm_ups: list[Batch] = []
-    kept: list[list[Key]] = [list(engine.engine.programs.ready) for engine in engines]
-    # The longest first: their programs read shorter prompts, too.
-    for batch in sorted(batches, key=lambda batch: max(map(len, batch)), reverse=True):
-        found = [
-            (engine, key)
-            for engine, keys in zip(engines, kept, strict=True)
-            for key in _added(engine, batch, sampling, keys)
-        ]
-        jobs += found
-        if found:
-            warm_ups.append(batch)
+    jobs = []
+    for engine in (llm.engine for llm in engines):
+        engine.programs.sealed = False  # else programs for larger batches would do
+        keys = (*_rounds(engine, batches, sampling), *_reads(engine.programs, batches, sampling))
+        jobs += [(engine.programs, key) for key in keys if key not in engine.programs.ready]
     with compiling_threads() as pool:
-        compiled = pool.map(lambda job: compile_program(job[0].engine.programs, job[1]), jobs)
+        compiled = pool.map(lambda job: compile_program(*job), jobs)
         for done, _ in enumerate(compiled, 1):
             on_progress(done, len(jobs))
-    for batch in warm_ups:
-        for engine in engines:
-            engine.generate(batch, with_distinct_seeds(sampling, len(batch)))
-
-
-def _added(llm: LLM, batch: Batch, sampling: SamplingParams, kept: list[Key]) -> list[Key]:
-    """Keys of programs that the batch needs besides those that are kept; they are kept from now."""
-    added: list[Key] = []
-    for key in batch_keys(llm.engine.programs, list(map(len, batch)), sampling):
+    for programs, key in jobs:
         if isinstance(key, ReadKey):
-            chosen: Key = choose_reading([*kept, *added], key, key, sealed=False)
+            programs.prepare_reading(key)
         else:
-            chosen = choose_rounds([*kept, *added], key, key, sealed=False)
-        if chosen not in kept and chosen not in added:
-            added.append(chosen)
-    kept += added
-    return added
+            programs.prepare_rounds(key)
+    longest = max(batches, key=lambda batch: max(map(len, batch)))
+    for engine in engines:
+        engine.engine.programs.sealed = True
+        engine.generate(longest, with_distinct_seeds(sampling, len(longest)))
+
+
+def _rounds(engine: Engine, batches: Sequence[Batch], sampling: SamplingParams) -> list[RoundsKey]:
+    """With the trees that warm-up compiles: of an engine that adapts, with none too."""
+    longest = max(len(prompt) for batch in batches for prompt in batch)
+    keys = batch_keys(engine.programs, [longest] * len(batches[0]), sampling)
+    return [
+        key._replace(shape=shape)
+        for key in keys
+        if isinstance(key, RoundsKey)
+        for shape in engine.shapes.compiled_ahead(None)
+    ]
+
+
+def _reads(programs: Programs, batches: Sequence[Batch], sampling: SamplingParams) -> list[ReadKey]:
+    """For prompts of all lengths: a program may be twice as wide as one of them needs."""
+    lengths = {len(prompt) for batch in batches for prompt in batch}
+    kept: list[ReadKey] = []
+    for length in sorted(lengths, reverse=True):
+        for key in batch_keys(programs, [length], sampling):
+            if isinstance(key, ReadKey) and all(each.width > 2 * key.width for each in kept):
+                kept.append(key._replace(columns=max(each.columns for each in (key, *kept))))
+    return kept
