@@ -111,7 +111,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     }
 
 
-def settings(args: argparse.Namespace) -> Iterator[tuple[str, str, list[float]]]:
+def settings(args: argparse.Namespace) -> Iterator[tuple[str, str, Sequence[float]]]:
     """Each mode and rule, and the temperatures to measure it at: all rules are the same at 0."""
     for mode in args.modes.split(","):
         for rule in args.rules:

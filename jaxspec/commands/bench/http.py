@@ -32,6 +32,7 @@ from jaxspec.commands.shared.shell import (
 )
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.app import make_app
+from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
@@ -133,8 +134,7 @@ async def serving(llm: AsyncLLM, metrics: Metrics) -> AsyncIterator[str]:
             make_app(service, metrics),
             service,
             lambda: llm,
-            host="127.0.0.1",
-            port=0,
+            endpoint=Endpoint(),
             drain_seconds=10,
             on_ready=ready.set_result,
         )
