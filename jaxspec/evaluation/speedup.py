@@ -11,7 +11,7 @@ from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
 from jaxspec.evaluation import bootstrap
 from jaxspec.evaluation.acceptance import Acceptance, summarize
 from jaxspec.evaluation.bootstrap import Interval
-from jaxspec.llm.completion import Completion, decode_rate, decode_seconds
+from jaxspec.llm.completion import Completion, decode_seconds, steady_rate
 from jaxspec.llm.llm import LLM, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -23,7 +23,8 @@ class RaceResult:
     """The speed of one LLM compared with the first one, the baseline.
 
     Attributes:
-      tokens_per_second: decoding speed, all sequences of a batch together; the median.
+      tokens_per_second: decoding speed, all sequences of a batch together, each while it runs (see
+        steady_rate); the median.
       round_ms: time of a round: that of a batch over the rounds of its text that took most; the
         median.
       speedups: speed-up over the baseline for each batch, the median of its turns; ``speedup`` is
@@ -68,8 +69,7 @@ def race(
 ) -> list[RaceResult]:
     """Run every batch on every LLM, in so many turns; the first LLM is the baseline.
 
-    Request ``i`` of a batch has seed ``sampling.seed + i``. The time of a batch is that of its
-    slowest request. What runs for the first time is compiled meanwhile: see prepare_race.
+    Request ``i`` of a batch has seed ``sampling.seed + i``. What runs for the first time is compiled meanwhile: see prepare_race.
 
     Raises ValueError for texts that end with their first token, as no round is timed then.
     """
@@ -123,7 +123,7 @@ def _run(
 
 def _result(base: list[Turns], laps: list[Turns]) -> RaceResult:
     rates, base_rates = (
-        np.array([list(map(decode_rate, turns)) for turns in each]) for each in (laps, base)
+        np.array([list(map(steady_rate, turns)) for turns in each]) for each in (laps, base)
     )  # [N, turns]
     if not (rates.all() and base_rates.all()):
         raise ValueError("a text ended with its first token: there is no decoding to compare")

@@ -205,6 +205,18 @@ def decode_rate(completions: Sequence[Completion]) -> float:
     return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
 
 
+def steady_rate(completions: Sequence[Completion]) -> float:
+    """Tokens a second of requests that were generated together, each while it ran: what they give
+    together if another takes the place of each that ends. Where texts differ in what they accept,
+    ``decode_rate`` is that of the slowest. 0 if one has its first token only."""
+    first = min(completion.timings.first_token for completion in completions)
+    seconds = [completion.timings.finished - first for completion in completions]
+    tokens = [len(completion.token_ids) - 1 for completion in completions]
+    if not all(tokens) or not all(seconds):
+        return 0.0
+    return sum(count / time for count, time in zip(tokens, seconds, strict=True))
+
+
 def decode_seconds(completions: Sequence[Completion]) -> float:
     """Seconds from the earliest first token to the last token, of requests generated together."""
     times = [completion.timings for completion in completions]

@@ -1,12 +1,13 @@
 """Compare drafters over one target, with real text: speed, acceptance and memory.
 
 Every batch of held-out prompts is decoded plainly and with each --run, for each temperature and
-batch size; speeds are medians over the batches. A run is a drafter (as in generate) and one mode or
-several: `chain:K`, `NODES:DEPTH:TOPK`, or `default`, what an engine does to which no tree is given
-(it adapts: docs/serving.md). All texts have --max-tokens tokens: stop tokens do not end
-them. Acceptance is counted in the same texts, with 95 % bootstrap intervals over prompts. All runs
-share the target's weights, and programs are compiled side by side. --by-file keeps kinds of prompts
-separate. --from shows what other runs measured, on any machine.
+batch size. A batch's speed is the sum of its texts', each until it ends: what a server reaches
+whose rows are always taken. Speeds are medians over the batches. A run is a drafter (as in
+generate) and one mode or several: `chain:K`, `NODES:DEPTH:TOPK`, or `default`, what an engine does
+to which no tree is given (it adapts: docs/serving.md). All texts have --max-tokens tokens: stop
+tokens do not end them. Acceptance is counted in the same texts, with 95 % bootstrap intervals over
+prompts. All runs share the target's weights, and programs are compiled side by side. --by-file
+keeps kinds of prompts separate. --from shows what other runs measured, on any machine.
 """
 
 import argparse

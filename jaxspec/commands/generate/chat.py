@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
-from jaxspec.evaluation.speedup import decode_rate
+from jaxspec.llm.completion import decode_rate
 from jaxspec.llm.llm import Prompt
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from jaxspec.commands.shared.program_cache import keep_compiled_programs, progra
 from jaxspec.commands.shared.several_processes import processes_of
 from jaxspec.commands.shared.shell import progress_console
 from jaxspec.evaluation.number_format import with_interval
-from jaxspec.evaluation.speedup import compare, decode_rate
+from jaxspec.evaluation.speedup import compare
+from jaxspec.llm.completion import decode_rate
 from jaxspec.llm.tokenizer import TextTokenizer
 from jaxspec.parallel.processes import Processes
 
