@@ -69,8 +69,8 @@ def race(
 ) -> list[RaceResult]:
     """Run every batch on every LLM, in so many turns; the first LLM is the baseline.
 
-    Request ``i`` of a batch has seed ``sampling.seed + i``. What runs for the first time is compiled
-    meanwhile: see prepare_race.
+    Request ``i`` of a batch has seed ``sampling.seed + i``. What runs for the first time is
+    compiled meanwhile: see prepare_race.
 
     Raises ValueError for texts that end with their first token, as no round is timed then.
     """
