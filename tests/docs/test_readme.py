@@ -40,6 +40,7 @@ PAGES = [
     *(path.name for path in ROOT.glob("*.md")),
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
     "examples/README.md",
+    "examples/lm_eval/README.md",
 ]
 WITH_EXAMPLES = {
     "README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md"

@@ -37,7 +37,10 @@ def test_the_likeliest_programs_come_first_and_no_more_than_may_be_kept(llm: LLM
     assert not set(keys) & llm.engine.programs.ready
     plain = [key.shape.is_plain for key in rounds]
     assert plain == sorted(plain), "plain decoding comes last"
-    assert {key.kind for key in keys if isinstance(key, ReadKey)} <= set(Kind)
+    reads = [key for key in keys if isinstance(key, ReadKey)]
+    assert {key.kind for key in reads} <= set(Kind)
+    scored = {key.width for key in reads if key.kind == Kind.PROMPT}
+    assert scored == {key.width for key in reads if key.kind == Kind.SAMPLED} and len(scored) > 2
 
 
 @pytest.mark.slow
