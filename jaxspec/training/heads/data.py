@@ -189,11 +189,7 @@ def _read_documents(
         skipped.update(reasons)
         for batch in itertools.batched(texts, TEXTS_A_CALL):
             ids = _encode(tokenizer, [text.text for text in batch])
-            documents += [
-                # A name begins with that of its file or folder among the paths.
-                dataclasses.replace(_text_document(text.name, tokens), kind=text.name.split("/")[0])
-                for text, tokens in zip(batch, ids, strict=True)
-            ]
+            documents += map(_text_document, (text.name for text in batch), ids)
     for path in lines:
         documents += _read_lines(path, tokenizer, length, skipped)
     return documents, skipped
@@ -254,7 +250,8 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def _text_document(name: str, ids: list[int]) -> _Document:
-    return _Document(name, ids, [(0, len(ids))], is_chat=False)
+    kind = name.split("/")[0]  # a file's name begins with that of its folder among the paths
+    return _Document(name, ids, [(0, len(ids))], is_chat=False, kind=kind)
 
 
 def _read_lines(
