@@ -16,6 +16,7 @@ import pytest
 from jaxspec import LLM
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import warm_in_background
+from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.lifecycle import serve
 from tests.helpers.served import HEAD, MODEL, Served, idle_pages, run
 
@@ -34,8 +35,7 @@ async def serving(llm: LLM, drain_seconds: int) -> AsyncIterator[tuple[asyncio.T
             own.app,
             own.service,
             lambda: AsyncLLM(llm, on_chunk=own.metrics.observe),
-            host="127.0.0.1",
-            port=0,
+            endpoint=Endpoint(),
             drain_seconds=drain_seconds,
             on_ready=ready.set_result,
         )
