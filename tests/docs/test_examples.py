@@ -66,5 +66,9 @@ def test_chat_prompts_are_made_of_code_and_of_texts(tmp_path: Path):
 
 def test_no_example_is_left_out():
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "chat_prompts"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *SCRIPTS,
+        "chat_prompts",
+        "compare_with_transformers",
+    }
     assert all(f"({path.name})" in page for path in EXAMPLES.glob("*.[pi]*"))
