@@ -8,7 +8,7 @@ import pytest
 
 from tests.real.published import model_file
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.slow  # minutes: transformers reads the text anew in every round
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compare_with_transformers.py"
 PROMPTS = ["List three uses of copper.", "Repeat three times: the river was high, and it rained."]
