@@ -36,8 +36,8 @@ def shapes_to_choose(
 ) -> tuple[TreeShape, ...]:
     """The trees of an adaptive engine, plain decoding first.
 
-    Of one whose costs never ``learns`` its costs it is the largest tree alone: an estimate
-    tells it from plain decoding, but hardly from other trees.
+    One that never ``learns`` its costs has the largest tree alone beside it: an estimate tells
+    these two from each other, but hardly a tree from another.
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """

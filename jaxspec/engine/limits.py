@@ -31,7 +31,9 @@ MOST_STOPS = 16
 # Prompt tokens of a row in a call, for each device that shares them. On GPUs a long prompt is read
 # faster in larger parts, above all where devices sum their products.
 LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
-HOST_CALL, HOST_ROW = 2e-3, 80e-6  # seconds of the host for a call, and for each of its rows
+# Seconds of the host for a call of an accelerator, and for each of its rows. A CPU's programs are
+# called in no time, and their rounds take the cores that plans would.
+HOST_CALL, HOST_ROW = 2e-3, 80e-6
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -98,7 +100,8 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
 def read_call(params: EngineParams) -> int:
     """Sizes.read_call, as estimated."""
     costs = PriorCosts(params.target, params.drafter)
-    seconds = HOST_CALL + costs.target_bytes / costs.speed.bandwidth
+    launch = 0.0 if _platform(params) == "cpu" else HOST_CALL
+    seconds = launch + costs.target_bytes / costs.speed.bandwidth
     return round(seconds * costs.speed.operations / costs.target_work)
 
 
@@ -170,10 +173,13 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
 
 
 def crowded_rows(params: EngineParams) -> int | None:
-    """Rows for which the host needs as long as the device for a round; None: never by 2**12 rows.
+    """Rows for which the host needs as long as the device for a round; None: never by 2**12 rows,
+    and on a CPU, which is the host.
 
     An estimate, so that the plans for the same requests are the same on every day.
     """
+    if _platform(params) == "cpu":
+        return None
     costs = PriorCosts(params.target, params.drafter)
     for rows in (2**power for power in range(13)):
         if HOST_CALL + rows * HOST_ROW >= costs.seconds(-(-rows // params.data_parallel), PLAIN):

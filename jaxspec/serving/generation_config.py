@@ -23,6 +23,8 @@ def sampling_defaults(model: Path) -> Mapping[str, Any]:
         return {}
     content = read_json(path)
     found = {name: content[name] for name in NAMES if content.get(name) is not None}
+    if found.get("top_k") == -1:  # vLLM's for all tokens
+        found["top_k"] = 0
     try:
         SamplingParams(**found)
     except (ValueError, TypeError) as error:

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+import urllib.parse
 import uuid
 
 from starlette.datastructures import Headers
@@ -47,5 +48,6 @@ class RequestIds:
         finally:
             if self._log:
                 seconds = time.perf_counter() - started
-                who, what = client_of(scope) or "-", f"{scope['method']} {scope['path']}"
+                path = urllib.parse.quote(scope["path"])  # decoded, it may hold an end of line
+                who, what = client_of(scope) or "-", f"{scope['method']} {path}"
                 logger.info("%s %s %d %.3f s %s", who, what, status, seconds, request_id)

@@ -11,7 +11,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.limits import adapts, learns_costs
+from jaxspec.engine.limits import adapts, crowded_rows, learns_costs
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
 from jaxspec.functional import EngineParams
 from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts
@@ -53,6 +53,11 @@ def test_engines_adapt_where_nobody_asked_for_a_tree():
     assert not adapts(default_params(acceptance="rejection"), own)
     assert not adapts(default_params(), EngineConfig(adaptive=False))
     assert adapts(default_params().replace(default_tree=False), EngineConfig(adaptive=True))
+
+
+def test_a_cpu_is_never_crowded_as_it_is_the_host():
+    """Its calls stay short while others wait, however small the model is."""
+    assert crowded_rows(default_params()) is None
 
 
 def test_costs_are_estimates_where_trees_change_texts_by_rounding():

@@ -100,7 +100,7 @@ def test_answers_and_the_log_have_the_id_of_their_request(llm: LLM, caplog):
         return [
             await http.head("/health"),
             await http.get("/version", headers={"X-Request-Id": "mine-1"}),
-            await http.get("/v1/none", headers={"X-Request-Id": "two words"}),
+            await http.get("/v1/none%0Aforged", headers={"X-Request-Id": "two words"}),
             await http.post("/v1/completions", json=prompt, headers={"X-Request-Id": "mine-2"}),
         ]
 
@@ -110,4 +110,4 @@ def test_answers_and_the_log_have_the_id_of_their_request(llm: LLM, caplog):
     assert ids[1] == "mine-1" and ids[3] == "mine-2" and len({len(ids[0]), len(ids[2]), 32}) == 1
     lines = [record.getMessage() for record in caplog.records if record.name == "jaxspec.access"]
     assert [line.split()[-1] for line in lines] == ids
-    assert "HEAD /health 200 " in lines[0] and "GET /v1/none 404 " in lines[2]
+    assert "HEAD /health 200 " in lines[0] and "GET /v1/none%0Aforged 404 " in lines[2]

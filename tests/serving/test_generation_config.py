@@ -31,6 +31,7 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "max_length": 
         (QWEN3, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
         (LLAMA, {"temperature": 0.6, "top_p": 0.9}),
         (GREEDY, {}),
+        ({"top_k": -1}, {"top_k": 0}),
         (None, {}),
     ],
 )
