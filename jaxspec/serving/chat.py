@@ -10,8 +10,10 @@ from jaxspec.config.structured_output import JSON_KINDS, StructuredOutput
 from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.serving import results
+from jaxspec.serving.answer_parser import AnswerParser
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.messages import template_messages, template_variables
+from jaxspec.serving.parts import Part
 from jaxspec.serving.prepared import ChoiceWriter, PreparedRequest
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import (
@@ -37,7 +39,7 @@ from jaxspec.serving.sampling import (
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
 from jaxspec.serving.tool_grammar import is_free, known_tool_grammar, tool_grammar
-from jaxspec.serving.tools import Part, ToolFormat, ToolParser, offered_tools, tool_format
+from jaxspec.serving.tools import ToolFormat, offered_tools, tool_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +67,7 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
     def choice(self, index: int, completion: Completion) -> ChatChoice:
         texts = self.service.texts
         reason = results.finish_reason(completion)
-        text = completion.text.lstrip("\n") if self.trims else completion.text
-        message = ChatMessage(content=text)
-        if self.form is not None:
-            parser = ToolParser(self.form)
-            message = _message(parser.push(text, last=True))
+        message = _message(self.parser().push(completion.text, last=True))
         if message.tool_calls and reason == "stop":
             reason = "tool_calls"
         choice = ChatChoice(index=index, message=message, finish_reason=reason)
@@ -78,6 +76,10 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
             choice.logprobs = chat_logprobs(texts, entries)
         self.add_asked(choice, completion)
         return choice
+
+    def parser(self) -> AnswerParser:
+        """A parser for the text of one choice."""
+        return AnswerParser(self.form, self.trims)
 
     def writer(self, index: int) -> "ChatWriter":
         return ChatWriter(self, index)
@@ -89,11 +91,10 @@ class ChatWriter(ChoiceWriter[ChatChoice]):
     def __init__(self, prepared: PreparedChat, index: int):
         super().__init__(prepared, index)
         self._begun = False
-        self._trims = prepared.trims  # until there is more than line breaks
-        self._parser = None if prepared.form is None else ToolParser(prepared.form)
+        self._parser = prepared.parser()
 
     def chunks(self, event: TextChunk) -> list[ChatChoice]:
-        deltas = self._deltas(event)
+        deltas = [_delta(part) for part in self._parser.push(event.text, last=event.done)]
         if not self._begun:
             self._begun = True
             beginning = deltas[0] if deltas and deltas[0].tool_calls is None else ChatDelta()
@@ -107,15 +108,8 @@ class ChatWriter(ChoiceWriter[ChatChoice]):
             self.add_tokens(choices[0], event)
         return choices
 
-    def _deltas(self, event: TextChunk) -> list[ChatDelta]:
-        text = event.text.lstrip("\n") if self._trims else event.text
-        self._trims = self._trims and not text
-        if self._parser is None:
-            return [ChatDelta(content=text)] if text else []
-        return [_delta(part) for part in self._parser.push(text, last=event.done)]
-
     def ending(self, reason: str) -> ChatChoice:
-        if self._parser is not None and self._parser.calls and reason == "stop":
+        if self._parser.calls and reason == "stop":
             reason = "tool_calls"
         return ChatChoice(index=self.index, delta=ChatDelta(), finish_reason=reason)
 

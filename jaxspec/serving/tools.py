@@ -8,6 +8,7 @@ import json
 from types import MappingProxyType
 
 from jaxspec.llm.tokenizer.detokenizer import overlap
+from jaxspec.serving.parts import Part
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, NamedTool, Tool
 
@@ -69,15 +70,6 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
         if not tools:
             raise FieldError("tool_choice", f"there is no tool {choice.function.name!r}")
     return tools
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A piece of an answer: text, or of the call ``call`` its name or more of its arguments."""
-
-    text: str = ""
-    call: int | None = None
-    name: str | None = None
 
 
 class ToolParser:
