@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxspec.config.speculation import FIRST_ACCEPTANCE, TREE_POWER, TreeShape
 
-FIRST_WEIGHT = 4.0  # in rounds
+FIRST_WEIGHT = 2.0  # in rounds
 ROW_WEIGHT = 8.0  # of what other rows tell about one, in rounds
 OFFSET_LIMIT = 4.0
 PLAIN_MEMORY = 16  # plain rounds after which what a row has shown has faded: its text went on

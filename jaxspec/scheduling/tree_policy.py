@@ -58,7 +58,7 @@ class TreePolicy:
         shapes: Sequence[TreeShape],
         *,
         hysteresis: float = 0.01,
-        exploration: float = 0.01,
+        exploration: float = 0.005,
         short_call: int = SHORT_CALL,
     ):
         self.shapes = tuple(shapes)
@@ -66,7 +66,7 @@ class TreePolicy:
         self.hysteresis, self.exploration = hysteresis, exploration
         self.short_call = short_call
         self.shape: TreeShape | None = None  # of the last call that did not explore
-        self.most_rounds: int | None = None
+        self.most_rounds: int | None = short_call
         """Most rounds of the next call: it may explore, or too little is known. None: any."""
         drafting = [shape for shape in self.shapes if not shape.is_plain]
         self._credit = {family_of(shape): 0.0 for shape in drafting}  # seconds

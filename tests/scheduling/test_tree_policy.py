@@ -15,6 +15,7 @@ from tests.scheduling.adaptive_simulation import (
     SHAPES,
     TREE,
     Phase,
+    cut,
     draw_accepted,
     h100_costs,
     overall,
@@ -181,6 +182,30 @@ def test_what_may_be_the_best_is_tried_at_once():
         accepted = draw_accepted(random, np.array([0.85]), shapes[-1], 4)
         policy.estimate.observe(["a"], shapes[-1], accepted, accepted + 1)
     assert shapes[6:] == [TREE] * 6
+
+
+def test_a_new_policy_loses_little_on_short_texts_where_drafting_does_not_pay():
+    """Costs are those of a small model on a CPU; the chain of 7 is tried first."""
+    seconds = dict(zip(SHAPES, (0.0235, 0.0315, 0.0415, 0.049, 0.056, 0.2), strict=True))
+    costs = RoundCosts({(1, shape): each for shape, each in seconds.items()})
+    tokens = spent = 0.0
+    for seed in range(8):
+        policy, random = TreePolicy((PLAIN, *CHAINS), hysteresis=0.03), np.random.default_rng(seed)
+        for text in range(6):
+            room, late = 48, None
+            while room > 0:
+                rounds = min(8, policy.most_rounds or 8)
+                shape = policy.choose([text], costs, rounds=rounds)
+                accepted = draw_accepted(random, np.array([0.1]), shape, rounds)
+                committed = cut(accepted, np.array([room]))
+                room -= int(committed.sum())
+                tokens += committed.sum()
+                spent += np.count_nonzero(committed) * costs.seconds(1, shape)
+                if late is not None:
+                    policy.estimate.observe(*late)
+                late = [text], shape, accepted, committed
+            policy.estimate.forget(text)
+    assert tokens / spent > 0.93 / costs.seconds(1, PLAIN)
 
 
 def test_calls_that_try_are_as_short_as_the_engine_says():
