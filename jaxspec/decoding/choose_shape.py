@@ -2,7 +2,7 @@
 
 from jaxspec.config.speculation import FIRST_ACCEPTANCE, PLAIN, TREE_POWER, TreeShape
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.decoding.prior_costs import PriorCosts
+from jaxspec.decoding.prior_costs import prior_costs
 
 CHAINS = (1, 3)  # tokens of the chains that are choices besides plain decoding and the largest
 
@@ -26,7 +26,7 @@ def choose_shape(
         raise ValueError(f"num_rows must be an integer, at least 1, got {num_rows!r}")
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance must be a chance from 0 to 1, got {acceptance!r}")
-    costs = PriorCosts(params.target, params.drafter)
+    costs = prior_costs(params.target, params.drafter)
     rows = -(-num_rows // params.data_parallel)
 
     def rate(shape: TreeShape) -> float:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
 from jaxspec.parallel.bytes import local_bytes
+
+LOGIT_BYTES = 4  # float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Speed:
       several: how much longer reading the weights takes for several tokens than for one.
       overlap: 1 where reading and computing take their sum; the larger, the nearer to the longer of
         the two.
+      full_width: hidden size from which products reach ``operations``; narrower models reach the
+        square root of their share.
+      logit_passes: how often the logits of a token are read or written.
     """
 
     bandwidth: float
@@ -38,13 +43,47 @@ class Speed:
     draft_step: float
     several: float = 1.0
     overlap: float = 1.0
+    full_width: int = 1
+    logit_passes: int = 0
 
 
 # The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md); XLA
-# copies weights to tiles. The others': an H100, from rounds of the 8B shape (README.md): what
-# chains of 3 and 5 cost more than plain decoding is right within a tenth up to 32 rows.
+# copies weights to tiles. The others': an H100, from rounds of the 8B shape (README.md), and an
+# H200, from those of SmolLM2-135M (docs/results/real_models.md). What chains cost more than plain
+# decoding is right within an eighth for both up to 32 rows.
 CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6, draft_step=30e-6, several=1.6)
-ACCELERATOR = Speed(3e12, 585e12, layer=20e-6, draft_step=60e-6, overlap=2.0)
+ACCELERATOR = Speed(
+    bandwidth=3.2e12,
+    operations=585e12,
+    layer=30e-6,
+    draft_step=45e-6,
+    overlap=2.0,
+    full_width=4096,
+    logit_passes=4,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundWork:
+    """What the rounds of a model and its drafter read and compute, on each device.
+
+    Attributes:
+      weights: bytes of the target that a pass reads.
+      operations: additions and multiplications of the target for a token.
+      layers: of the target.
+      width: its hidden size.
+      vocab: its logits of a token.
+      element: bytes of one of its numbers.
+      draft_bytes: bytes that so many draft steps read.
+    """
+
+    weights: int
+    operations: int
+    layers: int
+    width: int
+    vocab: int
+    element: int
+    draft_bytes: Callable[[int], int]
 
 
 class PriorCosts:
@@ -56,38 +95,60 @@ class PriorCosts:
 
     call = 0.0
 
-    def __init__(self, target: Decoder, drafter: Drafter):
-        platform = next(iter(target.embed.devices())).platform
-        self.speed = CPU if platform == "cpu" else ACCELERATOR
-        lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
-        shapes = jax.tree.map(_shape, drafter)  # weights that are replaced must not stay in memory
-        self.draft_bytes = functools.cache(
-            lambda depth: draft_weight_bytes(shapes, depth, lm_head)
-        )  # as every call of an engine asks for its costs
-        table = 0 if target.lm_head is None else local_bytes(target.embed)
-        self.layers = len(target.layers)
-        self.target_bytes = local_bytes(target) - table
-        self.target_work = 2 * (_elements(target) - _idle_elements(target.layers))
-        if target.lm_head is not None:
-            self.target_work -= 2 * _elements(target.embed)
-        self.element = jnp.dtype(target.dtype).itemsize
+    def __init__(self, work: RoundWork, speed: Speed):
+        self.work, self.speed = work, speed
+        share = min(1.0, work.width / speed.full_width)
+        self._operations = speed.operations * math.sqrt(share)  # that the model reaches a second
 
     def seconds(self, rows: int, shape: TreeShape) -> float:
         """Seconds of a round of so many rows on each device."""
-        verify = self._pass(self.target_bytes, self.target_work, rows * shape.num_nodes)
-        verify += self.layers * self.speed.layer
+        work, speed, tokens = self.work, self.speed, rows * shape.num_nodes
+        verify = self._pass(work.weights, work.operations, tokens) + work.layers * speed.layer
+        verify += tokens * work.vocab * LOGIT_BYTES * speed.logit_passes / speed.bandwidth
         if shape.is_plain:
             return verify
-        read = self.draft_bytes(shape.max_depth)
-        work = 2 * read / self.element  # each step computes with what it reads
-        steps = shape.max_depth * self.speed.draft_step
-        return verify + self._pass(read, work, rows * shape.top_k) + steps
+        read = work.draft_bytes(shape.max_depth)
+        computed = 2 * read / work.element  # each step computes with what it reads
+        steps = shape.max_depth * speed.draft_step
+        return verify + self._pass(read, computed, rows * shape.top_k) + steps
 
-    def _pass(self, read: float, work: float, tokens: int) -> float:
+    def tokens_as_long_as(self, seconds: float) -> int:
+        """Tokens for which the target computes as long as it reads its weights, and ``seconds``
+        more."""
+        reading = self.work.weights / self.speed.bandwidth
+        return round((seconds + reading) * self._operations / self.work.operations)
+
+    def _pass(self, read: float, operations: float, tokens: int) -> float:
         speed = self.speed
         slower = speed.several if tokens > 1 else 1.0
-        times = slower * read / speed.bandwidth, work * tokens / speed.operations
+        times = slower * read / speed.bandwidth, operations * tokens / self._operations
         return sum(time**speed.overlap for time in times) ** (1 / speed.overlap)
+
+
+def prior_costs(target: Decoder, drafter: Drafter) -> PriorCosts:
+    """The costs of these two on the kind of device that they lie on."""
+    platform = next(iter(target.embed.devices())).platform
+    return PriorCosts(round_work(target, drafter), CPU if platform == "cpu" else ACCELERATOR)
+
+
+def round_work(target: Decoder, drafter: Drafter) -> RoundWork:
+    """What their weights say."""
+    lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
+    shapes = jax.tree.map(_shape, drafter)  # weights that are replaced must not stay in memory
+    table = 0 if target.lm_head is None else local_bytes(target.embed)
+    operations = 2 * (_elements(target) - _idle_elements(target.layers))
+    if target.lm_head is not None:
+        operations -= 2 * _elements(target.embed)
+    return RoundWork(
+        weights=local_bytes(target) - table,
+        operations=operations,
+        layers=len(target.layers),
+        width=target.config.hidden_size,
+        vocab=target.embed.sharding.shard_shape(target.embed.shape)[0],
+        element=jnp.dtype(target.dtype).itemsize,
+        # Every call of an engine asks for its costs.
+        draft_bytes=functools.cache(lambda depth: draft_weight_bytes(shapes, depth, lm_head)),
+    )
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.choose_shape import choices
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.decoding.prior_costs import PriorCosts
+from jaxspec.decoding.prior_costs import prior_costs
 from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.limits import adapts, learns_costs
 from jaxspec.engine.plans.runner import Launched
@@ -78,7 +78,7 @@ class AdaptiveTrees:
         self.choices = (
             shapes_to_choose(params, config, self.learns) if adapts(params, config) else None
         )
-        self.costs = LearntCosts(PriorCosts(params.target, params.drafter))
+        self.costs = LearntCosts(prior_costs(params.target, params.drafter))
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
         self.policy: TreePolicy | None = None
         self._measures = bool(config.adaptive)

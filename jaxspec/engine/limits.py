@@ -21,7 +21,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, default_verify_width
 from jaxspec.decoding.drafters.checks import check_drafter
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.decoding.prior_costs import PriorCosts
+from jaxspec.decoding.prior_costs import prior_costs
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
 from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Sizes
@@ -99,10 +99,9 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
 
 def read_call(params: EngineParams) -> int:
     """Sizes.read_call, as estimated."""
-    costs = PriorCosts(params.target, params.drafter)
+    costs = prior_costs(params.target, params.drafter)
     launch = 0.0 if _platform(params) == "cpu" else HOST_CALL
-    seconds = launch + costs.target_bytes / costs.speed.bandwidth
-    return round(seconds * costs.speed.operations / costs.target_work)
+    return costs.tokens_as_long_as(launch)
 
 
 def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
@@ -180,7 +179,7 @@ def crowded_rows(params: EngineParams) -> int | None:
     """
     if _platform(params) == "cpu":
         return None
-    costs = PriorCosts(params.target, params.drafter)
+    costs = prior_costs(params.target, params.drafter)
     for rows in (2**power for power in range(13)):
         if HOST_CALL + rows * HOST_ROW >= costs.seconds(-(-rows // params.data_parallel), PLAIN):
             return rows

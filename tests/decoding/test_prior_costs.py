@@ -1,0 +1,42 @@
+"""What rounds are expected to cost, against rounds that were measured on GPUs."""
+
+import pytest
+
+from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.decoding.prior_costs import ACCELERATOR, PriorCosts, RoundWork
+
+# Llama-3.1-8B with an EAGLE-3 head of 32,000 draft tokens, and SmolLM2-135M with that of 8,192 that
+# comes with jaxspec, in bfloat16 (the head of the second in 8 bits).
+LLAMA = RoundWork(
+    weights=15_010_000_000,
+    operations=15_010_000_000,
+    layers=32,
+    width=4096,
+    vocab=128_256,
+    element=2,
+    draft_bytes=lambda steps: 2 * (50_300_000 + steps * 374_000_000),
+)
+SMOLLM2 = RoundWork(
+    weights=269_000_000,
+    operations=269_000_000,
+    layers=30,
+    width=576,
+    vocab=49_152,
+    element=2,
+    draft_bytes=lambda steps: 1_000_000 + steps * 9_000_000,
+)
+
+
+@pytest.mark.parametrize(
+    ("work", "chain", "measured"),
+    [  # milliseconds of plain rounds and of the chain's, by rows (README.md, real_models.md)
+        (LLAMA, 5, {1: (5.60, 7.14), 8: (5.86, 7.85), 32: (6.80, 9.95)}),
+        (SMOLLM2, 7, {1: (1.02, 1.28), 8: (0.97, 1.39), 32: (1.02, 1.72)}),
+    ],
+)
+def test_what_chains_cost_is_that_of_the_table(work: RoundWork, chain: int, measured: dict):
+    costs = PriorCosts(work, ACCELERATOR)
+    for rows, (plain, chained) in measured.items():
+        expected = costs.seconds(rows, TreeShape(chain + 1, chain, 1)) / costs.seconds(rows, PLAIN)
+        assert expected == pytest.approx(chained / plain, rel=0.125)
+        assert 1e3 * costs.seconds(rows, PLAIN) == pytest.approx(plain, rel=0.2)
