@@ -110,8 +110,10 @@ class AcceptanceEstimate:
         """
         if shape.is_plain:
             known = [(self._slots[row], at) for at, row in enumerate(rows) if row in self._slots]
-            for slot, at in known:
-                self._counts[slot] *= (1 - 1 / PLAIN_MEMORY) ** np.count_nonzero(committed[:, at])
+            if known:
+                slots, columns = map(list, zip(*known, strict=True))
+                ran = np.count_nonzero(np.asarray(committed)[:, columns], axis=0)
+                self._counts[slots] *= (1 - 1 / PLAIN_MEMORY) ** ran[:, None, None, None]
             return
         family, depth = self.families.index(family_of(shape)), shape.max_depth
         new = count_rounds(accepted, committed, depth, self._forget)

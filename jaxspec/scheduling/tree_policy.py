@@ -98,7 +98,7 @@ class TreePolicy:
         if not any(self.estimate.rounds_seen(shape) for shape in self.shapes if shape.max_depth):
             outlook.best = outlook.deepest_no_slower_than_plain()
         self.best, self.wanted = outlook.best, None
-        if ready is not None:
+        if ready is not None and ready != sizes:
             of_all, outlook = outlook, _Outlook(tuple(ready), hazards, self.estimate, costs, ready)
             self.wanted = self._wanted(of_all, outlook, sizes)
         self.shape = best = outlook.pick(self.shape, self.hysteresis)
