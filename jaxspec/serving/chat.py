@@ -10,7 +10,8 @@ from jaxspec.config.structured_output import JSON_KINDS, StructuredOutput
 from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.serving import results
-from jaxspec.serving.answer_parser import AnswerParser
+from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
+from jaxspec.serving.chat_reasoning import ChatReasoning, chat_reasoning, reasoning_tokens
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.messages import template_messages, template_variables
 from jaxspec.serving.parts import Part
@@ -29,6 +30,8 @@ from jaxspec.serving.protocol.chat import (
     ToolCall,
     TopLogprob,
 )
+from jaxspec.serving.protocol.sampling import CompletionTokensDetails, Usage
+from jaxspec.serving.reasoning import reasoning_format
 from jaxspec.serving.sampling import (
     MOST_CHARACTERS,
     check_stream,
@@ -47,13 +50,12 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
     """A conversation, ready for the engine.
 
     Attributes:
-      form: how tools are called, if they may be.
-      trims: whether line breaks that begin the text are no part of the answer: the grammar allows
-        them, as chat templates leave a blank line after reasoning.
+      form: what an answer may consist of.
+      reasoning: how it reasons; None: it does not.
     """
 
-    form: ToolFormat | None
-    trims: bool
+    form: AnswerForm
+    reasoning: ChatReasoning | None = dataclasses.field(default=None, kw_only=True)
 
     def response(self, choices: list[ChatChoice], *, chunk: bool = False) -> ChatResponse:
         return ChatResponse(
@@ -67,7 +69,7 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
     def choice(self, index: int, completion: Completion) -> ChatChoice:
         texts = self.service.texts
         reason = results.finish_reason(completion)
-        message = _message(self.parser().push(completion.text, last=True))
+        message = _message(self.shown(self.parser().push(completion.text, last=True)))
         if message.tool_calls and reason == "stop":
             reason = "tool_calls"
         choice = ChatChoice(index=index, message=message, finish_reason=reason)
@@ -79,7 +81,23 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
 
     def parser(self) -> AnswerParser:
         """A parser for the text of one choice."""
-        return AnswerParser(self.form, self.trims)
+        return AnswerParser(self.form)
+
+    def shown(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts that are sent."""
+        hides = self.request.include_reasoning is False
+        return [part for part in parts if not (part.reasoning and hides)]
+
+    def usage(self, completions: Sequence[Completion]) -> Usage:
+        usage = super().usage(completions)
+        if self.reasoning is not None:
+            decode = self.service.llm.llm.detokenize
+            counts = [
+                reasoning_tokens(self.reasoning, self.form, completion.token_ids, decode)
+                for completion in completions
+            ]
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=sum(counts))
+        return usage
 
     def writer(self, index: int) -> "ChatWriter":
         return ChatWriter(self, index)
@@ -91,10 +109,11 @@ class ChatWriter(ChoiceWriter[ChatChoice]):
     def __init__(self, prepared: PreparedChat, index: int):
         super().__init__(prepared, index)
         self._begun = False
-        self._parser = prepared.parser()
+        self._parser, self._shown = prepared.parser(), prepared.shown
 
     def chunks(self, event: TextChunk) -> list[ChatChoice]:
-        deltas = [_delta(part) for part in self._parser.push(event.text, last=event.done)]
+        parts = self._shown(self._parser.push(event.text, last=event.done))
+        deltas = [_delta(part) for part in parts]
         if not self._begun:
             self._begun = True
             beginning = deltas[0] if deltas and deltas[0].tool_calls is None else ChatDelta()
@@ -121,9 +140,9 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     """The request as the engine takes it. Raises ApiError for one that cannot be served."""
     service.check(request.model)
     _check_together(request)
-    tools = offered_tools(request)
+    tools, template = offered_tools(request), chat_template(service)
     structured = structured_output(request)
-    form = tool_format(service.tool_format, chat_template(service)) if tools else None
+    form = tool_format(service.tool_format, template) if tools else None
     trims = structured is not None and structured.kind in JSON_KINDS
     if structured is not None and trims:
         structured = dataclasses.replace(structured, blank_line=True)
@@ -133,6 +152,8 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         structured = await _tool_grammar(service, request, tools, form)
         trims = not is_free(request)
     prompt = await prompt_ids(service, request)
+    marks = reasoning_format(service.reasoning_format, template)
+    reasoning = None if marks is None else chat_reasoning(service.llm.llm, marks, request, prompt)
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
@@ -150,11 +171,16 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
     most = tokens_left(prompt, wanted, service, None)
     sampling = dataclasses.replace(sampling, max_tokens=most)
-    options = text_options(request)
-    if form is not None:  # calls may be written with special tokens
-        options = dataclasses.replace(options, skip_special=False)
+    answer = AnswerForm(form, structured=structured is not None and form is None, trims=trims)
+    if reasoning is not None and request.separate_reasoning is not False:
+        answer = dataclasses.replace(answer, reasoning=marks, inside=reasoning.inside)
+    options, hidden = text_options(request), reasoning is not None and reasoning.hidden
+    if form is not None or (hidden and answer.reasoning is not None):
+        options = dataclasses.replace(options, skip_special=False)  # markers may be such tokens
     name = results.new_id("chatcmpl")
-    return PreparedChat(request, service, [prompt], [sampling], options, name, form, trims)
+    return PreparedChat(
+        request, service, [prompt], [sampling], options, name, answer, reasoning=reasoning
+    )
 
 
 async def _tool_grammar(
@@ -205,7 +231,10 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     template = chat_template(service)
     if len(request.messages) > service.max_length:  # each has a token at least
         raise FieldError("messages", f"too many: at most {service.max_length} tokens fit")
-    messages, variables = template_messages(request.messages), template_variables(request)
+    messages, variables = (
+        template_messages(request.messages),
+        template_variables(request, service.template_variables),
+    )
     most = service.max_length * MOST_CHARACTERS
     if sum(len(str(message.get("content") or "")) for message in messages) > most:
         raise FieldError("messages", f"too long: at most {service.max_length} tokens fit")
@@ -220,7 +249,8 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
 
 
 def _message(parts: Sequence[Part]) -> ChatMessage:
-    content = "".join(part.text for part in parts if part.call is None)
+    content = "".join(part.text for part in parts if part.call is None and not part.reasoning)
+    reasoning = "".join(part.text for part in parts if part.reasoning) or None
     names = {part.call: part.name for part in parts if part.name is not None}
     calls = [
         ToolCall(
@@ -232,10 +262,17 @@ def _message(parts: Sequence[Part]) -> ChatMessage:
         )
         for call, name in names.items()
     ]
-    return ChatMessage(content=content or (None if calls else ""), tool_calls=calls or None)
+    return ChatMessage(
+        content=content or (None if calls or reasoning else ""),
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=calls or None,
+    )
 
 
 def _delta(part: Part) -> ChatDelta:
+    if part.reasoning:
+        return ChatDelta(reasoning=part.text, reasoning_content=part.text)
     if part.call is None:
         return ChatDelta(content=part.text)
     call = ToolCall(index=part.call, function=FunctionCall(name=part.name, arguments=part.text))

@@ -22,6 +22,8 @@ RESERVED = frozenset(
         *("load_audio_from_video", "sampling_rate"),
     }
 )
+# Variables that turn reasoning on: of Qwen3, GLM and others; of DeepSeek, Granite and Kimi.
+THINKING = ("enable_thinking", "thinking")
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -39,6 +41,8 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in message.items() if value is not None}
     found["role"] = "system" if role == "developer" else role  # templates know no developer
     found["content"] = _content(f"{name}.content", message.get("content"), role)
+    if role == "assistant":
+        found |= _reasoning(name, message)
     if "tool_calls" in found:
         found["tool_calls"] = _calls(f"{name}.tool_calls", found["tool_calls"])
     return found
@@ -60,6 +64,17 @@ def _content(name: str, content: Any, role: str) -> str:
             raise FieldError(name, f"{name}: a part has no text")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _reasoning(name: str, message: Mapping[str, Any]) -> dict[str, str]:
+    """The reasoning of an assistant's message, under both names: templates read either."""
+    for key in ("reasoning_content", "reasoning"):
+        text = message.get(key)
+        if text is not None and not isinstance(text, str):
+            raise FieldError(f"{name}.{key}", f"{name}.{key} must be text")
+        if text:
+            return {"reasoning_content": text, "reasoning": text}
+    return {}
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
@@ -95,15 +110,29 @@ def _arguments(name: str, given: Any) -> Any:
     return found
 
 
-def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """What a chat template gets beside the messages. Raises FieldError for reserved names."""
-    variables = dict(request.chat_template_kwargs or {})
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is no variable of a chat template."""
     wrong = sorted(RESERVED & variables.keys())
     if wrong:
+        raise ValueError(f"must not have {wrong[0]}: it is no variable of a template")
+
+
+def template_variables(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template gets beside the messages. Raises FieldError for reserved names.
+
+    ``defaults``: of variables that the request does not set.
+    """
+    given, effort = request.chat_template_kwargs or {}, request.reasoning_effort
+    try:
+        check_variables(given)
+    except ValueError as error:
         name = "chat_template_kwargs"
-        raise FieldError(name, f"{name} must not have {wrong[0]}: it is no variable of a template")
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
+        raise FieldError(name, f"{name} {error}") from error
+    variables = dict(defaults)
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        variables |= dict.fromkeys(THINKING, effort != "none")
+    variables |= given
     if request.tools and request.tool_choice != "none":
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
     variables["add_generation_prompt"] = request.add_generation_prompt

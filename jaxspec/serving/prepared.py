@@ -17,6 +17,7 @@ from jaxspec.serving.protocol.sampling import (
     GeneratedResponse,
     SamplingFields,
     Speculation,
+    Usage,
 )
 from jaxspec.serving.service import Service
 
@@ -56,6 +57,10 @@ class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.AB
     def kept(self, completion: Completion) -> Completion:
         """What is answered of what the engine wrote."""
         return completion
+
+    def usage(self, completions: Sequence[Completion]) -> Usage:
+        """The tokens of the request."""
+        return results.usage(completions, self.samples)
 
     def add_asked(self, choice: C, completion: Completion) -> None:
         """Add to a whole choice what the request asks for beside the text."""
@@ -144,7 +149,7 @@ async def answer[A: GeneratedResponse](prepare: Preparing[A], spend: Callable[[i
     completions = [prepared.kept(completion) for completion in written]
     choices = [prepared.choice(index, found) for index, found in enumerate(completions)]
     response = prepared.response(choices)
-    response.usage = results.usage(completions, prepared.samples)
+    response.usage = prepared.usage(completions)
     return response
 
 
@@ -180,5 +185,5 @@ async def stream[A: GeneratedResponse](
                 yield response
     if options is not None and options.include_usage:
         response = prepared.response([], chunk=True)
-        response.usage = results.usage(completions, prepared.samples)
+        response.usage = prepared.usage(completions)
         yield response

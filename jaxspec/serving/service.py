@@ -24,6 +24,9 @@ class Service:
       chat_template: a Jinja template instead of the model's own.
       tool_format: how the model writes calls of tools, see tools.FORMATS; None: as its chat
         template tells.
+      reasoning_format: what stands around its reasoning, see reasoning.FORMATS, or ``none``; None:
+        as its chat template tells.
+      template_variables: of the chat template, for requests that lack them.
       request_timeout: seconds after which a request ends; None: never.
       max_new_tokens: most tokens that one text may have; None: all that fit.
       sampling_defaults: fields of SamplingParams for requests that lack them.
@@ -34,6 +37,8 @@ class Service:
     names: tuple[str, ...]
     chat_template: str | None = None
     tool_format: str | None = None
+    reasoning_format: str | None = None
+    template_variables: Mapping[str, Any] = MappingProxyType({})
     request_timeout: float | None = None
     max_new_tokens: int | None = None
     sampling_defaults: Mapping[str, Any] = MappingProxyType({})

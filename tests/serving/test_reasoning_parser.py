@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.commands.serve import REASONING_FORMATS
 from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
 from jaxspec.serving.parts import Part
 from jaxspec.serving.reasoning import FORMATS, reasoning_format
@@ -26,9 +27,14 @@ def parts_of(text: str, form: AnswerForm, cuts: tuple[int, ...] = ()) -> list[Pa
     for part in found:
         assert part.text or part.name is not None
         last = joined[-1] if joined else None
-        if last and part.name is None and (last.call, last.reasoning) == (
-            part.call,
-            part.reasoning,
+        if (
+            last
+            and part.name is None
+            and (last.call, last.reasoning)
+            == (
+                part.call,
+                part.reasoning,
+            )
         ):
             joined[-1] = Part(last.text + part.text, last.call, last.name, last.reasoning)
         else:
@@ -140,3 +146,7 @@ def test_the_format_is_found_in_the_template(name: str):
 
 def test_a_template_without_reasoning_has_no_format():
     assert reasoning_format(None, "{{ messages[0].content }}") is None
+
+
+def test_the_server_can_be_told_every_format():
+    assert {*REASONING_FORMATS} == {*FORMATS, "none"}

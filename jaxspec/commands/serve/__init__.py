@@ -6,8 +6,10 @@ Without arguments, the built-in model is served at http://127.0.0.1:8000/v1.
 # The options alone; the work is in server.py.
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxspec.commands.shared.engine_options import (
     add_kv_options,
@@ -31,6 +33,11 @@ from jaxspec.commands.shared.shell import (
 )
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+REASONING_FORMATS = (
+    *("think", "think_response", "think_answer", "harmony", "mistral", "seed", "mm_think", "kimi"),
+    *("granite", "none"),
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -100,6 +107,11 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the model's)")
     add("--tool-format", choices=("hermes", "json"), help="how the model writes calls of tools "
         "(default: as its chat template tells)")  # fmt: skip
+    add("--reasoning-format", choices=REASONING_FORMATS, help="what stands around the model's "
+        "reasoning; none: it is content (default: as its chat template tells)")  # fmt: skip
+    add("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}', for requests "
+        "that do not set them (default: none)")  # fmt: skip
 
 
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +148,17 @@ def size(text: str) -> int:
     if not 1 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"must be a size such as 2GiB or 500MB, got {text!r}")
     return int(value)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of an option that is a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return found
 
 
 def whole_seconds(text: str) -> int:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -31,6 +32,7 @@ from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.generation_config import FILE, as_text, sampling_defaults
 from jaxspec.serving.lifecycle import end_if_loading, serve
+from jaxspec.serving.messages import check_variables
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.request_ids import logger as access_logger
@@ -111,6 +113,15 @@ def read_template(path: Path | None) -> str | None:
     return None if path is None else read_text(path)
 
 
+def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raises ValueError for what is no variable of a chat template."""
+    try:
+        check_variables(arguments.default_chat_template_kwargs)
+    except ValueError as error:
+        raise ValueError(f"--default-chat-template-kwargs {error}") from error
+    return arguments.default_chat_template_kwargs
+
+
 def show_requests() -> None:
     """Print the lines of the access log."""
     handler = logging.StreamHandler()
@@ -153,6 +164,8 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
         names=(name,),
         chat_template=read_template(arguments.chat_template),
         tool_format=arguments.tool_format,
+        reasoning_format=arguments.reasoning_format,
+        template_variables=template_variables(arguments),
         request_timeout=arguments.request_timeout,
         max_new_tokens=arguments.max_tokens_per_request,
         sampling_defaults=defaults,

@@ -18,8 +18,8 @@ ROUTER_FIELDS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 # Fields that change no text, whatever their values: they name the caller or the request, are hints
-# to OpenAI's caches, stores, queues and models, or speak of reasoning, of which there is none to
-# leave out.
+# to OpenAI's caches, stores, queues and models, or say in how many chunks reasoning is streamed. In
+# completions there is no reasoning to leave out.
 HINTS = frozenset(
     {
         *("request_id", "service_tier", "store", "verbosity"),

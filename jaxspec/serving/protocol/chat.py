@@ -66,6 +66,8 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    include_reasoning: bool | None = True  # false: it is generated, and not sent
+    separate_reasoning: bool | None = True  # false: it stays in the content
 
 
 class TopLogprob(ResponseBody):
@@ -101,19 +103,27 @@ class ToolCall(ResponseBody):
 
 
 class ChatMessage(ResponseBody):
-    optional: ClassVar = frozenset({"tool_calls"})
+    """Reasoning has two names: vLLM's, and that of DeepSeek and SGLang."""
+
+    optional: ClassVar = frozenset({"tool_calls", "reasoning", "reasoning_content"})
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
 
 class ChatDelta(ResponseBody):
-    optional: ClassVar = frozenset({"role", "content", "tool_calls"})
+    optional: ClassVar = frozenset(
+        {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
+    )
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

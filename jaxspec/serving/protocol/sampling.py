@@ -92,11 +92,18 @@ class PromptTokensDetails(ResponseBody):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ResponseBody):
+    reasoning_tokens: int
+
+
 class Usage(ResponseBody):
+    optional: ClassVar = frozenset({"completion_tokens_details"})
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Speculation(ResponseBody):
