@@ -12,6 +12,28 @@ JSON_KINDS = ("json_schema", "json_object")
 
 
 @dataclasses.dataclass(frozen=True)
+class Reasoning:
+    """What may stand before a structured output: any text between markers.
+
+    Attributes:
+      begin, end: the markers.
+      inside: whether the prompt has ``begin``: the text begins within the reasoning.
+      optional: whether a text that begins inside may match the description without ``end``.
+      dropped: markers that may come between the reasoning and the output.
+    """
+
+    begin: str
+    end: str
+    inside: bool = False
+    optional: bool = False
+    dropped: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("begin", "end"):
+            _check_text(name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
 class StructuredOutput:
     """A description of the whole output; exactly one kind is given.
 
@@ -28,6 +50,7 @@ class StructuredOutput:
         none at all.
       blank_line: whether at most two line breaks may come before JSON. Chat templates leave them
         after reasoning, and models write them. They are no part of the answer.
+      reasoning: what may come before the output; None: nothing.
 
     Equal descriptions are equal and have one hash. Raises ValueError for none or several kinds, and
     for values that are none. What only a compiler can see, GrammarCompiler refuses.
@@ -40,6 +63,7 @@ class StructuredOutput:
     json_object: bool = False
     whitespace: bool = True
     blank_line: bool = False
+    reasoning: Reasoning | None = None
 
     def __post_init__(self):
         for name in ("json_object", "whitespace", "blank_line"):

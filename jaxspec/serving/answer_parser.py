@@ -15,7 +15,8 @@ class AnswerForm:
       tools: how tools are called; None: they may not be.
       reasoning: what stands around reasoning; None: it is not told from the text.
       inside: whether the answer begins within reasoning.
-      structured: whether the text after the reasoning matches a description.
+      structured: whether the text after the reasoning matches a description, or calls tools and
+        does nothing else.
       trims: whether line breaks that begin the text are no part of the answer: the grammar allows
         them, as chat templates leave a blank line after reasoning.
     """
@@ -38,7 +39,7 @@ class AnswerParser:
             self._reasoning = ReasoningParser(
                 form.reasoning,
                 inside=form.inside,
-                call="" if form.tools is None else form.tools.begin,
+                call="" if form.tools is None or form.structured else form.tools.begin,
                 trims=form.trims,
                 exact=form.structured,
             )

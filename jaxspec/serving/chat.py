@@ -141,7 +141,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     service.check(request.model)
     _check_together(request)
     tools, template = offered_tools(request), chat_template(service)
-    structured = structured_output(request)
+    structured, free = structured_output(request), is_free(request)
     form = tool_format(service.tool_format, template) if tools else None
     trims = structured is not None and structured.kind in JSON_KINDS
     if structured is not None and trims:
@@ -150,10 +150,12 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         if structured is not None:
             raise FieldError("tools", "tools cannot be with response_format: give one of them")
         structured = await _tool_grammar(service, request, tools, form)
-        trims = not is_free(request)
+        trims = not free
     prompt = await prompt_ids(service, request)
     marks = reasoning_format(service.reasoning_format, template)
     reasoning = None if marks is None else chat_reasoning(service.llm.llm, marks, request, prompt)
+    if structured is not None and reasoning is not None:
+        structured = reasoning.before(structured, optional=form is not None and free)
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
@@ -171,7 +173,8 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
     most = tokens_left(prompt, wanted, service, None)
     sampling = dataclasses.replace(sampling, max_tokens=most)
-    answer = AnswerForm(form, structured=structured is not None and form is None, trims=trims)
+    is_whole = structured is not None and (form is None or not free)
+    answer = AnswerForm(form, structured=is_whole, trims=trims)
     if reasoning is not None and request.separate_reasoning is not False:
         answer = dataclasses.replace(answer, reasoning=marks, inside=reasoning.inside)
     options, hidden = text_options(request), reasoning is not None and reasoning.hidden

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.config.structured_output import Reasoning, StructuredOutput
 from jaxspec.llm.llm import LLM
 from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
 from jaxspec.serving.protocol.chat import ChatRequest
@@ -19,15 +20,25 @@ class ChatReasoning:
 
     Attributes:
       inside: whether the answer begins within reasoning.
+      closed: whether the prompt ends the reasoning, before the answer begins.
       begin, end: the tokens of the markers.
       hidden: whether a text without special tokens lacks a marker.
     """
 
     form: ReasoningFormat
     inside: bool
+    closed: bool
     begin: tuple[int, ...]
     end: tuple[int, ...]
     hidden: bool
+
+    def before(self, structured: StructuredOutput, *, optional: bool) -> StructuredOutput:
+        """A structured output that begins after the reasoning; see Reasoning."""
+        if self.closed:
+            return structured
+        form = self.form
+        reasoning = Reasoning(form.begin, form.end, self.inside, optional, form.dropped)
+        return dataclasses.replace(structured, reasoning=reasoning)
 
 
 def chat_reasoning(
@@ -37,16 +48,12 @@ def chat_reasoning(
     [begin, end] = llm.tokenize([form.begin, form.end], special=False)
     added: Mapping[int, Any] = llm.tokenizer.added_tokens_decoder
     hidden = any(token in added and added[token].special for token in (*begin, *end))
-    inside = _is_inside(llm.detokenize(prompt[-MOST_MARKER_TOKENS:]), form, request)
-    return ChatReasoning(form, inside, tuple(begin), tuple(end), hidden)
-
-
-def _is_inside(tail: str, form: ReasoningFormat, request: ChatRequest) -> bool:
-    """Whether the prompt, which ends with ``tail``, ends within reasoning."""
-    if request.continue_final_message:
+    tail = llm.detokenize(prompt[-MOST_MARKER_TOKENS:]).rstrip()
+    inside, closed = tail.endswith(form.begin), tail.endswith(form.end)
+    if request.continue_final_message:  # which may end anywhere
         text = str(request.messages[-1].get("content") or "")
-        return text.rfind(form.begin) > text.rfind(form.end)
-    return tail.rstrip().endswith(form.begin)
+        inside, closed = text.rfind(form.begin) > text.rfind(form.end), form.end in text
+    return ChatReasoning(form, inside, closed and not inside, tuple(begin), tuple(end), hidden)
 
 
 def reasoning_tokens(

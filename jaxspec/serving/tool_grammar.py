@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.structured import GrammarCompiler
-from jaxspec.engine.structured.compiler import BLANK_LINE
 from jaxspec.engine.structured.json_schema import guided_text, read_schema
+from jaxspec.engine.structured.lark import BLANK_LINE
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, Function, NamedTool, Tool
 from jaxspec.serving.tools import ToolFormat

@@ -1,5 +1,6 @@
 """Chats with a model that reasons, through OpenAI's own client: from end to end."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,32 @@ def test_the_format_may_be_set_or_turned_off(llm: LLM):
     [found] = ask(llm, request, chat_template=TEMPLATE, reasoning_format="none")
     assert "</think>" in found.choices[0].message.content
     assert found.usage.completion_tokens_details is None
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "</think>"]}}}
+CITY |= {"required": ["city"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+ENDS = {"logit_bias": {END: 0, UNTHINK: 6}, "max_completion_tokens": 120}
+
+
+def test_structured_output_begins_after_the_reasoning(llm: LLM):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
+    whole, deltas = answers(llm, {**ENDS, "response_format": schema})
+    [choice] = whole.choices
+    assert choice.finish_reason == "stop" and choice.message.reasoning
+    assert json.loads(choice.message.content)["city"] in ("Rome", "</think>")
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_tool_is_called_after_the_reasoning(llm: LLM, choice: str):
+    fields = {**ENDS, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    if choice == "auto":
+        fields["logit_bias"] = {IDS["<tool_call>"]: 7, UNTHINK: 7, END: -100}
+    whole, deltas = answers(llm, fields, include_reasoning=choice == "auto")
+    [found] = whole.choices
+    assert (hasattr(found.message, "reasoning")) == (choice == "auto")
+    [call] = found.message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "</think>")
+    parts = [part for delta in deltas for part in delta.tool_calls or []]
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments

@@ -14,6 +14,7 @@ import numpy as np
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.structured.added_tokens import Markers, lark_string, read_vocabulary
 from jaxspec.engine.structured.json_schema import guided_text, read_schema
+from jaxspec.engine.structured.lark import BLANK_LINE, FORCING, NO_FORCING, after_reasoning
 from jaxspec.engine.structured.matcher import GrammarError, Matcher, one_line
 
 # Most that llguidance may do, in its own units. With these numbers no description that was tried
@@ -31,10 +32,6 @@ LIMITS = MappingProxyType(
 MOST_TRIED = 64  # tokens
 MOST_GRAMMARS = 64  # that are kept, compiled
 MOST_SECONDS = 0.5  # of CPU time, for what the limits do not foresee
-
-BLANK_LINE = r"/\n{0,2}/"  # in Lark
-# A grammar's first line. Without forcing, a text may be any tokens that spell it.
-FORCING, NO_FORCING = "%llguidance {}\n", '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarCompiler:
@@ -124,6 +121,8 @@ class GrammarCompiler:
     def _compile(self, spec: StructuredOutput) -> Any:
         limits = self._library.LLParserLimits(verbose_errors=False, **LIMITS)
         grammar = self._grammar(spec)
+        if spec.reasoning is not None:
+            grammar = after_reasoning(grammar, spec.reasoning, self.markers)
         compiled = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if compiled.is_error():
             raise ValueError(one_line(compiled.get_error()))
