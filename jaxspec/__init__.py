@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.checkpoints.load import load
     from jaxspec.config.cache import CacheConfig
     from jaxspec.config.engine import EngineConfig
+    from jaxspec.config.reasoning import ReasoningBudget
     from jaxspec.config.sampling_params import SamplingParams
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.decoding import functional as functional
@@ -54,6 +55,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.checkpoints.load": ("load",),
         "jaxspec.decoding.sampling": ("make_controls", "make_sampling"),
         "jaxspec.llm.prompt_checks": ("check_prompts",),
+        "jaxspec.config.reasoning": ("ReasoningBudget",),
         "jaxspec.config.sampling_params": ("SamplingParams",),
         "jaxspec.parallel": ("make_mesh",),
         "jaxspec.decoding.state": ("Ending", "Status"),
@@ -76,6 +78,7 @@ __all__ = [
     "EngineParams",
     "ErrorKind",
     "Generation",
+    "ReasoningBudget",
     "SamplingParams",
     "SpeculationConfig",
     "Status",

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from jaxspec.config.checks import is_integer, is_number
+from jaxspec.config.reasoning import ReasoningBudget
 from jaxspec.config.structured_output import StructuredOutput
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
@@ -29,7 +30,7 @@ class SamplingParams:
     """How one request samples. Immutable and hashable: lists and mappings are kept as tuples.
 
     Logits go through, in this order: logit_bias, allowed and bad tokens, min_tokens, repetition,
-    frequency and presence penalty, temperature, top_k, top_p, min_p.
+    frequency and presence penalty, reasoning_budget, temperature, top_k, top_p, min_p.
 
     Attributes:
       temperature: 0 always takes the likeliest token.
@@ -58,6 +59,8 @@ class SamplingParams:
       n: texts to return.
       best_of: texts to generate, of which the n of the highest cumulative log-probability are
         returned; None: n.
+      reasoning_budget: most tokens of reasoning, after which its end marker is generated. None: no
+        limit.
       structured: what the text must look like. Stop tokens of the model then always end it.
       trees: keep the draft tree of every round; the engine must have been made with trees=True.
       plain: draft nothing while all requests that run are plain; beside others it is drafted for
@@ -87,6 +90,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
+    reasoning_budget: ReasoningBudget | None = None
     structured: StructuredOutput | None = None
     trees: bool = False
     plain: bool = False
@@ -157,13 +161,15 @@ class SamplingParams:
     @property
     def restricts_tokens(self) -> bool:
         """Whether some tokens are not allowed: it may be that none is left."""
-        return self.has_bias or self.min_tokens > 0 or self.structured is not None
+        restricts = self.min_tokens > 0 or self.reasoning_budget is not None
+        return self.has_bias or restricts or self.structured is not None
 
     @property
     def needs_controls(self) -> bool:
         """Whether the request runs in programs that apply controls, and there alone."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return self.has_bias or self.min_tokens > 0 or penalties != (1, 0, 0)
+        is_free = self.reasoning_budget is None and self.min_tokens == 0
+        return self.has_bias or not is_free or penalties != (1, 0, 0)
 
     def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens that end the text; ``model_stops`` are the model's own."""
@@ -270,6 +276,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "prompt_logprobs": _ALTERNATIVES,
         "n": _COUNT,
         "best_of": (_or_none(_COUNT[0]), "an integer, at least 1, or None"),
+        "reasoning_budget": (
+            _or_none(lambda value: isinstance(value, ReasoningBudget)),
+            "a ReasoningBudget, or None",
+        ),
         "structured": (
             _or_none(lambda value: isinstance(value, StructuredOutput)),
             "a structured.StructuredOutput, or None",
@@ -340,12 +350,14 @@ def check_requests(
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    budget = params.reasoning_budget
     lists = {
         "stop_token_ids": params.stop_token_ids,
         "further_stop_token_ids": params.further_stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_token_ids": params.bad_token_ids,
         "logit_bias": tuple(dict(params.logit_bias)),
+        "reasoning_budget": () if budget is None else (*budget.begin, *budget.end),
     }
     for name, ids in lists.items():
         wrong = [token for token in ids or () if not 0 <= token < vocab_size]

@@ -69,6 +69,8 @@ class StructuredOutput:
         for name in ("json_object", "whitespace", "blank_line"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
+        if not isinstance(self.reasoning, Reasoning | None):
+            raise ValueError(f"reasoning must be a Reasoning, or None, got {self.reasoning!r:.80}")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(

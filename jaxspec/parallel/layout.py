@@ -42,8 +42,19 @@ WHOLE_AXES = frozenset(
             "group",
             "head_dim",
         ),
-        *("later", "length", "nodes", "past", "rounds", "routes", "stops", "table", "two", "units"),
-        *("whole_hidden", "words"),
+        *(
+            "later",
+            "length",
+            "marker",
+            "nodes",
+            "past",
+            "rounds",
+            "routes",
+            "stops",
+            "table",
+            "two",
+        ),
+        *("units", "whole_hidden", "words"),
     )
 )
 

@@ -11,7 +11,12 @@ from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.serving import results
 from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
-from jaxspec.serving.chat_reasoning import ChatReasoning, chat_reasoning, reasoning_tokens
+from jaxspec.serving.chat_reasoning import (
+    ChatReasoning,
+    chat_reasoning,
+    reasoning_budget,
+    reasoning_tokens,
+)
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.messages import template_messages, template_variables
 from jaxspec.serving.parts import Part
@@ -165,6 +170,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         max_tokens=1,
         logprobs=logprobs,
         structured=structured,
+        reasoning_budget=reasoning_budget(reasoning, request),
         model_stops=(*service.llm.llm.params.target.config.stop_token_ids, *turn_end),
         further_stop_token_ids=turn_end,
         trees=service.shows_trees and request.return_speculation,

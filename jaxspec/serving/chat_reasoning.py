@@ -5,9 +5,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.config.reasoning import ReasoningBudget
 from jaxspec.config.structured_output import Reasoning, StructuredOutput
 from jaxspec.llm.llm import LLM
 from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
+from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.reasoning import ReasoningFormat
 
@@ -40,6 +42,13 @@ class ChatReasoning:
         reasoning = Reasoning(form.begin, form.end, self.inside, optional, form.dropped)
         return dataclasses.replace(structured, reasoning=reasoning)
 
+    def budget(self, tokens: int) -> ReasoningBudget | None:
+        """The budget of so many tokens; None: the prompt has ended the reasoning."""
+        if self.closed:
+            return None
+        begin = () if self.inside and not self.form.repeats else self.begin
+        return ReasoningBudget(tokens, self.end, begin, self.inside, self.form.repeats)
+
 
 def chat_reasoning(
     llm: LLM, form: ReasoningFormat, request: ChatRequest, prompt: Sequence[int]
@@ -54,6 +63,22 @@ def chat_reasoning(
         text = str(request.messages[-1].get("content") or "")
         inside, closed = text.rfind(form.begin) > text.rfind(form.end), form.end in text
     return ChatReasoning(form, inside, closed and not inside, tuple(begin), tuple(end), hidden)
+
+
+def reasoning_budget(
+    reasoning: ChatReasoning | None, request: ChatRequest
+) -> ReasoningBudget | None:
+    """The budget that a request asks for. Raises FieldError for two, and if nothing reasons."""
+    names = ("thinking_token_budget", "max_thinking_tokens")
+    given = {name: tokens for name in names if (tokens := getattr(request, name)) is not None}
+    if len(given) > 1:
+        raise FieldError(names[1], f"give {' or '.join(names)}")
+    for name, tokens in given.items():
+        if tokens >= 0 and reasoning is None:
+            raise FieldError(name, f"{name} needs a model that reasons; see --reasoning-format")
+        if tokens >= 0 and reasoning is not None:
+            return reasoning.budget(tokens)
+    return None
 
 
 def reasoning_tokens(

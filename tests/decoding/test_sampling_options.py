@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxspec.config.reasoning import ReasoningBudget
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.sampling import Controls, Sampling, make_controls, make_sampling
+from jaxspec.decoding.sampling import (
+    Controls,
+    Sampling,
+    make_budgets,
+    make_controls,
+    make_sampling,
+    with_budgets,
+)
 from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
 from tests.helpers.marks import slow
@@ -49,7 +57,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bad_token_ids": {"bad_token_ids": tuple(range(0, 96, 4))},
     "stop_token_ids": {"stop_token_ids": STOPS},
     "min_tokens": {"stop_token_ids": STOPS, "min_tokens": 24},
+    "budget": {"reasoning_budget": ReasoningBudget(9, (7, 8, 9), inside=True)},
+    "no budget left": {"reasoning_budget": ReasoningBudget(0, (7,), inside=True)},
+    "budget longer than the text": {"reasoning_budget": ReasoningBudget(99, (7,), inside=True)},
+    # The text begins to reason again and again.
+    "budgets": {
+        "reasoning_budget": ReasoningBudget(4, (7, 8), (50, 51), repeats=True),
+        "allowed_token_ids": (50, 51, 7, 8),
+        "logit_bias": {7: -1.5, 8: -1.5},
+    },
     "all": {
+        "reasoning_budget": ReasoningBudget(6, (40, 41), (5,)),
         "stop_token_ids": STOPS,
         "min_tokens": 12,
         "logit_bias": {5: 3.0, 3: -2.0, 50: 2.5},
@@ -96,13 +114,14 @@ def sampling_of(sampling: Sequence[SamplingParams]) -> Sampling:
 
 def controls_of(sampling: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> Controls:
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-    return make_controls(
+    controls = make_controls(
         len(sampling),
         VOCAB,
         bias=np.stack([params.dense_bias(VOCAB) for params in sampling]),
         prompt_lens=np.array(prompt_lens),
         **{name: np.array([getattr(params, name) for params in sampling]) for name in names},
     )
+    return with_budgets(controls, make_budgets([params.reasoning_budget for params in sampling]))
 
 
 def stop_table(sampling: Sequence[SamplingParams]) -> np.ndarray:
@@ -171,14 +190,16 @@ def test_texts_are_those_of_transformers_processors(drafter: str, tree: str):
 def test_every_option_changes_the_text():
     """Else the test above would not notice that it is ignored."""
     own = all_options()
-    without: list[dict[str, Any]] = [
-        OPTIONS["stop_token_ids"] if name == "min_tokens" else {} for name in OPTIONS
-    ]
+    needed = {
+        "min_tokens": OPTIONS["stop_token_ids"],
+        "budgets": {n: value for n, value in OPTIONS["budgets"].items() if n != "reasoning_budget"},
+    }
+    without: list[dict[str, Any]] = [needed.get(name, {}) for name in OPTIONS]
     sampling = with_seeds([*without, *({**TRUNCATION, **options} for options in without)])
     plain = reference_texts(random_target(), prompts_of(len(own)), sampling, LENGTH)
     names = 2 * list(OPTIONS)
     changed = {name for name, a, b in zip(names, plain, expected(), strict=True) if a != b}
-    assert changed == {*OPTIONS} - {"nothing"}
+    assert changed == {*OPTIONS} - {"nothing", "budget longer than the text"}
 
 
 def random_options(rng: np.random.Generator) -> dict[str, Any]:

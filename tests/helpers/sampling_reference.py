@@ -11,6 +11,7 @@ import torch
 import transformers
 from jax import Array
 
+from jaxspec.config.reasoning import ReasoningBudget
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.models import decoder
@@ -30,6 +31,40 @@ class OutputPenalties(transformers.LogitsProcessor):
         counts = np.bincount(output, minlength=scores.shape[1]).astype(np.float32)
         penalty = np.float32(self.frequency) * counts + np.float32(self.presence) * (counts > 0)
         return scores - torch.from_numpy(penalty)[None]
+
+
+class Budget(transformers.LogitsProcessor):
+    """A budget of reasoning: what comes next once it is spent."""
+
+    def __init__(self, prompt_len: int, budget: ReasoningBudget):
+        self.prompt_len, self.budget = prompt_len, budget
+
+    def forced(self, output: list[int]) -> int | None:
+        """The only token that may come after these of the text, if there is one."""
+        budget, inside, since = self.budget, self.budget.inside, 0
+        begin, end, place = list(budget.begin), list(budget.end), 0
+        while place < len(output):
+            marker = end if inside else begin
+            if marker and output[place : place + len(marker)] == marker:
+                if inside and not budget.repeats:
+                    return None
+                inside, place = not inside, place + len(marker)
+                since = place
+            else:
+                place += 1
+        if not inside or len(output) - since < budget.tokens:
+            return None
+        rest = output[since:]
+        sizes = range(min(len(end) - 1, len(rest)), -1, -1)
+        return next(end[n] for n in sizes if rest[len(rest) - n :] == end[:n])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = self.forced(input_ids[0, self.prompt_len :].tolist())
+        if token is None:
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, token] = scores[:, token]
+        return forced
 
 
 def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsProcessorList:
@@ -53,6 +88,8 @@ def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsPr
     if params.presence_penalty or params.frequency_penalty:
         penalties = params.presence_penalty, params.frequency_penalty
         chain.append(OutputPenalties(prompt_len, *penalties))
+    if params.reasoning_budget is not None:
+        chain.append(Budget(prompt_len, params.reasoning_budget))
     if params.temperature > 0:
         chain.append(transformers.TemperatureLogitsWarper(params.temperature))
         if params.top_k:

@@ -194,3 +194,37 @@ def test_a_tool_is_called_after_the_reasoning(llm: LLM, choice: str):
     assert json.loads(call.function.arguments)["city"] in ("Rome", "</think>")
     parts = [part for delta in deltas for part in delta.tool_calls or []]
     assert "".join(part.function.arguments for part in parts) == call.function.arguments
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "max_thinking_tokens"])
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_a_budget_ends_the_reasoning(llm: LLM, name: str, tokens: int):
+    fields = {"logit_bias": {END: -100, UNTHINK: -100}}
+    whole, _ = answers(llm, fields, **{name: tokens})
+    [choice] = whole.choices
+    assert choice.token_ids.index(UNTHINK) == tokens
+    assert choice.message.content == TOKENIZER.decode(choice.token_ids[tokens + 1 :]).lstrip("\n")
+    assert whole.usage.completion_tokens_details.reasoning_tokens == tokens
+    # Where the model begins it, it is counted from there.
+    bias = {**fields["logit_bias"], THINK: 100}
+    other, _ = answers(llm, {"logit_bias": bias}, chat_template_kwargs={}, **{name: tokens})
+    assert other.choices[0].token_ids.index(UNTHINK) == tokens + 1
+
+
+def test_a_budget_needs_reasoning(llm: LLM):
+    async def test(client: Any) -> None:
+        for body in ({"thinking_token_budget": 3}, {"max_thinking_tokens": 3}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**{**REQUEST, "extra_body": body})
+            assert caught.value.param == next(iter(body))
+
+    with_client(llm, test, chat_template="{{ messages[0].content }}")
+
+
+def test_structured_output_follows_a_budget(llm: LLM):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
+    fields = {**ENDS, "logit_bias": {UNTHINK: -100}, "response_format": schema}
+    whole, _ = answers(llm, fields, thinking_token_budget=5)
+    [choice] = whole.choices
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 5
+    assert json.loads(choice.message.content)["city"] in ("Rome", "</think>")

@@ -2,10 +2,18 @@
 
 The logits of each tree node go through, in this order (that of vLLM and transformers): bias, with
 allowed and bad tokens; the minimum number of tokens; repetition, frequency and presence penalties
-(``controls``); temperature, top-k, top-p, min-p, and the noise that draws a token (``logits``).
+(``controls``); the ends of budgets of reasoning (``budgets``); temperature, top-k, top-p, min-p,
+and the noise that draws a token (``logits``).
 """
 
-from jaxspec.decoding.sampling.controls import Controls, History, control_logits, make_controls
+from jaxspec.decoding.sampling.budgets import make_budgets
+from jaxspec.decoding.sampling.controls import (
+    Controls,
+    control_logits,
+    make_controls,
+    with_budgets,
+)
+from jaxspec.decoding.sampling.history import History
 from jaxspec.decoding.sampling.logits import (
     Sampling,
     make_sampling,
@@ -22,6 +30,7 @@ __all__ = [
     "Logprobs",
     "Sampling",
     "control_logits",
+    "make_budgets",
     "make_controls",
     "make_sampling",
     "perturb",
@@ -29,4 +38,5 @@ __all__ = [
     "process_logits",
     "token_logprobs",
     "vocab_ids",
+    "with_budgets",
 ]

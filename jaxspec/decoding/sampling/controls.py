@@ -1,11 +1,9 @@
-"""Bias, penalties and a minimum length: what changes a row's logits before temperature.
+"""Bias, penalties, a minimum length and budgets: what changes a row's logits before temperature.
 
 A penalty counts the tokens before the one that is sampled. At a tree node these are the committed
 tokens and those on the path to the node, so every node has counts of its own. A text is then the
 same with speculation and without.
 """
-
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxspec.config.checks import check_count
+from jaxspec.decoding.sampling.budgets import Budgets, forced_tokens, make_budgets
+from jaxspec.decoding.sampling.history import History
 from jaxspec.decoding.sampling.logits import (
     check_integers,
     check_range,
@@ -44,6 +44,7 @@ class Controls(Pytree):
     frequency_penalty: Array = array("batch")  # float32 [B], of output; 0: none
     prompt_lens: Array = array("batch")  # int32 [B]
     min_lens: Array = array("batch")  # int32 [B], tokens before which no stop token is sampled
+    budgets: Budgets
 
     @property
     def penalized(self) -> Array:
@@ -117,21 +118,14 @@ def make_controls(
         frequency_penalty=per_row(frequency_penalty, batch, jnp.float32),
         prompt_lens=prompts,
         min_lens=jnp.where(least > 0, prompts + least, 0),
+        budgets=make_budgets([None] * batch),
     )
     return controls.replace(used=controls.penalized | (least > 0) | jnp.any(bias != 0, axis=1))
 
 
-class History(NamedTuple):
-    """The tokens before the one that is sampled at each of N nodes."""
-
-    tokens: Array  # int32 [B, S]
-    lens: Array  # int32 [B], how many of ``tokens`` are committed
-    path: Array  # int32 [B, N, D], those after them up to each node, padded with -1
-
-    @property
-    def sizes(self) -> Array:
-        """Number of tokens before each node's sample: int32 [B, N]."""
-        return self.lens[:, None] + jnp.sum(self.path >= 0, axis=-1)
+def with_budgets(controls: Controls, budgets: Budgets) -> Controls:
+    """The same controls with budgets of reasoning, of as many rows."""
+    return controls.replace(budgets=budgets, used=controls.used | budgets.used)
 
 
 def control_logits(
@@ -141,9 +135,10 @@ def control_logits(
     stop_tokens: Array,
     layout: Layout = WHOLE,
 ) -> Array:
-    """Apply bias, minimum length and penalties, in that order.
+    """Apply bias, minimum length, penalties and budgets, in that order.
 
-    Masks are added, so NaN stays NaN. Penalties are skipped at run time if no row has any.
+    Masks are added, so NaN stays NaN. Penalties and budgets are skipped at run time if no row has
+    any.
 
     Args:
       logits: [B, N, V / shards] float32.
@@ -160,7 +155,9 @@ def control_logits(
     def penalized(logits: Array) -> Array:
         return _penalized(logits, controls, history, layout)
 
-    return lax.cond(jnp.any(controls.penalized), penalized, lambda logits: logits, logits)
+    logits = lax.cond(jnp.any(controls.penalized), penalized, lambda logits: logits, logits)
+    forced = forced_tokens(controls.budgets, history, controls.prompt_lens)[..., None]  # [B, N, 1]
+    return logits + jnp.where((forced >= 0) & (ids != forced), -jnp.inf, 0.0)
 
 
 def _penalized(logits: Array, controls: Controls, history: History, layout: Layout) -> Array:

@@ -10,7 +10,13 @@ import numpy as np
 from jaxspec.config.sampling_params import MOST_LOGPROBS, SamplingParams
 from jaxspec.decoding.functional import EngineParams, init_state
 from jaxspec.decoding.round_options import RoundOptions
-from jaxspec.decoding.sampling import Controls, Sampling, make_controls
+from jaxspec.decoding.sampling import (
+    Controls,
+    Sampling,
+    make_budgets,
+    make_controls,
+    with_budgets,
+)
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, Sizes
 
@@ -100,7 +106,8 @@ def new_controls(
         min_tokens=_values(padded, "min_tokens", np.int32),
         **{name: _values(padded, name, np.float32) for name in names},
     )
-    return sizes.padded([new.row for new in rows], size), controls
+    budgets = make_budgets([new.sampling.reasoning_budget for new in padded])
+    return sizes.padded([new.row for new in rows], size), with_budgets(controls, budgets)
 
 
 def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey) -> RoundOptions:

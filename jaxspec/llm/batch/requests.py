@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.config.reasoning import ReasoningBudget
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
@@ -72,7 +73,10 @@ def _sampling(index: int, line: Mapping[str, Any], defaults: SamplingParams) -> 
     if isinstance(values.get("logit_bias"), dict):
         values["logit_bias"] = _bias(values["logit_bias"])
     if values.get("structured") is not None:
-        values["structured"] = _structured(values["structured"])
+        values["structured"] = _made(StructuredOutput, "structured", values["structured"])
+    if values.get("reasoning_budget") is not None:
+        given = values["reasoning_budget"]
+        values["reasoning_budget"] = _made(ReasoningBudget, "reasoning_budget", given)
     sampling = dataclasses.replace(defaults, **values)
     if "seed" in values:
         return sampling
@@ -89,8 +93,13 @@ def _bias(given: dict[str, Any]) -> dict[int, Any]:
         raise ValueError("logit_bias must be an object whose names are token ids") from None
 
 
-def _structured(given: Any) -> StructuredOutput:
-    names = {field.name for field in dataclasses.fields(StructuredOutput)}
+def _made[T: StructuredOutput | ReasoningBudget](kind: type[T], name: str, given: Any) -> T:
+    """The object of these fields. Raises ValueError for others, and if one is missing."""
+    fields = dataclasses.fields(kind)
+    names = {field.name for field in fields}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
     if not isinstance(given, dict) or not given.keys() <= names:
-        raise ValueError(f"structured must be an object with some of {', '.join(sorted(names))}")
-    return StructuredOutput(**given)
+        raise ValueError(f"{name} must be an object with some of {', '.join(sorted(names))}")
+    if missing := sorted(needed - given.keys()):
+        raise ValueError(f"{name} needs {', '.join(missing)}")
+    return kind(**given)

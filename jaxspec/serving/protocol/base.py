@@ -48,7 +48,7 @@ REFUSED: Refused = MappingProxyType(
         "lora_path": ((), "merge the adapter into the model"),
         "return_tokens_as_token_ids": ((False,), "ask for return_token_ids"),
         "spaces_between_special_tokens": ((True,), "leave it out"),
-        "thinking_token_budget": ((), "leave it out"),
+        "thinking_token_budget": ((-1,), "use /v1/chat/completions"),
         "use_beam_search": ((False,), "sample n texts"),
         "vllm_xargs": ((), "leave it out"),
     }

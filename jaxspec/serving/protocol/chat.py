@@ -68,6 +68,8 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
     include_reasoning: bool | None = True  # false: it is generated, and not sent
     separate_reasoning: bool | None = True  # false: it stays in the content
+    thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: none
+    max_thinking_tokens: int | None = Field(None, ge=0)  # SGLang's
 
 
 class TopLogprob(ResponseBody):
