@@ -18,8 +18,12 @@ class Reasoning:
     Attributes:
       begin, end: the markers.
       inside: whether the prompt has ``begin``: the text begins within the reasoning.
-      optional: whether a text that begins inside may match the description without ``end``.
+      optional: whether a text that has begun to reason may match the description without ``end``.
       dropped: markers that may come between the reasoning and the output.
+      begin_ids: the tokens that a text begins with which reasons, in all ways.
+      end_ids: the tokens of which each ends the reasoning. If they are given, reasoning is free: no
+        mask restricts it, and rows run as many rounds a call as others. A marker that is spelled in
+        other tokens ends nothing then.
     """
 
     begin: str
@@ -27,6 +31,8 @@ class Reasoning:
     inside: bool = False
     optional: bool = False
     dropped: tuple[str, ...] = ()
+    begin_ids: tuple[tuple[int, ...], ...] = ()
+    end_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         for name in ("begin", "end"):

@@ -179,7 +179,8 @@ class Engine:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
         statistics = RequestStatistics(0, 0, [0] * (self.params.speculation.max_depth + 1))
         generation = Generation(next(self._ids), tuple(map(int, prompt)), sampling, statistics)
-        generation.grammar = new_grammar(sampling, self._make_matcher)
+        stops, most = self.stop_ids(sampling), self.programs.sizes.max_stops
+        generation.grammar = new_grammar(sampling, self._make_matcher, stops, most)
         request = generation.request(time.perf_counter(), timeout, group)
         self.scheduler.add(request)
         self._load = Load() if self.is_idle else self._load

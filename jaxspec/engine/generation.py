@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.state import Ending
 from jaxspec.engine.structured import Matcher
+from jaxspec.engine.structured.phases import Phases, new_phases
 from jaxspec.scheduling.sequence import Request
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -124,22 +125,31 @@ class Timings:
 
 @dataclasses.dataclass
 class Grammar:
-    """A matcher, and how many tokens of its request it has taken."""
+    """A matcher, and how many tokens of its request it has seen.
+
+    ``phases``: of a request whose reasoning the matcher does not see.
+    """
 
     matcher: Matcher
     taken: int = 0
+    phases: Phases | None = None
 
     def follow(self, tokens: Sequence[int]) -> Matcher:
         """The matcher after all tokens of its request. Raises GrammarError if they do not match."""
-        self.matcher.advance(tokens[self.taken :])
-        self.taken = len(tokens)
+        new = list(enumerate(tokens))[self.taken :]
+        phases, self.taken = self.phases, len(tokens)
+        self.matcher.advance([t for i, t in new if phases is None or not phases.is_free(i)])
         return self.matcher
 
 
 def new_grammar(
-    sampling: SamplingParams, make_matcher: Callable[[StructuredOutput], Matcher] | None
+    sampling: SamplingParams,
+    make_matcher: Callable[[StructuredOutput], Matcher] | None,
+    stops: Collection[int],
+    most_stops: int,
 ) -> Grammar | None:
-    """The grammar of a new request. None: its output has no structure.
+    """The grammar of a new request, whose text ends at ``stops``; for ``most_stops`` see
+    new_phases. None: its output has no structure.
 
     Raises ValueError without ``make_matcher`` for a request that needs one.
     """
@@ -148,7 +158,8 @@ def new_grammar(
     if make_matcher is None:
         raise ValueError("structured needs an engine with make_matcher")
     matcher = make_matcher(sampling.structured)
-    return Grammar(matcher.ending_at(sampling.further_stop_token_ids))
+    phases = new_phases(sampling.structured.reasoning, stops, most_stops)
+    return Grammar(matcher.ending_at(sampling.further_stop_token_ids), phases=phases)
 
 
 @dataclasses.dataclass(eq=False)
@@ -194,6 +205,16 @@ class Generation:
         if self.sampling.trees:
             self.trees = []
         self.forget_prompt()
+
+    @property
+    def phases(self) -> Phases | None:
+        """Of a structured request whose reasoning is free."""
+        return None if self.grammar is None else self.grammar.phases
+
+    @property
+    def pauses(self) -> tuple[int, ...]:
+        """The tokens at which its row stops, and goes on."""
+        return () if self.phases is None else self.phases.pauses
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Say what went wrong; the engine then ends it."""
@@ -247,6 +268,7 @@ class Generation:
             reads_all=sampling.prompt_logprobs is not None,
             group=group,
             masked=sampling.structured is not None,
+            begins_free=self.phases is not None and not self.phases.masked,
             payload=self,
         )
 

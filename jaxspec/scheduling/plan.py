@@ -182,6 +182,7 @@ class Plan:
       tables: sequences whose rows have new pages.
       decode_rows: rows that decode, those included that finish reading in this plan.
       rounds: rounds of the decode call.
+      resumed: sequences whose rows are done, and go on.
       masked_rows: further rows that decode: one round, whose tokens the host restricts.
       sequences: the sequence of each row that reads or decodes; ``flights``: what happens to it.
     """
@@ -198,6 +199,7 @@ class Plan:
     tables: list[Sequence] = dataclasses.field(default_factory=list)
     reads: list[Read] = dataclasses.field(default_factory=list)
     snapshots: list[Snapshot] = dataclasses.field(default_factory=list)
+    resumed: list[Sequence] = dataclasses.field(default_factory=list)
     decode_rows: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
     masked_rows: list[int] = dataclasses.field(default_factory=list)
@@ -232,6 +234,8 @@ class RowResult(NamedTuple):
         part of the context).
       ended: why the row is done; None: it is not.
       failed: whether it ended by an error: then the prefix cache learns nothing of it.
+      pause: it is done, but must go on: whether the host restricts its tokens from there; None: it
+        is not.
     """
 
     row: int
@@ -239,6 +243,7 @@ class RowResult(NamedTuple):
     pending: int = 0
     ended: str | None = None
     failed: bool = False
+    pause: bool | None = None
 
 
 class Delivery(NamedTuple):

@@ -42,7 +42,7 @@ class CallRounds:
             if expected > 1 and crowds and rounds == limits.max_rounds:
                 expected = rounds  # there are programs of all rounds or one: many would be launched
             rounds = max(1, min(rounds, expected))
-        if any(row.request.masked for row in rows):
+        if any(row.masked for row in rows):
             rounds = min(rounds, MASKED_ROUNDS)
         if limits.unseen_rounds and 2 * sum(row.is_unseen for row in rows) > len(rows):
             rounds = min(rounds, max(limits.unseen_rounds, self._few(crowds)))

@@ -102,6 +102,7 @@ class Scheduler:
             raise QueueFull(f"{self.num_waiting} requests wait, max_queue={self.limits.max_queue}")
         limit = self.limits.most_tokens(len(request.prompt), request.max_tokens)
         sequence = Sequence(request, self._num_added, limit, list(request.prompt))
+        sequence.free = request.begins_free
         self._num_added += 1
         self._sequences[request.request_id] = sequence
         self._enqueue(sequence)
@@ -150,9 +151,13 @@ class Scheduler:
             sequence.flights -= 1
             sequence.least -= flight.least
             sequence.most -= flight.most
-            if sequence.state is State.ENDED:
+            stood_still = flight.least and not result.tokens and not result.ended
+            if sequence.state is State.ENDED or stood_still:  # it had paused
                 continue
             self._advance(flight, result)
+            if result.pause is not None:
+                sequence.free = not result.pause
+                sequence.paused = sequence.has_row or bool(sequence.swapped)
             if not result.ended and flight.least:
                 self._rounds.observe(len(result.tokens), flight.least)
             if result.tokens or result.ended:
@@ -270,7 +275,7 @@ class Scheduler:
             plan.copies.append(copy)
         if placement.source is None and sequence.preemptions == 0:
             placement.shard.cache.count(len(sequence.tokens), placement.cached)
-        sequence.state = State.READING
+        sequence.state, sequence.paused = State.READING, False
         sequence.goal = len(sequence.tokens)
         sequence.num_complete_tokens, sequence.needs_drafter_catch_up = placement.cached, False
         sequence.read = max(0, placement.cached - self.limits.prefix_tokens_read_again)
@@ -323,10 +328,10 @@ class Scheduler:
         plan.rounds = rounds
         for shard, group in zip(self.shards, groups, strict=True):
             for sequence in group:
-                rounds = 1 if sequence.request.masked else plan.rounds
+                rounds = 1 if sequence.masked else plan.rounds
                 has_grown = shard.grow(sequence, rounds)
                 assert has_grown, "pages for one round were reserved, those for more were counted"
-                rows = plan.masked_rows if sequence.request.masked else plan.decode_rows
+                rows = plan.masked_rows if sequence.masked else plan.decode_rows
                 rows.append(sequence.row)
                 plan.add_flight(sequence, rounds, rounds * self.limits.tokens_per_round)
 
@@ -335,6 +340,9 @@ class Scheduler:
         for step in (*plan.swap_in, *plan.admissions):  # they tell the device of the pages
             step.sequence.table_changed = False
         running = [sequence for shard in self.shards for sequence in shard.running]
+        plan.resumed = [sequence for sequence in running if sequence.paused]
+        for sequence in plan.resumed:
+            sequence.paused = False
         plan.tables = [sequence for sequence in running if sequence.table_changed]
         for sequence in plan.tables:
             sequence.table_changed = False

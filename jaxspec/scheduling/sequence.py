@@ -22,6 +22,7 @@ class Request:
         pages.
       reads_all: it reads its whole prompt, even what is cached.
       masked: the host restricts its tokens before every round.
+      begins_free: not from the first one on, but once its row has paused.
       payload: what the engine keeps of it; the scheduler does not look at it.
     """
 
@@ -35,6 +36,7 @@ class Request:
     group: str | None = None
     reads_all: bool = False
     masked: bool = False
+    begins_free: bool = False
     payload: object = None
 
 
@@ -71,6 +73,8 @@ class Sequence:
       least, most: bounds of the tokens that these calls add, unless it ends.
       swapped: pages of it in host memory.
       preemptions: times that it lost its row to others.
+      free: whether the host does not restrict its tokens for now, though it is ``masked``.
+      paused: whether its row is done, and has to be told to go on.
     """
 
     request: Request
@@ -93,6 +97,13 @@ class Sequence:
     most: int = 0
     swapped: int = 0
     preemptions: int = 0
+    free: bool = False
+    paused: bool = False
+
+    @property
+    def masked(self) -> bool:
+        """Whether the host restricts its tokens before its next round."""
+        return self.request.masked and not self.free
 
     @property
     def request_id(self) -> str:

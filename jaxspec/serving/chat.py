@@ -160,7 +160,8 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     marks = reasoning_format(service.reasoning_format, template)
     reasoning = None if marks is None else chat_reasoning(service.llm.llm, marks, request, prompt)
     if structured is not None and reasoning is not None:
-        structured = reasoning.before(structured, optional=form is not None and free)
+        calls = service.llm.llm.tokenize([form.begin], special=False) if form and free else [[]]
+        structured = reasoning.before(structured, tuple(calls[0]))
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens

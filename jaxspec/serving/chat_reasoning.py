@@ -24,6 +24,7 @@ class ChatReasoning:
       inside: whether the answer begins within reasoning.
       closed: whether the prompt ends the reasoning, before the answer begins.
       begin, end: the tokens of the markers.
+      begins: the tokens that an answer begins with which reasons: a line break may come first.
       hidden: whether a text without special tokens lacks a marker.
     """
 
@@ -32,14 +33,26 @@ class ChatReasoning:
     closed: bool
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    begins: tuple[tuple[int, ...], ...]
     hidden: bool
 
-    def before(self, structured: StructuredOutput, *, optional: bool) -> StructuredOutput:
-        """A structured output that begins after the reasoning; see Reasoning."""
+    def before(self, structured: StructuredOutput, call: tuple[int, ...]) -> StructuredOutput:
+        """A structured output that begins after the reasoning; see Reasoning.
+
+        ``call``: the tokens that begin a call which may end the reasoning; empty: none may.
+        """
         if self.closed:
             return structured
         form = self.form
-        reasoning = Reasoning(form.begin, form.end, self.inside, optional, form.dropped)
+        reasoning = Reasoning(
+            form.begin,
+            form.end,
+            self.inside,
+            optional=bool(call),
+            dropped=form.dropped,
+            begin_ids=self.begins,
+            end_ids=(*self.end, *call[:1]) if len(self.end) == 1 else (),
+        )
         return dataclasses.replace(structured, reasoning=reasoning)
 
     def budget(self, tokens: int) -> ReasoningBudget | None:
@@ -54,7 +67,8 @@ def chat_reasoning(
     llm: LLM, form: ReasoningFormat, request: ChatRequest, prompt: Sequence[int]
 ) -> ChatReasoning:
     """How the answer to a request reasons, whose prompt this is."""
-    [begin, end] = llm.tokenize([form.begin, form.end], special=False)
+    texts = (form.begin, form.end, f"\n{form.begin}")
+    begin, end, after_line = map(tuple, llm.tokenize(texts, special=False))
     added: Mapping[int, Any] = llm.tokenizer.added_tokens_decoder
     hidden = any(token in added and added[token].special for token in (*begin, *end))
     tail = llm.detokenize(prompt[-MOST_MARKER_TOKENS:]).rstrip()
@@ -62,7 +76,8 @@ def chat_reasoning(
     if request.continue_final_message:  # which may end anywhere
         text = str(request.messages[-1].get("content") or "")
         inside, closed = text.rfind(form.begin) > text.rfind(form.end), form.end in text
-    return ChatReasoning(form, inside, closed and not inside, tuple(begin), tuple(end), hidden)
+    closed = closed and not inside
+    return ChatReasoning(form, inside, closed, begin, end, (begin, after_line), hidden)
 
 
 def reasoning_budget(

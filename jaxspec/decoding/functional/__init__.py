@@ -42,6 +42,7 @@ from jaxspec.decoding.functional.rows import (
     init_state,
     no_controls,
     release,
+    resume,
     set_controls,
 )
 from jaxspec.decoding.functional.whole_prompts import prefill_all
@@ -65,6 +66,7 @@ __all__ = [
     "release",
     "remember",
     "restore_row",
+    "resume",
     "save_row",
     "set_controls",
     "take_states",

@@ -21,7 +21,7 @@ from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.decoding.functional.subset import local_rows, put_rows
 from jaxspec.decoding.past_text import empty_past
 from jaxspec.decoding.sampling import Controls, make_controls, make_sampling
-from jaxspec.decoding.state import EngineState, Pool, Rows, empty_statistics
+from jaxspec.decoding.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
 from jaxspec.parallel import (
     Layout,
     check_divides,
@@ -264,6 +264,31 @@ def set_controls(
 def _indices(state: EngineState, rows: Integers) -> Array:
     """Row indices as int32 [B]. Raises ValueError for what check_rows refuses."""
     return jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
+
+
+def resume(
+    params: EngineParams, state: EngineState, rows: Integers, stop_token_ids: Integers
+) -> EngineState:
+    """Let rows [B] go on that a stop token has ended, with other stop tokens.
+
+    Args:
+      rows: padding is -1, and in a traced list any index outside 0 .. R - 1.
+      stop_token_ids: int32 [B, E], padded with -1; E is that of the state.
+    """
+    check_state(params, state)
+    arguments = _indices(state, rows), jnp.asarray(stop_token_ids, jnp.int32)
+    return on_mesh(_resume, params, state, arguments, (P(), P()), None)
+
+
+def _resume(params: EngineParams, state: EngineState, rows: Array, stops: Array) -> EngineState:
+    before = state.rows
+    index = local_rows(rows, before.status.shape[0], params.layout.batch)
+    resumed = before.replace(
+        status=before.status.at[index].set(Status.DECODING, mode="drop"),
+        ending=before.ending.at[index].set(Ending.NONE, mode="drop"),
+        stop_tokens=before.stop_tokens.at[index].set(stops, mode="drop"),
+    )
+    return state.replace(rows=resumed)
 
 
 def held_slots(table: Array, page_size: int) -> Array:

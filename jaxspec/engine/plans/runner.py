@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.state import ERRORS, Ending, Status
 from jaxspec.engine.emitted import RowOutput, row_outputs
+from jaxspec.engine.generation import Generation
 from jaxspec.engine.plans.host_copies import RowSnapshots, SwappedRows
 from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
@@ -21,6 +22,8 @@ from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.scheduling.preemption_costs import PreemptionCosts
+
+type Tokens = tuple[int, ...]
 
 
 class Launched(NamedTuple):
@@ -86,6 +89,7 @@ class PlanRunner:
         restored = [self._new_row(back) for back in plan.swap_in]
         programs.set_controls([*restored, *admitted])
         self._idle_rows -= {new.row for new in (*restored, *admitted)}
+        programs.resume({each.row: self._stops(generation_of(each)) for each in plan.resumed})
         programs.assign_pages([(each.row, each.pages) for each in plan.tables])
         reads = self._reads(plan, load)
         for step in plan.snapshots:
@@ -96,17 +100,22 @@ class PlanRunner:
 
     def _new_row(self, step: Admission | SwapIn) -> NewRow:
         sequence = step.sequence
-        sampling = generation_of(sequence).sampling
+        generation = generation_of(sequence)
         return NewRow(
             row=sequence.row,
             prompt=tuple(sequence.tokens),
             max_len=sequence.limit,
-            sampling=sampling,
-            stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
+            sampling=generation.sampling,
+            stop_token_ids=self._stops(generation),
             request_prompt_len=sequence.prompt_length,
             table=tuple(sequence.pages),
             cached=step.cached if isinstance(step, Admission) else 0,
         )
+
+    def _stops(self, generation: Generation) -> tuple[int, ...]:
+        """The tokens at which a request's row stops."""
+        model = self.programs.params.target.config
+        return (*generation.sampling.stops(model.stop_token_ids), *generation.pauses)
 
     def _reads(self, plan: Plan, load: Load) -> list[LaunchedCall]:
         if not plan.reads:
@@ -140,21 +149,43 @@ class PlanRunner:
         """What each row did in the calls of a plan, which were read from the device."""
         results: dict[int, RowResult] = {}
         for output in row_outputs(launched.calls, launched.plan.sequences):
-            result, earlier = self._result(output, launched.shape), results.get(output.row)
+            earlier = results.get(output.row)
+            result = self._result(output, launched.shape, earlier.tokens if earlier else ())
             results[output.row] = result if earlier is None else _after(earlier, result)
         self._idle_rows |= {row for row, result in results.items() if result.ended is not None}
         return list(results.values())
 
-    def _result(self, output: RowOutput, shape: TreeShape) -> RowResult:
+    def _result(self, output: RowOutput, shape: TreeShape, earlier: Tokens) -> RowResult:
         emitted, column = output.emitted, output.column
         ending, done = Ending(int(emitted.ending[column])), emitted.status[column] == Status.DONE
+        tokens, pause = tuple(output.tokens), None
+        if done and ending is Ending.STOP and not tokens:
+            done = False  # an earlier call has ended it, or it pauses
+        elif done and ending is Ending.STOP:
+            ending, pause = self._at_stop(output, earlier)
+            done = pause is None
         return RowResult(
             row=output.row,
-            tokens=tuple(output.tokens),
+            tokens=tokens,
             pending=self._pending(output.counts, shape) if emitted.num_rounds else 0,
             ended=ending.name if done else None,
             failed=bool(done) and ending in ERRORS,
+            pause=pause,
         )
+
+    def _at_stop(self, output: RowOutput, earlier: Tokens) -> tuple[Ending, bool | None]:
+        """Why a row has stopped, or, if it pauses, whether the host restricts its next tokens.
+
+        ``earlier`` tokens of the same plan come before those of the output.
+        """
+        sequence, generation = output.sequence, generation_of(output.sequence)
+        phases, new = generation.phases, [*earlier, *output.tokens]
+        if phases is None or generation.done or new[-1] not in phases.pauses:
+            return Ending.STOP, None
+        phases.pass_pause([*sequence.tokens[sequence.prompt_length :], *new])
+        if len(sequence.tokens) + len(new) >= sequence.limit:
+            return Ending.LENGTH, None
+        return Ending.NONE, phases.masked
 
     def _pending(self, counts: np.ndarray, shape: TreeShape) -> int:
         """Tokens of the context that the drafter has not read after rounds that committed
@@ -171,6 +202,9 @@ class PlanRunner:
 
 
 def _after(earlier: RowResult, later: RowResult) -> RowResult:
-    """What a row did in two calls. A call that ran no round of it leaves its pending tokens."""
+    """What a row did in two calls. A call that ran no round of it leaves its pending tokens, and
+    why it was done before."""
+    if not (later.tokens or later.ended):
+        return earlier
     pending = later.pending if later.tokens else earlier.pending
     return later._replace(tokens=earlier.tokens + later.tokens, pending=pending)

@@ -46,7 +46,7 @@ class StructuredRounds:
         masks = {}
         for read in plan.reads:
             sequence = plan.sequences[read.row]
-            if sequence.request.masked and sequence.read == sequence.goal:
+            if sequence.masked and sequence.read == sequence.goal:
                 matcher = self._matcher(sequence, [])
                 masks[read.row] = self.programs.all_tokens()
                 try:

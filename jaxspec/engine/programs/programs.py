@@ -5,6 +5,7 @@ For serving only this module and, for pipelines, the folder pipeline/ call ``jax
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class Programs(CompiledPrograms):
             function.__name__: jit(function)
             for function in (
                 functional.release,
+                functional.resume,
                 functional.catch_up,
                 functional.copy_pages,
                 functional.remember,
@@ -183,6 +185,14 @@ class Programs(CompiledPrograms):
         """Empty rows that are not done."""
         if rows:
             self._small("release", self.sizes.padded(rows, self.sizes.num_rows))
+
+    def resume(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Let rows go on that a stop token has ended, with these stop tokens each."""
+        for part in itertools.batched(rows.items(), ADMISSIONS):
+            stops = np.full((ADMISSIONS, self.sizes.max_stops), -1, np.int32)
+            for place, (_, ids) in enumerate(part):
+                stops[place, : len(ids)] = ids
+            self._small("resume", self.sizes.padded([row for row, _ in part], ADMISSIONS), stops)
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""

@@ -27,8 +27,9 @@ def after_reasoning(grammar: str, reasoning: Reasoning, markers: Markers) -> str
     if not reasoning.inside:
         thought = f"({BLANK_LINE} {markers.literal(reasoning.begin)} {thought})?"
     start = f"start: {thought} dropped @answer"
-    if reasoning.inside and reasoning.optional:
-        start += " | @answer"
+    if reasoning.optional:
+        begin = "" if reasoning.inside else f"{BLANK_LINE} {markers.literal(reasoning.begin)} "
+        start += f" | {begin}@answer"
     dropped = " | ".join(markers.literal(marker) for marker in reasoning.dropped)
     each = f"(({dropped}) {BLANK_LINE}){{0,{MOST_DROPPED}}}" if dropped else '""'
     header = NO_FORCING if '"no_forcing": true' in grammar else FORCING
