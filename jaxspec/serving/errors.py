@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 1  # seconds; a call of the engine takes less
 MOST_MESSAGE = 500  # characters
+MOST_PROBLEMS = 10  # of a body
 
 
 class ApiError(Exception):
@@ -94,20 +95,31 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
-    first = next(iter(error.errors()))
-    cause = first.get("ctx", {}).get("error")
+    """All that is wrong with a body, of each field the first; ``param`` is the first of them."""
+    problems: dict[str | None, ApiError] = {}
+    for details in error.errors():
+        problem = _problem(details)
+        problems.setdefault(problem.param, problem)
+    first, *others = list(problems.values())[:MOST_PROBLEMS]
+    message = "; ".join([first.message, *(other.message for other in others)])
+    return ApiError(400, message, param=first.param, code=first.code)
+
+
+def _problem(details: Mapping[str, Any]) -> ApiError:
+    cause = details.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return api_error(cause)
-    names = [str(part) for part in first["loc"][1:]]  # after "body"
+    names = [str(part) for part in details["loc"][1:]]  # after "body"
     # Up to where pydantic names the kinds of a union.
     names = list(itertools.takewhile(lambda name: name.isidentifier() or name.isdigit(), names))
     param = ".".join(names) or None
-    if first["type"] == "extra_forbidden":
+    if isinstance(details.get("input"), FieldError):  # a field that is refused
+        return ApiError(400, str(details["input"]), param=param)
+    if details["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param}", param=param, code="unknown_field")
-    if first["type"] == "json_invalid":
+    if details["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    message = str(first["msg"])
+    message = str(details["msg"])
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

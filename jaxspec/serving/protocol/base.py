@@ -30,6 +30,8 @@ HINTS = frozenset(
 
 MOST_FIELDS = 200  # each unknown one would be an error of its own
 
+IDLE = object()  # the value of a field that asks for nothing
+
 # Fields that cannot be honoured: the values that ask for nothing (besides null), and what to do.
 type Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
@@ -68,6 +70,7 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     refused: ClassVar[Refused] = REFUSED
+    hints: ClassVar[frozenset[str]] = HINTS
 
     @validator(mode="before")
     @classmethod
@@ -76,24 +79,28 @@ class RequestBody(BaseModel):
             return body
         if len(body) > MOST_FIELDS:
             raise FieldError("body", f"{len(body)} fields are more than {MOST_FIELDS}")
-        return {name: value for name, value in body.items() if not cls._is_idle(name, value)}
+        fields = {name: cls._read(name, value) for name, value in body.items()}
+        return {name: value for name, value in fields.items() if value is not IDLE}
 
     @classmethod
-    def _is_idle(cls, name: str, value: Any) -> bool:
-        """Whether a field asks for nothing. Raises FieldError for one that is refused."""
+    def _read(cls, name: str, value: Any) -> Any:
+        """The value of a field, or IDLE if it asks for nothing.
+
+        That of a field that is refused is the FieldError: so it is told with what else is wrong.
+        """
         if name in cls.model_fields:
-            return False
-        if name in HINTS:
-            return True
+            return value
+        if name in cls.hints:
+            return IDLE
         if name in cls.refused:
             idle, advice = cls.refused[name]
         elif name in ROUTER_FIELDS:
             idle, advice = ROUTER_FIELDS[name], "leave it out"
         else:
-            return False  # unknown: refused by name
+            return value  # unknown: refused by name
         if value is None or value in idle:
-            return True
-        raise FieldError(name, f"{name} is not supported: {advice}")
+            return IDLE
+        return FieldError(name, f"{name} is not supported: {advice}")
 
 
 class ResponseBody(BaseModel):
