@@ -13,14 +13,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec._version import __version__
-from jaxspec.serving import chat, completions, prepared
+from jaxspec.serving import answers, chat, completions, prepared
 from jaxspec.serving.draining import Draining
-from jaxspec.serving.errors import add_handlers
+from jaxspec.serving.errors import add_handlers, ascii_json
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse
 from jaxspec.serving.protocol.models import ModelCard, ModelList, StopToken
+from jaxspec.serving.protocol.responses import DeletedResponse, ResponseObject, ResponsesRequest
 from jaxspec.serving.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -30,6 +31,8 @@ from jaxspec.serving.protocol.tokens import (
 )
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.request_ids import HEADER, RequestIds
+from jaxspec.serving.responses import prepare as responses
+from jaxspec.serving.responses.store import ResponseStore
 from jaxspec.serving.sampling import check_length
 from jaxspec.serving.security import (
     MOST_BYTES,
@@ -39,9 +42,17 @@ from jaxspec.serving.security import (
     BodyLimit,
     RateLimit,
     client_of,
+    key_of,
 )
 from jaxspec.serving.service import Service
-from jaxspec.serving.streaming import EVENTS, ClientGone, EventStream, until_gone
+from jaxspec.serving.streaming import (
+    EVENTS,
+    Chunks,
+    ClientGone,
+    EventStream,
+    TypedEvents,
+    until_gone,
+)
 
 FOLDER = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody sees it but the log
@@ -90,6 +101,7 @@ def make_app(
     keyed = APIRouter(dependencies=[Security(API_KEY)] if api_keys else [])
     _add_models(keyed, service)
     _add_generation(keyed, service, rates)
+    _add_responses(keyed, service, rates, ResponseStore())
     _add_tokens(keyed, service)
     app.include_router(keyed)
     app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
@@ -98,7 +110,8 @@ def make_app(
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     if cors_origins:  # outside of the keys: browsers ask without one before they send it
-        methods, headers = ("GET", "POST"), ("Authorization", "Content-Type", HEADER)
+        methods = ("DELETE", "GET", "POST")
+        headers = ("Authorization", "Content-Type", "X-Api-Key", HEADER)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=cors_origins,
@@ -153,6 +166,39 @@ def _add_models(app: APIRouter, service: Service) -> None:
         return card(name)
 
 
+async def respond_in_events(
+    request: Request, rates: Rates, prepare: answers.Preparing, *, streams: bool | None
+) -> Response:
+    """An answer as events that name their types, or whole."""
+    spend = partial(rates.spend, client_of(request.scope))
+    try:
+        if streams:
+            beginning = answers.begin_stream(prepare, spend)
+            writer, first, rest = await until_gone(request.receive, beginning)
+            return EventStream(first, rest, TypedEvents(writer.failed))
+        answer = await until_gone(request.receive, answers.answer(prepare, spend))
+        return Response(ascii_json(answer.model_dump()), media_type="application/json")
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+
+
+def _add_responses(app: APIRouter, service: Service, rates: Rates, store: ResponseStore) -> None:
+    @app.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        prepare = partial(responses.prepare, service, store, key_of(request.scope), body)
+        return await respond_in_events(request, rates, prepare, streams=body.stream)
+
+    @app.get("/v1/responses/{name}", response_model=ResponseObject)
+    async def retrieve(name: str, request: Request) -> Response:
+        found = store.response(key_of(request.scope), name)
+        return Response(found, media_type="application/json")
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str, request: Request) -> DeletedResponse:
+        store.remove(key_of(request.scope), name)
+        return DeletedResponse(id=name)
+
+
 def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
     async def respond(
         request: Request, prepare: prepared.Preparing[Any], *, streams: bool | None
@@ -162,7 +208,8 @@ def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
         try:
             if streams:
                 chunks = prepared.stream(prepare, spend)
-                return EventStream(await until_gone(request.receive, anext(chunks)), chunks)
+                first = await until_gone(request.receive, anext(chunks))
+                return EventStream(first, chunks, Chunks())
             answer = await until_gone(request.receive, prepared.answer(prepare, spend))
             return Response(answer.model_dump_json(), media_type="application/json")
         except ClientGone:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxspec.serving.errors import CutShort, NotReady
 from jaxspec.serving.security import is_open, take_rest
 from jaxspec.serving.service import Service
-from jaxspec.serving.streaming import EVENTS, last_events, until
+from jaxspec.serving.streaming import EVENTS, STREAM_ENDS, StreamEnds, until
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Draining:
         elif service.state == "ending":
             await take_rest(receive)
             error = NotReady(service.state, {"Connection": "close"})
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
         else:
             service.under_way += 1
             try:
@@ -48,7 +48,7 @@ class Draining:
 
     async def _until_cut(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer(send)
-        app = self._app(scope, receive, answer.send)
+        app = self._app({**scope, STREAM_ENDS: answer.ends}, receive, answer.send)
         async with until(app, self._service.cut.wait()) as work:
             if work.done() or not answer.can_be_cut:
                 await work
@@ -64,7 +64,7 @@ class _Answer:
     """How much of an answer has been sent."""
 
     def __init__(self, send: Send):
-        self._send = send
+        self._send, self.ends = send, StreamEnds()
         self._has_begun = self._is_stream = self._is_whole = False
 
     @property
@@ -85,9 +85,9 @@ class _Answer:
         """Send the error instead of what is missing; the application sends no more."""
         error = CutShort()
         if self._has_begun:
-            await self.send({"type": "http.response.body", "body": last_events(error)})
+            await self.send({"type": "http.response.body", "body": self.ends.failure(error)})
         else:
-            await error.response()(scope, receive, self.send)
+            await error.response(scope)(scope, receive, self.send)
 
 
 async def drain(service: Service, seconds: float) -> None:

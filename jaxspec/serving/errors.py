@@ -1,15 +1,19 @@
-"""Errors that clients see, in OpenAI's shape. None holds a path or a stack trace."""
+"""Errors that clients see, in the shape of the API that they ask. None holds a path or a stack
+trace."""
 
 import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.serving.protocol.base import ErrorDetails, ErrorResponse, FieldError
@@ -19,6 +23,21 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER = 1  # seconds; a call of the engine takes less
 MOST_MESSAGE = 500  # characters
 MOST_PROBLEMS = 10  # of a body
+REQUEST_ID = "jaxspec.request_id"  # in a request's scope, see request_ids
+ANTHROPIC_PATH = "/v1/messages"
+# What Anthropic calls errors with a status; others below 500 are invalid_request_error.
+ANTHROPIC_KINDS: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
 
 
 class ApiError(Exception):
@@ -33,25 +52,40 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ):
+        """``details`` are told to Anthropic's clients alone."""
         super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        self.status, self.kind, self.details = status, kind, details
+        is_long = len(message) > MOST_MESSAGE
+        self.message = f"{message[: MOST_MESSAGE - 3]}..." if is_long else message
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        message = self.message
-        if len(message) > MOST_MESSAGE:
-            message = f"{message[: MOST_MESSAGE - 3]}..."
-        details = ErrorDetails(message=message, type=self.kind, param=self.param, code=self.code)
-        return ErrorResponse(error=details).model_dump()
+        """In OpenAI's shape."""
+        own = ErrorDetails(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return ErrorResponse(error=own).model_dump()
 
-    def text(self) -> str:
-        """JSON in ASCII: a message may quote what is no valid Unicode."""
-        return json.dumps(self.body())
+    def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
+        """In Anthropic's shape."""
+        other = "api_error" if self.status > 500 else "invalid_request_error"
+        kind = ANTHROPIC_KINDS.get(self.status, other)
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = dict(self.details)
+        return {"type": "error", "error": error, "request_id": request_id}
 
-    def response(self) -> Response:
+    def response(self, scope: Scope) -> Response:
+        """To a request, in the shape of the API of its path."""
+        is_anthropic = get_route_path(scope).startswith(ANTHROPIC_PATH)
+        body = self.anthropic_body(scope.get(REQUEST_ID)) if is_anthropic else self.body()
         media_type = "application/json"
-        return Response(self.text(), self.status, headers=self.headers, media_type=media_type)
+        return Response(ascii_json(body), self.status, headers=self.headers, media_type=media_type)
+
+
+def ascii_json(body: Mapping[str, Any]) -> str:
+    """JSON in ASCII: a message may quote what is no valid Unicode."""
+    return json.dumps(body)
 
 
 class NotReady(ApiError):
@@ -124,12 +158,12 @@ def _problem(details: Mapping[str, Any]) -> ApiError:
 
 
 def add_handlers(app: FastAPI, on_full: Callable[[], None]) -> None:
-    """Answer every exception in OpenAI's shape. ``on_full`` is called when the queue is full."""
+    """Answer every exception. ``on_full`` is called when the queue is full."""
 
-    async def handle(_: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, QueueFull):
             on_full()
-        return api_error(error).response()
+        return api_error(error).response(request.scope)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ValueError, QueueFull):
         app.add_exception_handler(kind, handle)

@@ -9,9 +9,11 @@ import uuid
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxspec.serving.errors import REQUEST_ID
 from jaxspec.serving.security import client_of
 
 HEADER = "X-Request-Id"
+HEADERS = (HEADER.lower().encode(), b"request-id")  # OpenAI's clients read the first
 GIVEN = re.compile(r"[!-~]{1,128}")  # what clients may give; no blank, so that it is one word
 logger = logging.getLogger("jaxspec.access")
 
@@ -39,12 +41,12 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                header = (HEADER.lower().encode(), request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                ids = [(header, request_id.encode()) for header in HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app({**scope, REQUEST_ID: request_id}, receive, send_with_id)
         finally:
             if self._log:
                 seconds = time.perf_counter() - started

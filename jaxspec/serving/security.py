@@ -27,7 +27,10 @@ def is_open(scope: Scope) -> bool:
 
 
 class ApiKeys:
-    """Asks for ``Authorization: Bearer KEY``. The comparison takes the same time for every key."""
+    """Asks for ``Authorization: Bearer KEY``, or ``X-Api-Key: KEY`` as Anthropic's clients send it.
+
+    The comparison takes the same time for every key.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -43,20 +46,27 @@ class ApiKeys:
         headers = {"WWW-Authenticate": "Bearer"}
         kind, code = "authentication_error", "invalid_api_key"
         error = ApiError(401, "a valid API key is needed", kind=kind, code=code, headers=headers)
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
 
     def _known_key(self, scope: Scope) -> int | None:
         """The number of the key that is given, if it is one of ours."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, token = given.partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            token = headers.get(b"x-api-key", b"")
         equal = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all of them
-        return equal.index(True) if scheme.lower() == b"bearer" and any(equal) else None
+        return equal.index(True) if any(equal) else None
 
 
 def client_of(scope: Scope) -> str:
     """Who asks: the API key by its number; where there are none, the address."""
     address = scope.get("client")
     return scope.get(CLIENT) or (address[0] if address else "")
+
+
+def key_of(scope: Scope) -> str:
+    """Whose a request is: the API key by its number; where there are none, everyone's."""
+    return scope.get(CLIENT, "")
 
 
 class RateLimit:
@@ -70,7 +80,7 @@ class RateLimit:
             try:
                 self._rates.admit(client_of(scope))
             except ApiError as error:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -89,7 +99,7 @@ class BodyLimit:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > self._most:
             await take_rest(receive)
-            await self._too_large().response()(scope, receive, send)
+            await self._too_large().response(scope)(scope, receive, send)
             return
         read, is_whole = 0, False
         until = asyncio.get_running_loop().time() + self._seconds

@@ -2,17 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from typing import Any
+import dataclasses
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+)
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jaxspec.serving.errors import ApiError, api_error
+from jaxspec.serving.errors import ApiError, api_error, ascii_json
 
 EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
+STREAM_ENDS = "jaxspec.stream_ends"  # in a request's scope, see StreamEnds
 
 
 class ClientGone(Exception):
@@ -49,30 +58,92 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events of responses, then ``[DONE]``.
+type Event = Mapping[str, Any]  # with its "type"
 
-    The first response is known already: its errors had a status of their own. A later error is an
-    event. When the client goes away, the generator is closed, which cancels its requests.
+
+class Framing(Protocol):
+    """How an API writes streams."""
+
+    def event(self, content: Any) -> bytes:
+        """One event."""
+        ...
+
+    def ending(self) -> bytes:
+        """What comes after the last event."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream that cannot go on."""
+        ...
+
+
+class Chunks:
+    """OpenAI's chats and completions: responses, then ``[DONE]``."""
+
+    def event(self, content: BaseModel) -> bytes:
+        return _data(content.model_dump_json())
+
+    def ending(self) -> bytes:
+        return DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return _data(ascii_json(error.body())) + DONE
+
+
+class TypedEvents:
+    """Events that name their types.
+
+    Args:
+      failed: the events that end a stream with an error.
     """
 
-    def __init__(self, beginning: BaseModel, rest: AsyncGenerator[BaseModel, None]):
-        self._rest = rest
+    def __init__(self, failed: Callable[[ApiError], Iterable[Event]]):
+        self._failed = failed
+
+    def event(self, content: Event) -> bytes:
+        return b"event: " + content["type"].encode() + b"\n" + _data(ascii_json(content))
+
+    def ending(self) -> bytes:
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"".join(map(self.event, self._failed(error)))
+
+
+@dataclasses.dataclass
+class StreamEnds:
+    """Tells the middleware that cuts a stream how to end it; in a request's scope."""
+
+    failure: Callable[[ApiError], bytes] = Chunks().failure
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events.
+
+    The first one's content is known already: its errors had a status of their own. A later error is
+    an event. When the client goes away, the generator is closed, which cancels its requests.
+    """
+
+    def __init__(self, beginning: Any, rest: AsyncGenerator[Any, None], framing: Framing):
+        self._rest, self._framing = rest, framing
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         content = self._events(beginning)
         super().__init__(content, media_type=EVENTS, headers=headers)
 
-    async def _events(self, beginning: BaseModel) -> AsyncGenerator[bytes, None]:
+    async def _events(self, beginning: Any) -> AsyncGenerator[bytes, None]:
         try:
-            yield _event(beginning.model_dump_json())
-            async for response in self._rest:
-                yield _event(response.model_dump_json())
+            yield self._framing.event(beginning)
+            async for content in self._rest:
+                yield self._framing.event(content)
         except Exception as error:
-            yield last_events(api_error(error))
+            yield self._framing.failure(api_error(error))
         else:
-            yield DONE
+            if ending := self._framing.ending():
+                yield ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if STREAM_ENDS in scope:
+            scope[STREAM_ENDS].failure = self._framing.failure
         try:
             with contextlib.suppress(ClientGone, OSError):
                 await until_gone(receive, self.stream_response(send))
@@ -80,10 +151,5 @@ class EventStream(StreamingResponse):
             await self._rest.aclose()
 
 
-def last_events(error: ApiError) -> bytes:
-    """What ends a stream that cannot go on."""
-    return _event(error.text()) + DONE
-
-
-def _event(text: str) -> bytes:
+def _data(text: str) -> bytes:
     return b"data: " + text.encode() + b"\n\n"

@@ -9,10 +9,12 @@ from jaxspec.serving.protocol.base import REFUSED, Refused, RequestBody, Respons
 from jaxspec.serving.protocol.sampling import Choice, GeneratedResponse, SamplingFields
 
 MOST_TOOLS = 128
+# OpenAI's are at most 64 characters; Anthropic's, such as those of MCP servers, 128.
+type FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 
 class Function(RequestBody):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # true: a schema that cannot be enforced is an error

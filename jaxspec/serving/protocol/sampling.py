@@ -53,39 +53,44 @@ class StructuredOutputs(RequestBody):
     disable_any_whitespace: bool = False
 
 
-class SamplingFields(RequestBody):
-    """How to sample, and what to return. None: the default of the engine, or of OpenAI."""
+class SamplingControls(RequestBody):
+    """How to sample. None: the default of the engine, or of OpenAI."""
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = Field(None, ge=1, le=128)
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
     allowed_token_ids: TokenIds | None = Field(None, max_length=MOST_ALLOWED)
+    priority: int | None = None
+    cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)
+    plain: bool = False  # draft nothing, see SamplingParams
+
+
+class SamplingFields(SamplingControls):
+    """How to sample, and what to return."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_speculation: bool = False
-    plain: bool = False  # draft nothing, see SamplingParams
 
 
 class PromptTokensDetails(ResponseBody):

@@ -1,0 +1,134 @@
+"""Answers of chats in the shapes of other APIs: written part by part, as events or whole."""
+
+import abc
+import contextlib
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxspec.llm.completion import Completion
+from jaxspec.serving.chat import PreparedChat
+from jaxspec.serving.errors import ApiError, api_error
+from jaxspec.serving.parts import Part
+from jaxspec.serving.protocol.base import FieldError
+
+type Event = dict[str, Any]  # with its "type"
+
+
+class AnswerWriter(abc.ABC):
+    """Writes one answer: ``begin``, ``push`` for its parts, then ``end`` or ``failed``.
+
+    Each returns the events that are new.
+    """
+
+    prepared: PreparedChat
+
+    @abc.abstractmethod
+    def begin(self) -> list[Event]:
+        """Before the first part."""
+
+    @abc.abstractmethod
+    def push(self, parts: Sequence[Part]) -> list[Event]:
+        """What is new."""
+
+    @abc.abstractmethod
+    def end(self, completion: Completion) -> list[Event]:
+        """After the last part. Raises ApiError for an answer that did not end as it should."""
+
+    @abc.abstractmethod
+    def failed(self, error: ApiError) -> list[Event]:
+        """Instead of what is missing."""
+
+    @abc.abstractmethod
+    def whole(self) -> BaseModel:
+        """The answer, after its end."""
+
+
+# Checks and encodes a request when it is called.
+type Preparing = Callable[[], Awaitable[AnswerWriter]]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+@contextlib.contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Lets errors of a chat name the fields of another API.
+
+    ``names``: patterns of the chat's fields, and what they are there.
+    """
+    try:
+        yield
+    except (ApiError, FieldError) as raised:
+        error = api_error(raised)
+        if error.param is None:
+            raise
+        for pattern, name in names.items():
+            if found := re.fullmatch(pattern, error.param):
+                param = found.expand(name)
+                if error.message.startswith(error.param):
+                    error.message = param + error.message.removeprefix(error.param)
+                error.param = param
+                break
+        raise error from raised
+
+
+async def answer(prepare: Preparing, spend: Callable[[int], None]) -> BaseModel:
+    """The whole answer. ``spend`` is told of the tokens, as they come.
+
+    Raises ApiError, and what AsyncLLM.generate raises.
+    """
+    writer = await prepare()
+    prepared = writer.prepared
+    spend(len(prepared.prompts[0]))
+    [completion] = await prepared.service.llm.generate(
+        prepared.prompts,
+        prepared.sampling,
+        timeout=prepared.service.request_timeout,
+        options=prepared.options,
+        on_tokens=spend,
+    )
+    writer.begin()
+    writer.push(prepared.parser().push(completion.text, last=True))
+    writer.end(completion)
+    return writer.whole()
+
+
+async def begin_stream(
+    prepare: Preparing, spend: Callable[[int], None]
+) -> tuple[AnswerWriter, Event, AsyncGenerator[Event, None]]:
+    """The writer of an answer, the first event, and the others.
+
+    What goes wrong before there is a token is raised here.
+    """
+    writer = await prepare()
+    events = stream(writer, spend)
+    return writer, await anext(events), events
+
+
+async def stream(writer: AnswerWriter, spend: Callable[[int], None]) -> AsyncGenerator[Event, None]:
+    """The answer as events."""
+    prepared = writer.prepared
+    parser, begun = prepared.parser(), False
+    spend(len(prepared.prompts[0]))
+    chunks = prepared.service.llm.stream(
+        prepared.prompts,
+        prepared.sampling,
+        timeout=prepared.service.request_timeout,
+        options=prepared.options,
+    )
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            events = [] if begun else writer.begin()
+            begun = True
+            if isinstance(chunk, Completion):
+                events += writer.end(chunk)
+            else:
+                spend(len(chunk.token_ids))
+                events += writer.push(parser.push(chunk.text, last=chunk.done))
+            for event in events:
+                yield event

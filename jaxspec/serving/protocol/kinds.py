@@ -1,0 +1,53 @@
+"""Objects of several kinds, told by their ``type``."""
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from jaxspec.serving.protocol.base import RequestBody
+
+
+class Echoed(RequestBody):
+    """What clients may send back as a server wrote it: fields that are not read here are ignored,
+    as other servers have further ones."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def of_kind(
+    what: str,
+    kinds: Mapping[str, type[BaseModel]],
+    default: str = "",
+    words: tuple[str, ...] = (),
+) -> PlainValidator:
+    """Reads an object as the model of its ``type``: errors are those of that kind alone.
+
+    Args:
+      what: the objects, in the plural: a kind that is not known is refused by its name.
+      default: the type of an object that has none.
+      words: texts that may stand in place of an object.
+    """
+    among = "".join(f"{word!r}, " for word in words)
+
+    def read(value: Any) -> BaseModel | str:
+        if isinstance(value, tuple(kinds.values())) or (isinstance(value, str) and value in words):
+            return value
+        if not isinstance(value, dict):
+            message = "Input should be {words}an object"
+            raise PydanticCustomError("kind", message, {"words": among and f"{among}or "})
+        kind = value.get("type") or default
+        if not isinstance(kind, str) or kind not in kinds:
+            known = ", ".join(kinds)
+            raise PydanticCustomError(
+                "kind",
+                "{what} of type {kind} are not supported: there are {known}",
+                {"what": what, "kind": repr(kind)[:80], "known": known},
+            )
+        return kinds[kind].model_validate(value)
+
+    union = functools.reduce(operator.or_, kinds.values(), *([Literal[words]] if words else ()))
+    return PlainValidator(read, json_schema_input_type=union)
