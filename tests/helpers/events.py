@@ -4,6 +4,11 @@ import json
 from typing import Any
 
 import httpx
+import pytest
+
+from jaxspec.serving.answer_parser import AnswerParser
+from jaxspec.serving.chat import PreparedChat
+from jaxspec.serving.parts import Part
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 CITY["additionalProperties"] = False
@@ -26,3 +31,42 @@ async def stream_of(http: httpx.AsyncClient, path: str, body: Any) -> list[dict[
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     return read_events(answer.text)
+
+
+class Script(AnswerParser):
+    """A parser that gives the parts of a script, whatever the text is: the first half of them when
+    the text begins, the rest at its end."""
+
+    def __init__(self, *parts: Part):
+        super().__init__(None, False)
+        self._parts = list(parts)
+
+    def push(self, piece: str, last: bool = False) -> list[Part]:
+        count = len(self._parts) if last else len(self._parts) // 2
+        now, self._parts = self._parts[:count], self._parts[count:]
+        return now
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *parts: Part) -> None:
+    """Let the next answers of chats have these parts."""
+    monkeypatch.setattr(PreparedChat, "parser", lambda _: Script(*parts))
+
+
+def thought(text: str) -> Part:
+    return Part(text, reasoning=True)
+
+
+def call(number: int, name: str, *pieces: str) -> list[Part]:
+    """The parts of a call."""
+    return [Part(call=number, name=name), *(Part(piece, call=number) for piece in pieces)]
+
+
+# Parts of answers, and the kinds of items that they are.
+SCRIPTS: dict[str, tuple[list[Part], list[str]]] = {
+    "reasoning and text": ([thought("Let "), thought("me"), Part("So"), Part(" it is")], ["reasoning", "text"]),
+    "two calls": ([Part("Both."), *call(0, "weather", '{"city": ', '"Oslo"}'), *call(1, "time", "{}")], ["text", "call", "call"]),
+    "reasoning and a call": ([thought("hm"), *call(0, "time", "{}")], ["reasoning", "call"]),
+    "text after a call": ([*call(0, "time", "{}"), Part("done")], ["call", "text"]),
+    "reasoning alone": ([thought("hm")], ["reasoning"]),
+    "nothing": ([], ["text"]),
+}  # fmt: skip

@@ -5,9 +5,17 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from jaxspec import LLM
-from tests.helpers.events import CITY, stream_of
+from jaxspec.llm.completion import Completion
+from jaxspec.serving import results
+from jaxspec.serving.errors import ApiError
+from jaxspec.serving.protocol.responses import ResponsesRequest
+from jaxspec.serving.responses.input import messages_of
+from jaxspec.serving.responses.store import ResponseStore
+from tests.helpers.events import CITY, SCRIPTS, scripted, stream_of
 from tests.helpers.served import MODEL, with_http
 
 PATH = "/v1/responses"
@@ -113,3 +121,242 @@ def test_a_stream_tells_the_whole_response(llm: LLM, asked: dict[str, Any]):
         assert told == item["content"][0]["text"] and len(kinds) > 9
     else:
         assert told == item["arguments"] == events[-3]["arguments"]
+
+
+def test_a_conversation_goes_on(llm: LLM):
+    """A stored response knows its calls; its instructions are those of each request."""
+
+    async def test(http: httpx.AsyncClient) -> None:
+        first = (await http.post(PATH, json={**CALL, "instructions": "hush"})).json()
+        [call] = first["output"]
+        answers = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+        rest = {**ASKED, "input": [answers], "previous_response_id": first["id"]}
+        second = (await http.post(PATH, json=rest)).json()
+        echoed = [{"role": "user", "content": "abcabc"}, *first["output"], answers]
+        third = (await http.post(PATH, json={**ASKED, "input": echoed, "store": False})).json()
+        assert second["usage"]["input_tokens"] == third["usage"]["input_tokens"]
+        assert without_ids(second["output"]) == without_ids(third["output"])
+        assert second["previous_response_id"] == first["id"]
+
+        assert (await http.get(f"{PATH}/{second['id']}")).json() == second
+        gone = await http.get(f"{PATH}/{third['id']}")
+        assert gone.status_code == 404, "it was not to be stored"
+        deleted = await http.delete(f"{PATH}/{second['id']}")
+        assert deleted.json() == {"id": second["id"], "object": "response", "deleted": True}
+        for answer in (
+            await http.get(f"{PATH}/{second['id']}"),
+            await http.delete(f"{PATH}/{second['id']}"),
+            await http.post(PATH, json={**rest, "previous_response_id": second["id"]}),
+        ):
+            assert answer.status_code == 404
+            error = answer.json()["error"]
+            assert second["id"] in error["message"] and error["code"].endswith("_not_found")
+
+    with_http(llm, test)
+
+
+def test_a_stream_is_stored(llm: LLM):
+    async def test(http: httpx.AsyncClient) -> None:
+        events = await stream_of(http, PATH, ASKED)
+        last = events[-1]["response"]
+        assert (await http.get(f"{PATH}/{last['id']}")).json() == last
+
+    with_http(llm, test)
+
+
+def test_each_key_has_its_responses(llm: LLM):
+    async def test(http: httpx.AsyncClient) -> list[int]:
+        [mine, other] = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
+        found = (await http.post(PATH, json=ASKED, headers=mine)).json()
+        answers = [await http.get(f"{PATH}/{found['id']}", headers=key) for key in (other, mine)]
+        return [answer.status_code for answer in answers]
+
+    assert with_http(llm, test, api_keys=["one", "two"]) == [404, 200]
+
+
+def kept(store: ResponseStore, names: str) -> str:
+    def is_kept(name: str) -> bool:
+        try:
+            return bool(store.response("", name))
+        except ApiError:
+            return False
+
+    return "".join(filter(is_kept, names))
+
+
+def test_the_store_is_bounded():
+    store = ResponseStore(most=3, most_bytes=100)
+    for name in "abc":
+        store.add("", name, '{"a": 1}', [])
+    assert store.messages("", "a") == [] and len(store) == 3
+    store.add("", "d", '{"a": 1}', [])
+    assert kept(store, "bcda") == "cda", "b was used least recently"
+    store.add("", "e", "x" * 85, [])
+    assert kept(store, "abcde") == "ae", "bytes count"
+    store.add("", "f", "x" * 101, [])
+    assert kept(store, "aef") == "ae", "what is too large drives nothing out"
+    store.remove("", "e")
+    store.add("", "g", "x" * 85, [])
+    assert kept(store, "aeg") == "ag"
+
+
+# Parts of every kind.
+
+STOPPED = {**ASKED, "allowed_token_ids": [256, 97], "logit_bias": {"256": 100}}
+KINDS = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
+OF_STREAMS = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.mark.parametrize("ends", ["stop", "length"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_answer_is_as_openai_types_it(
+    llm: LLM, script: str, ends: str, monkeypatch: pytest.MonkeyPatch
+):
+    parts, kinds = SCRIPTS[script]
+    scripted(monkeypatch, *parts)
+    asked = {**(STOPPED if ends == "stop" else ASKED), "tools": TOOLS, "tool_choice": "none"}
+
+    async def test(http: httpx.AsyncClient) -> tuple[Any, list[dict[str, Any]]]:
+        return (await http.post(PATH, json=asked)).json(), await stream_of(http, PATH, asked)
+
+    whole, events = with_http(llm, test)
+    for event in events:
+        OF_STREAMS.validate_python(event)
+    Response.model_validate(whole)
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    output = whole["output"]
+    assert [item["type"] for item in output] == [KINDS[kind] for kind in kinds]
+    *others, last = [item["status"] for item in output]
+    assert set(others) <= {"completed"}
+    assert last == whole["status"] == ("completed" if ends == "stop" else "incomplete")
+    assert [e["item"] for e in events if e["type"].endswith("item.done")] == events[-1]["response"][
+        "output"
+    ]
+    for place, item in enumerate(output):
+        deltas = [e["delta"] for e in events if e.get("output_index") == place and "delta" in e]
+        told = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert "".join(deltas) == told
+    assert messages_of(ResponsesRequest(input=output).input)[0]["role"] == "assistant"
+
+
+def test_a_stream_that_fails_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    def broken(completion: Completion) -> str:
+        raise ApiError(504, "the request took too long", kind="timeout_error", code="timeout")
+
+    monkeypatch.setattr(results, "finish_reason", broken)
+
+    async def test(http: httpx.AsyncClient) -> tuple[httpx.Response, list[dict[str, Any]]]:
+        return await http.post(PATH, json=ASKED), await stream_of(http, PATH, ASKED)
+
+    answer, events = with_http(llm, test)
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+    [*_, last] = [OF_STREAMS.validate_python(event) for event in events]
+    assert last.type == "response.failed" and last.sequence_number == len(events) - 1
+    assert last.response.id == events[0]["response"]["id"]
+    assert last.response.error.code == "server_error" and "too long" in last.response.error.message
+    [item] = last.response.output
+    assert item.status == "incomplete"
+
+
+# Requests.
+
+
+def test_all_that_is_wrong_is_told_at_once(llm: LLM):
+    bad = {
+        "input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "x"}],
+        "background": True,
+        "colour": 1,
+        "temperature": "warm",
+        "tools": [{"type": "web_search"}],
+        "tool_choice": {"type": "mcp"},
+        "truncation": "auto",
+    }
+    [found] = posted(llm, bad)
+    assert found["http"] == 400
+    message = found["error"]["message"]
+    for part in (
+        *("input.1: items of type 'item_reference' are not supported", "unknown field colour"),
+        *("background is not supported", "tools.0: tools of type 'web_search'", "temperature: "),
+        *("tool_choice: choices of type 'mcp'", "truncation is not supported"),
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "a" * 2000}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content"),
+        ({"max_output_tokens": 9999}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {"type": "null"}}}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"tools": [{**TOOLS[0], "parameters": {"not": {}}, "strict": True}]}, "tools.0.parameters"),
+        ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name"),
+        ({"tool_choice": {"type": "function", "name": "fly"}, "tools": TOOLS}, "tool_choice"),
+        ({"include": ["message.output_text.logprobs"]}, "include.0"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"model": "other"}, "model"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_refused_by_name(llm: LLM, fields: dict[str, Any], param: str):
+    [found] = posted(llm, {**ASKED, **fields})
+    assert found["http"] in (400, 404), found
+    error = found["error"]
+    assert error["param"] == param and error["message"], error
+
+
+def test_what_agents_send_beside_is_accepted(llm: LLM):
+    fields = {
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "prompt_cache_key": "a",
+        "safety_identifier": "b",
+        "background": False,
+        "conversation": None,
+        "reasoning": {"effort": "low", "summary": "auto"},
+    }
+    [found] = posted(llm, {**ASKED, **fields})
+    assert found["http"] == 200
+    assert (found["prompt_cache_key"], found["safety_identifier"]) == ("a", "b")
+
+
+def test_items_become_messages():
+    given = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "so", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "fc_1"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}", "caller": None},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {
+            "type": "function_call_output",
+            "call_id": "2",
+            "output": [{"type": "input_text", "text": "y"}],
+            "status": None,
+        },
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]  # fmt: skip
+    calls = [
+        {"id": name, "type": "function", "function": {"name": function, "arguments": "{}"}}
+        for name, function in (("1", "f"), ("2", "g"))
+    ]
+    assert messages_of(ResponsesRequest(input=given).input) == [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "tool_calls": calls,
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+        {"role": "tool", "tool_call_id": "2", "content": "y"},
+        {"role": "assistant", "content": "no"},
+    ]
