@@ -36,6 +36,7 @@ class Completion:
       token_ids: the generated tokens, up to the one that ends the text.
       finish_reason: ``stop`` for a stop token or string (not part of the text), ``length``,
         ``cancelled``, ``timeout``, or ``error``.
+      stop_string: that ended it; None: none did.
       error: what went wrong; ``text`` is what was generated before the error.
       error_kind: of the error; None: there is none.
       acceptance_length: mean tokens committed per round, bonus included.
@@ -69,6 +70,7 @@ class Completion:
     trees: list[RoundTree] | None = None
     left_out_tokens: int = 0
     error_kind: ErrorKind | None = None
+    stop_string: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class GrowingText:
 
     @property
     def stopped(self) -> bool:
-        return self._strings.found
+        return self._strings.found is not None
 
     @property
     def token_ids(self) -> list[int]:
@@ -190,6 +192,7 @@ class GrowingText:
             if logprobs is None
             else sum(entry.logprob for entry in logprobs),
             trees=generation.trees,
+            stop_string=self._strings.found,
         )
 
 

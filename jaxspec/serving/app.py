@@ -14,12 +14,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec._version import __version__
 from jaxspec.serving import answers, chat, completions, prepared
+from jaxspec.serving.anthropic import prepare as messages
 from jaxspec.serving.draining import Draining
-from jaxspec.serving.errors import add_handlers, ascii_json
+from jaxspec.serving.errors import MESSAGES, REQUEST_ID, add_handlers, ascii_json
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse
+from jaxspec.serving.protocol.messages import (
+    CountRequest,
+    MessageObject,
+    MessagesRequest,
+    TokenCount,
+)
 from jaxspec.serving.protocol.models import ModelCard, ModelList, StopToken
 from jaxspec.serving.protocol.responses import DeletedResponse, ResponseObject, ResponsesRequest
 from jaxspec.serving.protocol.tokens import (
@@ -101,6 +108,7 @@ def make_app(
     keyed = APIRouter(dependencies=[Security(API_KEY)] if api_keys else [])
     _add_models(keyed, service)
     _add_generation(keyed, service, rates)
+    _add_messages(keyed, service, rates)
     _add_responses(keyed, service, rates, ResponseStore())
     _add_tokens(keyed, service)
     app.include_router(keyed)
@@ -197,6 +205,17 @@ def _add_responses(app: APIRouter, service: Service, rates: Rates, store: Respon
     async def delete(name: str, request: Request) -> DeletedResponse:
         store.remove(key_of(request.scope), name)
         return DeletedResponse(id=name)
+
+
+def _add_messages(app: APIRouter, service: Service, rates: Rates) -> None:
+    @app.post(MESSAGES, response_model=MessageObject, responses=STREAMED)
+    async def write(body: MessagesRequest, request: Request) -> Response:
+        prepare = partial(messages.prepare, service, body, request.scope.get(REQUEST_ID))
+        return await respond_in_events(request, rates, prepare, streams=body.stream)
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count(body: CountRequest) -> TokenCount:
+        return TokenCount(input_tokens=await messages.count_tokens(service, body))
 
 
 def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:

@@ -24,7 +24,7 @@ RETRY_AFTER = 1  # seconds; a call of the engine takes less
 MOST_MESSAGE = 500  # characters
 MOST_PROBLEMS = 10  # of a body
 REQUEST_ID = "jaxspec.request_id"  # in a request's scope, see request_ids
-ANTHROPIC_PATH = "/v1/messages"
+MESSAGES = "/v1/messages"  # the path of Anthropic's API
 # What Anthropic calls errors with a status; others below 500 are invalid_request_error.
 ANTHROPIC_KINDS: Mapping[int, str] = MappingProxyType(
     {
@@ -77,7 +77,7 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> Response:
         """To a request, in the shape of the API of its path."""
-        is_anthropic = get_route_path(scope).startswith(ANTHROPIC_PATH)
+        is_anthropic = get_route_path(scope).startswith(MESSAGES)
         body = self.anthropic_body(scope.get(REQUEST_ID)) if is_anthropic else self.body()
         media_type = "application/json"
         return Response(ascii_json(body), self.status, headers=self.headers, media_type=media_type)

@@ -61,12 +61,15 @@ def call(number: int, name: str, *pieces: str) -> list[Part]:
     return [Part(call=number, name=name), *(Part(piece, call=number) for piece in pieces)]
 
 
+OSLO = ['{"city": ', '"Oslo"}']
+BOTH = [Part("Both."), *call(0, "weather", *OSLO), *call(1, "time", "{}")]
+THINKS = [thought("Let "), thought("me"), Part("So"), Part(" it is")]
 # Parts of answers, and the kinds of items that they are.
 SCRIPTS: dict[str, tuple[list[Part], list[str]]] = {
-    "reasoning and text": ([thought("Let "), thought("me"), Part("So"), Part(" it is")], ["reasoning", "text"]),
-    "two calls": ([Part("Both."), *call(0, "weather", '{"city": ', '"Oslo"}'), *call(1, "time", "{}")], ["text", "call", "call"]),
+    "reasoning and text": (THINKS, ["reasoning", "text"]),
+    "two calls": (BOTH, ["text", "call", "call"]),
     "reasoning and a call": ([thought("hm"), *call(0, "time", "{}")], ["reasoning", "call"]),
     "text after a call": ([*call(0, "time", "{}"), Part("done")], ["call", "text"]),
     "reasoning alone": ([thought("hm")], ["reasoning"]),
     "nothing": ([], ["text"]),
-}  # fmt: skip
+}

@@ -21,6 +21,7 @@ from tests.helpers.served import MODEL, with_http
 PATH = "/v1/responses"
 ASKED = {"model": MODEL, "input": "abcabc", "temperature": 0.8, "seed": 5, "max_output_tokens": 12}
 TOOLS = [{"type": "function", "name": name, "parameters": CITY} for name in ("weather", "time")]
+STRICT = {**TOOLS[0], "strict": True}
 CALL = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_output_tokens": 150}
 CALL |= {"parallel_tool_calls": False}
 ITEM_EVENTS = ("output_item.added", "content_part.added", "output_text.delta")
@@ -38,6 +39,10 @@ def posted(llm: LLM, *bodies: Any, path: str = PATH, **options: Any) -> list[dic
         return found
 
     return with_http(llm, test, **options)
+
+
+def messages_from(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return messages_of(ResponsesRequest.model_validate({"input": items}).input)
 
 
 def without_ids(value: Any) -> Any:
@@ -236,7 +241,7 @@ def test_every_answer_is_as_openai_types_it(
         deltas = [e["delta"] for e in events if e.get("output_index") == place and "delta" in e]
         told = item["arguments"] if "arguments" in item else item["content"][0]["text"]
         assert "".join(deltas) == told
-    assert messages_of(ResponsesRequest(input=output).input)[0]["role"] == "assistant"
+    assert messages_from(output)[0]["role"] == "assistant"
 
 
 def test_a_stream_that_fails_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch):
@@ -250,12 +255,14 @@ def test_a_stream_that_fails_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch):
 
     answer, events = with_http(llm, test)
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
-    [*_, last] = [OF_STREAMS.validate_python(event) for event in events]
-    assert last.type == "response.failed" and last.sequence_number == len(events) - 1
-    assert last.response.id == events[0]["response"]["id"]
-    assert last.response.error.code == "server_error" and "too long" in last.response.error.message
-    [item] = last.response.output
-    assert item.status == "incomplete"
+    for event in events:
+        OF_STREAMS.validate_python(event)
+    last, found = events[-1], events[-1]["response"]
+    assert last["type"] == "response.failed" and last["sequence_number"] == len(events) - 1
+    assert found["id"] == events[0]["response"]["id"] and found["status"] == "failed"
+    assert found["error"] == {"code": "server_error", "message": "the request took too long"}
+    [item] = found["output"]
+    assert item["status"] == "incomplete"
 
 
 # Requests.
@@ -291,9 +298,9 @@ def test_all_that_is_wrong_is_told_at_once(llm: LLM):
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content"),
         ({"max_output_tokens": 9999}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"not": {"type": "null"}}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {"a": 1}}}}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"tools": [{**TOOLS[0], "parameters": {"not": {}}, "strict": True}]}, "tools.0.parameters"),
+        ({"tools": [{**STRICT, "parameters": {"not": {}}}]}, "tools.0.parameters"),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name"),
         ({"tool_choice": {"type": "function", "name": "fly"}, "tools": TOOLS}, "tool_choice"),
         ({"include": ["message.output_text.logprobs"]}, "include.0"),
@@ -330,8 +337,8 @@ def test_items_become_messages():
     given = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]},
-        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "so", "annotations": []}]},
+        {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "so", "logprobs": 0}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "fc_1"},
         {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}", "caller": None},
         {"type": "function_call_output", "call_id": "1", "output": "x"},
@@ -347,7 +354,7 @@ def test_items_become_messages():
         {"id": name, "type": "function", "function": {"name": function, "arguments": "{}"}}
         for name, function in (("1", "f"), ("2", "g"))
     ]
-    assert messages_of(ResponsesRequest(input=given).input) == [
+    assert messages_from(given) == [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": "a\nb"},
         {

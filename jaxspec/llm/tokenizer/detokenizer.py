@@ -148,12 +148,15 @@ class StopStrings:
 
     The end of the text that may be the beginning of a stop string is held back. With ``keep`` the
     text includes the stop string that ends it.
+
+    Attributes:
+      found: the string that has ended the text; None: none so far.
     """
 
     def __init__(self, strings: Sequence[str], *, keep: bool = False):
         self._strings, self._keep = tuple(strings), keep
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def push(self, piece: str, *, search: bool = True) -> str:
         """The text that is known to come before any stop string, with what was held back.
@@ -162,11 +165,11 @@ class StopStrings:
         """
         text = self._held + piece
         strings = self._strings if search else ()
-        places = [(text.find(string), len(string)) for string in strings]
-        places = [(place, length) for place, length in places if place >= 0]
+        places = [(text.find(string), len(string), string) for string in strings]
+        places = [found for found in places if found[0] >= 0]
         if places:
-            self.found, self._held = True, ""
-            place, length = min(places)
+            place, length, self.found = min(places)
+            self._held = ""
             return text[: place + length * self._keep]
         keep = max((overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - keep :]

@@ -1,4 +1,4 @@
-"""Objects of several kinds, told by their ``type``."""
+"""Objects of several kinds, told by a field such as ``type``."""
 
 import functools
 import operator
@@ -23,6 +23,7 @@ def of_kind(
     kinds: Mapping[str, type[BaseModel]],
     default: str = "",
     words: tuple[str, ...] = (),
+    key: str = "type",
 ) -> PlainValidator:
     """Reads an object as the model of its ``type``: errors are those of that kind alone.
 
@@ -30,6 +31,7 @@ def of_kind(
       what: the objects, in the plural: a kind that is not known is refused by its name.
       default: the type of an object that has none.
       words: texts that may stand in place of an object.
+      key: the field that tells the kind.
     """
     among = "".join(f"{word!r}, " for word in words)
 
@@ -39,13 +41,13 @@ def of_kind(
         if not isinstance(value, dict):
             message = "Input should be {words}an object"
             raise PydanticCustomError("kind", message, {"words": among and f"{among}or "})
-        kind = value.get("type") or default
+        kind = value.get(key) or default
         if not isinstance(kind, str) or kind not in kinds:
             known = ", ".join(kinds)
             raise PydanticCustomError(
                 "kind",
-                "{what} of type {kind} are not supported: there are {known}",
-                {"what": what, "kind": repr(kind)[:80], "known": known},
+                "{what} of {key} {kind} are not supported: there are {known}",
+                {"what": what, "key": key, "kind": repr(kind)[:80], "known": known},
             )
         return kinds[kind].model_validate(value)
 
