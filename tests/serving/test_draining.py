@@ -18,6 +18,7 @@ from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.lifecycle import serve
+from tests.helpers.events import stream_of
 from tests.helpers.served import HEAD, MODEL, Served, idle_pages, run
 
 FIELDS = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -189,3 +190,33 @@ def test_a_server_that_ends_compiles_no_more(llm: LLM):
             return done, llm.engine.programs.compiled - before
 
     assert run(test()) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/responses", {"input": "abc", "ignore_eos": True}, "response.failed"),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 200}, "error"),
+    ],
+    ids=["responses", "messages"],
+)
+def test_a_stream_of_typed_events_is_cut_in_its_words(
+    slow: LLM, path: str, body: dict[str, Any], last: str
+):
+    async def test() -> list[dict[str, Any]]:
+        async with Served(slow) as server, server.http() as http:
+            asked = {"model": MODEL, "temperature": 0, **body}
+            streamed = asyncio.create_task(stream_of(http, path, asked))
+            await asyncio.sleep(1)
+            server.service.cut.set()
+            return await streamed
+
+    found = run(test())
+    assert found[-1]["type"] == last and len(found) > 3
+    if last == "error":
+        assert found[-1]["error"]["type"] == "overloaded_error" and found[-1]["request_id"]
+    else:
+        assert found[-1]["sequence_number"] == len(found) - 1
+        response = found[-1]["response"]
+        assert response["error"]["code"] == "server_error" and response["output"]
+    assert idle_pages(slow)

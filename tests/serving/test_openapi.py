@@ -18,6 +18,7 @@ from jaxspec.serving.errors import MOST_MESSAGE
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.security import OPEN
 from jaxspec.serving.service import Service
+from tests.helpers.events import read_events
 from tests.helpers.openapi_bodies import Bodies
 from tests.helpers.served import MODEL, Served
 
@@ -40,7 +41,8 @@ def test_the_document_says_where_a_key_is_needed():
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     assert secured(found) == {path: path not in OPEN for path in found["paths"]}
     assert {path for path, needs in secured(found).items() if needs} >= {
-        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize")
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize"),
+        *("/v1/messages", "/v1/responses", "/v1/responses/{name}"),
     }
     assert found["paths"]["/v1/completions"]["post"]["security"] == [{name: []}]
 
@@ -58,6 +60,7 @@ BODIES = Bodies(
     {
         "model": st.just(MODEL),
         "messages": st.just([{"role": "user", "content": "ab"}]),
+        "input": st.just("ab"),
         "prompt": st.sampled_from(["abc", [1, 2, 3], ["a", "b"]]),
         "max_tokens": st.integers(1, 4),
     },
@@ -99,6 +102,9 @@ def checked(answer: httpx.Response) -> httpx.Response:
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         check_error(answer.json())
+    elif answer.text.startswith("event: "):
+        for event in read_events(answer.text):
+            assert event["type"].startswith(("response.", "message_", "content_block_", "error"))
     elif answer.headers["content-type"].startswith("text/event-stream"):
         *events, done, end = answer.text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "") and events
@@ -108,17 +114,21 @@ def checked(answer: httpx.Response) -> httpx.Response:
             else:
                 assert "choices" in event
     else:
-        assert answer.status_code == 200 and "error" not in answer.json()
+        assert answer.status_code == 200 and answer.json().get("error") is None
     return answer
 
 
 def check_error(body: dict[str, Any]) -> None:
-    """OpenAI's shape, and nothing went wrong in the server."""
-    assert body.keys() == {"error"}
+    """OpenAI's shape or Anthropic's, and nothing went wrong in the server."""
     error = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    if body.get("type") == "error":
+        assert body.keys() == {"type", "error", "request_id"}
+        assert error.keys() - {"details"} == {"message", "type"}
+    else:
+        assert body.keys() == {"error"}
+        assert error.keys() == {"message", "type", "param", "code"}
     assert 0 < len(error["message"]) <= MOST_MESSAGE and "\n" not in error["message"]
-    assert error["type"] != "server_error"
+    assert error["type"] not in ("server_error", "api_error")
 
 
 @pytest.mark.parametrize(
