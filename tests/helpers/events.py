@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxspec.serving.answer_parser import AnswerParser
+from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
 from jaxspec.serving.chat import PreparedChat
 from jaxspec.serving.parts import Part
 
@@ -38,7 +38,7 @@ class Script(AnswerParser):
     the text begins, the rest at its end."""
 
     def __init__(self, *parts: Part):
-        super().__init__(None, False)
+        super().__init__(AnswerForm())
         self._parts = list(parts)
 
     def push(self, piece: str, last: bool = False) -> list[Part]:
