@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
     return profile, {
         **run_facts(),
-        "own_kernels": str(params.kernels),
+        "pallas_kernels": str(params.kernels),
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": config_facts(config),
         "mode": bench.mode.name,
@@ -193,7 +193,7 @@ def make_table(results: dict[str, Any]) -> Table:
     caption = (
         f"{round_us:,.0f} us a round, {results['unprofiled_round_us']:,.0f} without the profiler; "
         f"{results['host_gap_us']:,.0f} us between the calls\n"
-        f"kernels: {results['own_kernels']}\n{results['command']}"
+        f"kernels: {results['pallas_kernels']}\n{results['command']}"
     )
     figures = ("us/round", "%", "launches/round", "launches/layer")
     table = left_table(title, caption, left=("phase", "part"), right=figures)

@@ -16,7 +16,7 @@ def test_every_mode_is_timed_beside_its_floor(sampling, capsys):
     assert bench_engine.main([*TINY, *modes, *counts, "--json"]) == 0
     printed = capsys.readouterr()
     results = joined(printed.out, "timings")
-    assert results["own_kernels"] == "none"
+    assert results["pallas_kernels"] == "none"
     assert printed.out.count('"config"') == 1, "with the first timing alone"
     [layer] = results["config"]["layers"]
     assert layer["indices"] == [0, 1] and layer["mixer"]["num_heads"] == 8

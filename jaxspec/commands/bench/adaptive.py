@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     bench = Bench(args, choices, Clients(engine, requests), console)
     facts = {
         **run_facts(),
-        "own_kernels": str(engine.params.kernels),
+        "pallas_kernels": str(engine.params.kernels),
         "arguments": vars(args),
         "warm_up_seconds": seconds,
         "round_ms": bench.round_ms(),
@@ -283,7 +283,7 @@ def make_cost_table(results: dict[str, Any]) -> Table:
     costs = results["round_ms"]
     table = left_table(
         "ms/round, as warm-up measured",
-        f"kernels: {results['own_kernels']}\n{results['command']}",
+        f"kernels: {results['pallas_kernels']}\n{results['command']}",
         right=("tree", *next(iter(costs.values()))),
     )
     for name, by_clients in costs.items():

@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))
     facts = {
         **run_facts(),
-        "own_kernels": str(kernels),
+        "pallas_kernels": str(kernels),
         "arguments": vars(args),
         "bandwidth": dataclasses.asdict(bandwidth),
     }
@@ -200,7 +200,7 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
         f"{device_line(results)}"
     )
     caption = (
-        f"sampling: {arguments['sampling']}; kernels: {results['own_kernels']}\n"
+        f"sampling: {arguments['sampling']}; kernels: {results['pallas_kernels']}\n"
         f"memory: {bandwidth['copy'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
         f"{results['command']}"

@@ -261,7 +261,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
             engines = [make_engine(args, replica, longest, name, cached) for replica in params]
             facts = {
                 **run_facts(),
-                "own_kernels": str(params[0].kernels),
+                "pallas_kernels": str(params[0].kernels),
                 "arguments": vars(args) | {"lengths": args.lengths and str(args.lengths)},
             }
             for run in serve(args, engines, name, console):

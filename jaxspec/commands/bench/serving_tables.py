@@ -92,7 +92,7 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
     """One for each mode."""
     tables = []
     for mode in dict.fromkeys(run["mode"] for run in results["runs"]):
-        caption = f"kernels: {results['own_kernels']}\n{results['command']}"
+        caption = f"kernels: {results['pallas_kernels']}\n{results['command']}"
         table = left_table(title(results, mode), caption)
         table.show_header = False
         columns = [as_lines(run) for run in results["runs"] if run["mode"] == mode]
