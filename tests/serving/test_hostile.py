@@ -13,9 +13,13 @@ from tests.helpers.served import Served, run
 
 DEEP = "[" * 100_000 + "]" * 100_000
 MANY = 10**6
+ERROR = {"message", "type", "param", "code"}
 LIMIT = 3  # seconds of CPU; on two healthy cores none takes one
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+PART, BLOCK = {"type": "input_text", "text": ""}, {"type": "text", "text": ""}
 
 
 def body(**fields: Any) -> bytes:
@@ -76,6 +80,21 @@ CASES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         lambda: chat(
             messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]
         ),
+        400,
+    ),
+    "many items": (
+        RESPONSES,
+        lambda: json.dumps({"input": [{"role": "user", "content": ""}] * 200_000}).encode(),
+        400,
+    ),
+    "many parts of many items": (
+        RESPONSES,
+        lambda: json.dumps({"input": [{"role": "user", "content": [PART] * 20}] * 9000}).encode(),
+        400,
+    ),
+    "many blocks": (
+        MESSAGES,
+        lambda: chat(messages=[{"role": "user", "content": [BLOCK] * 200_000}], max_tokens=1),
         400,
     ),
     "many stops": (TEXT, lambda: body(stop=["abc"] * MANY), 400),
@@ -167,7 +186,8 @@ def test_it_is_refused_at_once(ready: LLM, case: str):
             print(f"{case}: {time.perf_counter() - wall:.2f} s, {seconds:.2f} s of CPU")
             print(answer.status_code, answer.text[:200])
             assert answer.status_code == status
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            fields = {"message", "type"} if path == MESSAGES else ERROR
+            assert set(answer.json()["error"]) == fields
             assert len(answer.content) < 2000
             assert seconds < LIMIT
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from jaxspec.serving.protocol.base import RequestBody
+MOST_ITEMS = 10_000  # of a list
 
 
-class Echoed(RequestBody):
+class Echoed(BaseModel):
     """What clients may send back as a server wrote it: fields that are not read here are ignored,
     as other servers have further ones."""
 
@@ -33,10 +33,10 @@ def of_kind(
       words: texts that may stand in place of an object.
       key: the field that tells the kind.
     """
-    among = "".join(f"{word!r}, " for word in words)
+    among, models = "".join(f"{word!r}, " for word in words), tuple(kinds.values())
 
     def read(value: Any) -> BaseModel | str:
-        if isinstance(value, tuple(kinds.values())) or (isinstance(value, str) and value in words):
+        if isinstance(value, models) or (isinstance(value, str) and value in words):
             return value
         if not isinstance(value, dict):
             message = "Input should be {words}an object"
@@ -51,5 +51,5 @@ def of_kind(
             )
         return kinds[kind].model_validate(value)
 
-    union = functools.reduce(operator.or_, kinds.values(), *([Literal[words]] if words else ()))
+    union = functools.reduce(operator.or_, models, *([Literal[words]] if words else ()))
     return PlainValidator(read, json_schema_input_type=union)

@@ -7,10 +7,9 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from jaxspec.serving.protocol.base import Refused, RequestBody, ResponseBody
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
-from jaxspec.serving.protocol.kinds import Echoed, of_kind
+from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
 from jaxspec.serving.protocol.sampling import Stops
 
-MOST_MESSAGES = 10_000
 LEAST_BUDGET = 1024
 # Fields that change no text, or are hints to Anthropic's caches, queues and places.
 IGNORED = frozenset(
@@ -41,7 +40,10 @@ class TextBlock(Echoed):
 
 type Text = Annotated[TextBlock, of_kind("blocks", {"text": TextBlock})]
 type Texts = Annotated[
-    list[Text], FailFast(), BeforeValidator(_blocks, json_schema_input_type=str | list[Text])
+    list[Text],
+    FailFast(),
+    Field(max_length=MOST_ITEMS),
+    BeforeValidator(_blocks, json_schema_input_type=str | list[Text]),
 ]
 
 
@@ -95,6 +97,7 @@ class UserMessage(Echoed):
     content: Annotated[
         list[UserBlock],
         FailFast(),
+        Field(max_length=MOST_ITEMS),
         BeforeValidator(_blocks, json_schema_input_type=str | list[UserBlock]),
     ]
 
@@ -104,6 +107,7 @@ class AssistantMessage(Echoed):
     content: Annotated[
         list[AssistantBlock],
         FailFast(),
+        Field(max_length=MOST_ITEMS),
         BeforeValidator(_blocks, json_schema_input_type=str | list[AssistantBlock]),
     ]
 
@@ -177,7 +181,7 @@ class CountRequest(RequestBody):
     )
 
     model: str | None = None
-    messages: Annotated[list[AnyMessage], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[AnyMessage], FailFast(), Field(min_length=1, max_length=MOST_ITEMS)]
     system: Texts | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

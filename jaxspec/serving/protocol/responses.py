@@ -7,10 +7,9 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from jaxspec.serving.protocol.base import HINTS, Refused, RequestBody, ResponseBody
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
-from jaxspec.serving.protocol.kinds import Echoed, of_kind
+from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
 from jaxspec.serving.protocol.sampling import SamplingControls
 
-MOST_ITEMS = 10_000
 # What may be asked for beside the answer. Reasoning is sent as it is, never encrypted.
 type Include = Literal["reasoning.encrypted_content"]
 
@@ -42,7 +41,10 @@ class RefusalPart(Echoed):
 TEXTS = MappingProxyType({"input_text": TextPart, "output_text": TextPart, "text": TextPart})
 type Part = Annotated[TextPart | RefusalPart, of_kind("parts", {**TEXTS, "refusal": RefusalPart})]
 type Parts = Annotated[
-    list[Part], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[Part])
+    list[Part],
+    FailFast(),
+    Field(max_length=MOST_ITEMS),
+    BeforeValidator(_parts, json_schema_input_type=str | list[Part]),
 ]
 type ReasoningText = Annotated[
     TextPart, of_kind("parts", {"reasoning_text": TextPart, "summary_text": TextPart})
