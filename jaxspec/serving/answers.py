@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 
 from jaxspec.llm.completion import Completion
@@ -63,7 +64,7 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
     """
     try:
         yield
-    except (ApiError, FieldError) as raised:
+    except (ApiError, FieldError, RequestValidationError) as raised:
         error = api_error(raised)
         if error.param is None:
             raise

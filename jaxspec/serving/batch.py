@@ -6,13 +6,13 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.batch.run import Answer
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving import chat, completions
-from jaxspec.serving.errors import ApiError, api_error
+from jaxspec.serving.errors import ApiError, api_error, validated
 from jaxspec.serving.prepared import answer
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
@@ -81,8 +81,4 @@ def _read(line: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[BaseMod
     if body.get("stream"):
         raise FieldError("stream", "stream is not for batches: leave it out")
     kind, prepare = KINDS[url]
-    try:
-        return kind.model_validate({**defaults, **body}), prepare
-    except ValidationError as error:
-        errors = [{**details, "loc": ("body", *details["loc"])} for details in error.errors()]
-        raise RequestValidationError(errors) from error
+    return validated(kind, {**defaults, **body}), prepare

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -126,6 +127,15 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(429, message, kind=kind, code=code, headers=headers)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "an internal error; see the server's log", kind="server_error")
+
+
+def validated[M: BaseModel](kind: type[M], body: Mapping[str, Any]) -> M:
+    """A request. Raises RequestValidationError, as FastAPI does, for what is none."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        errors = [{**details, "loc": ("body", *details["loc"])} for details in error.errors()]
+        raise RequestValidationError(errors) from error
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

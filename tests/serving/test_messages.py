@@ -281,6 +281,8 @@ def test_all_that_is_wrong_is_told_at_once(llm: LLM):
         ({"temperature": -1}, 400, "temperature"),
         ({"stop_sequences": [""]}, 400, "stop_sequences"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "less than max_tokens"),
+        ({"thinking": {"type": "enabled"}}, 400, "thinking.budget_tokens belongs to"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"not": {"a": 1}}}}},
             400,
@@ -306,7 +308,7 @@ def test_fields_that_change_nothing_are_accepted(llm: LLM):
         "service_tier": "auto",
         "betas": ["x"],
         "context_management": {"edits": []},
-        "thinking": {"type": "adaptive", "display": "omitted"},
+        "thinking": {"type": "disabled", "display": "omitted"},
         "tools": [{**TOOLS[0], "cache_control": {}, "input_examples": [], "type": "custom"}],
         "tool_choice": {"type": "none"},
     }

@@ -44,7 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("serve", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--served-model-name", metavar="NAME", help="the model's name (default: --model's)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="the model's name, and further ones "
+        "that clients may call it by (default: --model's)")  # fmt: skip
     add("--drafter", default="auto", help="as in generate")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add_kv_options(parser)

@@ -157,11 +157,12 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     """In the process that clients ask."""
     directory = resolve_directory(arguments.model)  # a bad name is found at once
     is_local = Path(arguments.model).exists()
-    name = arguments.served_model_name or (directory.name if is_local else arguments.model)
+    own_name = directory.name if is_local else arguments.model
+    names = tuple(dict.fromkeys(arguments.served_model_name or (own_name,)))
     endpoint = endpoint_of(arguments)
     defaults = sampling_defaults(directory) if arguments.generation_config == "auto" else {}
     service = Service(
-        names=(name,),
+        names=names,
         chat_template=read_template(arguments.chat_template),
         tool_format=arguments.tool_format,
         reasoning_format=arguments.reasoning_format,
@@ -171,7 +172,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
         sampling_defaults=defaults,
     )
     meshes = engine_meshes(arguments, arguments.dp)
-    metrics = Metrics(name)
+    metrics = Metrics(service.name)
     for _ in meshes[1:]:
         metrics.beside()
     try:

@@ -10,7 +10,7 @@ from jaxspec.serving import chat
 from jaxspec.serving.answers import renamed_errors
 from jaxspec.serving.anthropic.conversation import has_late_system, messages_of, system_in_front
 from jaxspec.serving.anthropic.writer import MessageWriter
-from jaxspec.serving.errors import ApiError
+from jaxspec.serving.errors import ApiError, validated
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.messages import CountRequest, CustomTool, MessagesRequest, ToolChoice
@@ -23,6 +23,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         r"response_format\b.*": "output_config.format",
         r"reasoning_effort": "output_config.effort",
         r"stop": "stop_sequences",
+        r"thinking_token_budget": "thinking.budget_tokens",
         r"(tools\.\d+)\.function\.parameters": r"\1.input_schema",
         r"(tools\.\d+)\.function\.(\w+)": r"\1.\2",
     }
@@ -32,6 +33,7 @@ CHOICES = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
 NO_THREADS: Mapping[str, Any] = MappingProxyType(
     {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 )
+THINKING = ("enable_thinking", "thinking")  # variables of chat templates
 PROBE = "fd9c51"  # a text that is found again in a prompt
 
 
@@ -43,6 +45,10 @@ async def prepare(
     As with Anthropic, ``max_tokens`` may be more than fit.
     """
     service.check(request.model)
+    budget = None if request.thinking is None else request.thinking.budget_tokens
+    if budget is not None and budget >= request.max_tokens:
+        name = "thinking.budget_tokens"
+        raise FieldError(name, f"{name} must be less than max_tokens, {request.max_tokens}")
     fields = {
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -79,19 +85,19 @@ async def chat_request(
         messages = system_in_front(messages)
     last, choice, output = messages[-1], request.tool_choice, request.output_config
     goes_on = last["role"] == "assistant" and "tool_calls" not in last
-    return ChatRequest(
+    found = {
         **fields,
-        model=request.model,
-        messages=messages,
-        continue_final_message=goes_on,
-        add_generation_prompt=not goes_on,
-        tools=[_tool(tool) for tool in request.tools or []] or None,
-        tool_choice=None if choice is None else _choice(choice),
-        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        response_format=_response_format(request),
-        reasoning_effort=None if output is None else output.effort,
-        chat_template_kwargs=_thinking(request),
-    )
+        "model": request.model,
+        "messages": messages,
+        "continue_final_message": goes_on,
+        "add_generation_prompt": not goes_on,
+        "tools": [_tool(tool) for tool in request.tools or []] or None,
+        "tool_choice": None if choice is None else _choice(choice),
+        "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+        "response_format": _response_format(request),
+        "reasoning_effort": None if output is None else output.effort,
+    }
+    return validated(ChatRequest, {**found, **_thinking(request)})
 
 
 async def takes_late_system(service: Service) -> bool:
@@ -129,9 +135,13 @@ def _response_format(request: CountRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.json_schema}}
 
 
-def _thinking(request: CountRequest) -> dict[str, bool] | None:
-    """Variables of chat templates that turn reasoning on or off."""
+def _thinking(request: CountRequest) -> dict[str, Any]:
+    """Fields that turn reasoning on or off, and bound it."""
     thinking = request.thinking
     if thinking is None or thinking.type == "adaptive":
-        return None
-    return dict.fromkeys(("enable_thinking", "thinking"), thinking.type == "enabled")
+        return {}
+    is_on = thinking.type == "enabled"
+    found: dict[str, Any] = {"chat_template_kwargs": dict.fromkeys(THINKING, is_on)}
+    if is_on:
+        found["thinking_token_budget"] = thinking.budget_tokens
+    return found

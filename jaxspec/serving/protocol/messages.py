@@ -3,9 +3,9 @@
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from jaxspec.serving.protocol.base import Refused, RequestBody, ResponseBody
+from jaxspec.serving.protocol.base import FieldError, Refused, RequestBody, ResponseBody
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
 from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
 from jaxspec.serving.protocol.sampling import Stops
@@ -150,6 +150,14 @@ class Thinking(RequestBody):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=LEAST_BUDGET)
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> "Thinking":
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise FieldError(
+                "thinking.budget_tokens", "thinking.budget_tokens belongs to the type enabled"
+            )
+        return self
 
 
 class OutputFormat(RequestBody):

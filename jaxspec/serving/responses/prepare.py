@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from jaxspec.serving import chat, results
 from jaxspec.serving.answers import new_id, renamed_errors
-from jaxspec.serving.errors import ascii_json
+from jaxspec.serving.errors import ascii_json, validated
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.responses import (
     AllowedTools,
@@ -70,18 +70,18 @@ def chat_request(request: ResponsesRequest, messages: list[dict[str, Any]]) -> C
     instructions = request.instructions
     first = [] if instructions is None else [{"role": "system", "content": instructions}]
     effort = None if request.reasoning is None else request.reasoning.effort
-    return ChatRequest(
-        **fields,
-        model=request.model,
-        messages=[*first, *messages],
-        max_completion_tokens=request.max_output_tokens,
-        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
-        tool_choice=_choice(request.tool_choice),
-        parallel_tool_calls=request.parallel_tool_calls,
-        response_format=_response_format(request),
-        reasoning_effort=effort,
-        chat_template_kwargs=request.chat_template_kwargs,
-    )
+    fields |= {
+        "model": request.model,
+        "messages": [*first, *messages],
+        "max_completion_tokens": request.max_output_tokens,
+        "tools": None if request.tools is None else [_tool(tool) for tool in request.tools],
+        "tool_choice": _choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _response_format(request),
+        "reasoning_effort": effort,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    return validated(ChatRequest, fields)
 
 
 def _tool(tool: FunctionTool) -> Any:
