@@ -4,7 +4,8 @@ import dataclasses
 
 from jaxspec.serving.parts import Part
 from jaxspec.serving.reasoning import ReasoningFormat, ReasoningParser
-from jaxspec.serving.tools import ToolFormat, ToolParser
+from jaxspec.serving.tool_formats.parser import ToolParser
+from jaxspec.serving.tool_formats.syntax import CallSyntax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class AnswerForm:
         them, as chat templates leave a blank line after reasoning.
     """
 
-    tools: ToolFormat | None = None
+    tools: CallSyntax | None = None
     reasoning: ReasoningFormat | None = None
     inside: bool = False
     structured: bool = False
@@ -39,7 +40,7 @@ class AnswerParser:
             self._reasoning = ReasoningParser(
                 form.reasoning,
                 inside=form.inside,
-                call="" if form.tools is None or form.structured else form.tools.begin,
+                call="" if form.tools is None or form.structured else form.tools.form.trigger,
                 trims=form.trims,
                 exact=form.structured,
             )

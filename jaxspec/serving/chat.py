@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +45,9 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
-from jaxspec.serving.tool_grammar import is_free, known_tool_grammar, tool_grammar
-from jaxspec.serving.tools import ToolFormat, offered_tools, tool_format
+from jaxspec.serving.tool_formats.table import tool_format
+from jaxspec.serving.tool_grammar import ToolGrammar
+from jaxspec.serving.tools import is_free, offered_tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,22 +146,21 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     service.check(request.model)
     _check_together(request)
     tools, template = offered_tools(request), chat_template(service)
-    structured, free = structured_output(request), is_free(request)
-    form = tool_format(service.tool_format, template) if tools else None
-    trims = structured is not None and structured.kind in JSON_KINDS
-    if structured is not None and trims:
+    structured = structured_output(request)
+    is_json = structured is not None and structured.kind in JSON_KINDS
+    if structured is not None and is_json:
         structured = dataclasses.replace(structured, blank_line=True)
-    if form is not None:
-        if structured is not None:
-            raise FieldError("tools", "tools cannot be with response_format: give one of them")
-        structured = await _tool_grammar(service, request, tools, form)
-        trims = not free
+    form, free = None, bool(tools) and structured is None and is_free(request)
+    if tools:
+        calls = _tool_grammar(service, request, tools, structured)
+        form, structured = calls.syntax(), await _compiled(service, calls)
     prompt = await prompt_ids(service, request)
     marks = reasoning_format(service.reasoning_format, template)
     reasoning = None if marks is None else chat_reasoning(service.llm.llm, marks, request, prompt)
     if structured is not None and reasoning is not None:
-        calls = service.llm.llm.tokenize([form.begin], special=False) if form and free else [[]]
-        structured = reasoning.before(structured, tuple(calls[0]))
+        trigger = form.form.trigger if form and free else ""
+        [marker] = service.llm.llm.tokenize([trigger], special=False) if trigger else [[]]
+        structured = reasoning.before(structured, tuple(marker))
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
@@ -180,7 +179,8 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
     most = tokens_left(prompt, wanted, service, None)
     sampling = dataclasses.replace(sampling, max_tokens=most)
-    is_whole = structured is not None and (form is None or not free)
+    is_whole = structured is not None and not free
+    trims = is_json or (form is not None and not free)
     answer = AnswerForm(form, structured=is_whole, trims=trims)
     if reasoning is not None and request.separate_reasoning is not False:
         answer = dataclasses.replace(answer, reasoning=marks, inside=reasoning.inside)
@@ -193,14 +193,24 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     )
 
 
-async def _tool_grammar(
-    service: Service, request: ChatRequest, tools: Sequence[Tool], form: ToolFormat
-) -> StructuredOutput:
-    """What the text must look like. A grammar that is new is compiled beside the event loop."""
+def _tool_grammar(
+    service: Service,
+    request: ChatRequest,
+    tools: Sequence[Tool],
+    structured: StructuredOutput | None,
+) -> ToolGrammar:
+    """What the text must look like. Raises FieldError for what does not go together."""
+    if structured is not None and structured.kind not in JSON_KINDS:
+        raise FieldError("tools", "tools go together with JSON: use response_format")
+    form = tool_format(service.tool_format, chat_template(service))
+    return ToolGrammar(request, tools, form, structured)
+
+
+async def _compiled(service: Service, grammar: ToolGrammar) -> StructuredOutput:
+    """The grammar. One that is new is compiled beside the event loop."""
     llm = service.llm.replicas[0]
-    known = known_tool_grammar(request, tools, form, llm.llm.grammars)
-    work = functools.partial(tool_grammar, request, tools, form)
-    return known or await llm.compile(work, "tools")
+    known = grammar.known(llm.llm.grammars)
+    return known or await llm.compile(grammar.compiled, "tools")
 
 
 def _check_together(request: ChatRequest) -> None:
@@ -261,16 +271,17 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
 def _message(parts: Sequence[Part]) -> ChatMessage:
     content = "".join(part.text for part in parts if part.call is None and not part.reasoning)
     reasoning = "".join(part.text for part in parts if part.reasoning) or None
-    names = {part.call: part.name for part in parts if part.name is not None}
+    firsts = [part for part in parts if part.name is not None]
     calls = [
         ToolCall(
-            id=results.new_id("call"),
+            id=first.id or results.new_id("call"),
             type="function",
             function=FunctionCall(
-                name=name, arguments="".join(part.text for part in parts if part.call == call)
+                name=first.name,
+                arguments="".join(part.text for part in parts if part.call == first.call),
             ),
         )
-        for call, name in names.items()
+        for first in firsts
     ]
     return ChatMessage(
         content=content or (None if calls or reasoning else ""),
@@ -287,7 +298,7 @@ def _delta(part: Part) -> ChatDelta:
         return ChatDelta(content=part.text)
     call = ToolCall(index=part.call, function=FunctionCall(name=part.name, arguments=part.text))
     if part.name is not None:
-        call.id, call.type = results.new_id("call"), "function"
+        call.id, call.type = part.id or results.new_id("call"), "function"
     return ChatDelta(tool_calls=[call])
 
 

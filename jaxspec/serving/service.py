@@ -22,7 +22,7 @@ class Service:
     Attributes:
       names: of the model, as clients may call it; the first one is shown.
       chat_template: a Jinja template instead of the model's own.
-      tool_format: how the model writes calls of tools, see tools.FORMATS; None: as its chat
+      tool_format: how the model writes calls of tools, see tool_formats/table.py; None: as its chat
         template tells.
       reasoning_format: what stands around its reasoning, see reasoning.FORMATS, or ``none``; None:
         as its chat template tells.

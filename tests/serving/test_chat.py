@@ -94,11 +94,11 @@ def test_a_structured_output_matches(llm: LLM, fields: dict[str, Any], pattern: 
         assert set(json.loads(choice.message.content)) == {"size", "on"}
 
 
-@pytest.mark.parametrize("form", ["hermes", "json"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("choice", ["required", "time"])
 def test_a_tool_is_called(llm: LLM, form: str, choice: str):
     named = {"type": "function", "function": {"name": choice}}
-    bias = {32: -100, 10: -100, 9: -100, 13: -100} if form == "json" else {}
+    bias = {32: -100, 10: -100, 9: -100, 13: -100} if form == "llama3_json" else {}
     request = {
         **TOOLS,
         "tool_choice": choice if choice == "required" else named,

@@ -10,9 +10,10 @@ from jaxspec.commands.serve import REASONING_FORMATS
 from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
 from jaxspec.serving.parts import Part
 from jaxspec.serving.reasoning import FORMATS, reasoning_format
-from jaxspec.serving.tools import FORMATS as TOOL_FORMATS
+from jaxspec.serving.tool_formats.syntax import CallSyntax
+from jaxspec.serving.tool_formats.table import FORMATS as TOOL_FORMATS
 
-THINK, HERMES = FORMATS["think"], TOOL_FORMATS["hermes"]
+THINK, HERMES = FORMATS["think"], CallSyntax(TOOL_FORMATS["hermes"], {"f": {}})
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think>"}}\n</tool_call>'
 
 

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.serving.tools import FORMATS, ToolParser
+from jaxspec.serving.tool_formats.parser import ToolParser
+from jaxspec.serving.tool_formats.syntax import CallSyntax
+from jaxspec.serving.tool_formats.table import FORMATS
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "}\\n"}}}\n</tool_call>'
 ARGUMENTS = '{"a": {"b": "}\\n"}}'
@@ -13,7 +15,7 @@ JSON = f'{{"name": "f", "parameters": {ARGUMENTS}}}'
 
 def parse(form: str, text: str, size: int) -> tuple[str, list[tuple[str | None, str]]]:
     """The free text, and each call's name and arguments."""
-    parser = ToolParser(FORMATS[form])
+    parser = ToolParser(CallSyntax(FORMATS[form], {"f": {}}))
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     parts = [part for piece in pieces for part in parser.push(piece)]
     parts += parser.push("", last=True)
@@ -33,12 +35,12 @@ def parse(form: str, text: str, size: int) -> tuple[str, list[tuple[str | None, 
         ("hermes", "a <tool_call", ("a <tool_call", [])),
         ("hermes", HERMES[:30], (HERMES[:30], [])),  # inside of the name's end
         ("hermes", f"{HERMES}\n{HERMES[:23]}", (HERMES[:23], [("f", ARGUMENTS)])),
-        ("json", f'{{"name": "f", "parameters": {ARGUMENTS}}}', ("", [("f", ARGUMENTS)])),
-        ("json", '{"nam', ('{"nam', [])),
-        ("json", '{"name": "ge', ('{"name": "ge', [])),
-        ("json", '{"name": "f", "param', ('{"name": "f", "param', [])),
-        ("json", "so {}", ("so {}", [])),
-        ("json", "", ("", [])),
+        ("llama3_json", f'{{"name": "f", "parameters": {ARGUMENTS}}}', ("", [("f", ARGUMENTS)])),
+        ("llama3_json", '{"nam', ('{"nam', [])),
+        ("llama3_json", '{"name": "ge', ('{"name": "ge', [])),
+        ("llama3_json", '{"name": "f", "param', ('{"name": "f", "param', [])),
+        ("llama3_json", "so {}", ("so {}", [])),
+        ("llama3_json", "", ("", [])),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -46,7 +48,7 @@ def test_a_text_is_split_into_text_and_calls(form: str, text: str, expected: obj
     assert parse(form, text, size) == expected
 
 
-@pytest.mark.parametrize(("form", "text"), [("hermes", HERMES), ("json", JSON)])
+@pytest.mark.parametrize(("form", "text"), [("hermes", HERMES), ("llama3_json", JSON)])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_of_a_text_that_is_cut_nothing_is_lost(form: str, text: str, size: int):
     """A call begins with its arguments; before that it is text. They end where JSON ends."""

@@ -31,6 +31,7 @@ from jaxspec.commands.shared.shell import (
     given_option,
     run_command,
 )
+from jaxspec.serving.tool_formats.table import FORMATS as TOOL_FORMATS
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -106,7 +107,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
         "not say how to sample: as the model's generation_config.json says (auto), or as OpenAI's "
         "API has it, temperature 1 (none)")  # fmt: skip
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the model's)")
-    add("--tool-format", choices=("hermes", "json"), help="how the model writes calls of tools "
+    add("--tool-format", choices=tuple(TOOL_FORMATS), help="how the model writes calls of tools "
         "(default: as its chat template tells)")  # fmt: skip
     add("--reasoning-format", choices=REASONING_FORMATS, help="what stands around the model's "
         "reasoning; none: it is content (default: as its chat template tells)")  # fmt: skip

@@ -78,6 +78,11 @@ class Markers:
         """Whether the text is one token, which no string of a grammar matches."""
         return text in self._special
 
+    def special_start(self, text: str) -> str:
+        """The token that the text begins with and no string matches; empty: there is none."""
+        found = self._at(text, 0)
+        return found if self.is_special(found) else ""
+
     def token(self, text: str) -> str:
         """The token of this text, as Lark has it: ``<[id]>``."""
         return f"<[{self._ids[text]}]>"

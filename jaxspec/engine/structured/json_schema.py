@@ -8,9 +8,10 @@ without a word.
 import copy
 import json
 import re
-import urllib.parse
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from jaxspec.engine.structured.subschema import NOT_THERE, at, pointer_steps
 
 # Formats that llguidance enforces. Every other one is an annotation, as the standard has it.
 FORMATS = frozenset(
@@ -154,12 +155,11 @@ class _Reader:
                 return
             self.problems.append(f"{place}: there is no {reference!r} in the schema")
         else:
-            steps = urllib.parse.unquote(fragment)[1:].split("/")
-            steps = tuple(step.replace("~1", "/").replace("~0", "~") for step in steps)
+            steps = pointer_steps(fragment)
             try:
-                self.read(_at(self._root, steps), steps)
+                self.read(at(self._root, steps), steps)
                 return
-            except (LookupError, ValueError, TypeError):
+            except NOT_THERE:
                 self.problems.append(f"{place}: there is no {reference!r} in the schema")
         del node["$ref"]
 
@@ -233,12 +233,6 @@ def _identifiers(node: Any) -> list[str]:
     found = [node[key] for key in ("$id", "id") if isinstance(node.get(key), str)]
     found += [f"#{node['$anchor']}"] if isinstance(node.get("$anchor"), str) else []
     return found + [name for part in node.values() for name in _identifiers(part)]
-
-
-def _at(node: Any, steps: tuple[str, ...]) -> Any:
-    for step in steps:
-        node = node[int(step)] if isinstance(node, list) else node[step]
-    return node
 
 
 def _without_annotations(names: Any) -> Any:

@@ -20,7 +20,7 @@ class Block:
 
     def __init__(self, part: Part):
         self._call, self._reasons, self._text = part.call, part.reasoning, ""
-        self._name, self._id = part.name, new_id("toolu")
+        self._name, self._id = part.name, part.id or new_id("toolu")
 
     def takes(self, part: Part) -> bool:
         """Whether a part belongs to it."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import FailFast, Field
 
 from jaxspec.serving.protocol.base import REFUSED, Refused, RequestBody, ResponseBody
+from jaxspec.serving.protocol.kinds import of_kind
 from jaxspec.serving.protocol.sampling import Choice, GeneratedResponse, SamplingFields
 
 MOST_TOOLS = 128
@@ -34,6 +35,21 @@ class NamedTool(RequestBody):
     function: NamedFunction
 
 
+class AllowedFunctions(RequestBody):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS)
+
+
+class AllowedTools(RequestBody):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+CHOICES = MappingProxyType({"function": NamedTool, "allowed_tools": AllowedTools})
+type ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    of_kind("choices", CHOICES, "function", words=("none", "auto", "required")),
+]
 type Tools = Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)]
 
 
@@ -62,7 +78,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -64,7 +64,7 @@ class CallItem:
 
     def __init__(self, part: Part):
         self._call, self._name, self._arguments = part.call, part.name, ""
-        self.id, self._call_id = new_id("fc"), new_id("call")
+        self.id, self._call_id = new_id("fc"), part.id or new_id("call")
 
     def takes(self, part: Part) -> bool:
         """Whether a part belongs to it."""

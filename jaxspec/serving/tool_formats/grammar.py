@@ -1,0 +1,84 @@
+"""The grammar of texts that may call tools."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.engine.structured.added_tokens import Markers
+from jaxspec.engine.structured.json_schema import guided_text
+from jaxspec.engine.structured.lark import BLANK_LINE
+from jaxspec.serving.tool_formats.argument_grammar import ArgumentGrammar
+from jaxspec.serving.tool_formats.rules import Rules
+from jaxspec.serving.tool_formats.table import ToolFormat
+
+NUMBER = "/:[0-9]{1,3}/"
+
+
+class CallGrammar:
+    """Writes the grammar of a text that may call tools.
+
+    Args:
+      several: whether there may be several calls.
+    """
+
+    def __init__(self, form: ToolFormat, markers: Markers, several: bool):
+        self._form, self._several = form, several and not form.single
+        self._rules = Rules(markers)
+        self._tools: list[str] = []
+
+    @property
+    def schemas(self) -> str:
+        """The JSON schemas in the grammar."""
+        return " ".join(self._rules.schemas)
+
+    def add(self, name: str, schema: Mapping[str, Any], loose: bool = False) -> None:
+        """Add a tool, with the schema of its arguments.
+
+        Args:
+          loose: any object will do.
+        """
+        form, rules = self._form, self._rules
+        if form.arguments is not None:
+            arguments = ArgumentGrammar(form.arguments, rules).write(schema, loose)
+        else:
+            arguments = rules.json(guided_text({"type": "object"} if loose else schema))
+        literal = rules.literal
+        head = literal(name + form.middle)
+        if form.numbered:
+            head = f"{literal(name)} {NUMBER} {literal(form.middle)}"
+        self._tools.append(rules.new(f"{head} {arguments}"))
+
+    def calls(self) -> str:
+        """The grammar of calls alone."""
+        return self._rules.lark(f"{BLANK_LINE} {self._calls(self._form.opening)}")
+
+    def calls_or_text(self) -> str:
+        """The grammar of free text that may have calls in it, or end with them."""
+        form, rules = self._form, self._rules
+        if not form.trigger:
+            free = f"{rules.literal(form.text)} TEXT" if form.text else _not_beginning(form.opening)
+            return rules.lark(f"{self._calls(form.opening)} | {free}")
+        trigger, rest = rules.until(form.trigger), form.opening.removeprefix(form.trigger)
+        if form.section[1]:
+            return rules.lark(f"{trigger} {self._calls(rest)} | TEXT")
+        call = rules.new(f"{trigger} {rules.literal(rest)} {self._body()}")
+        return rules.lark(f"{call}* TEXT" if self._several else f"{call} | TEXT")
+
+    def calls_or_json(self, schema: str) -> str:
+        """The grammar of calls alone, or JSON of a schema alone, which guided_text returned."""
+        form, rules = self._form, self._rules
+        answer = f"{rules.literal(form.text)} {rules.json(schema)}"
+        return rules.lark(f"{BLANK_LINE} ({self._calls(form.opening)} | {answer})")
+
+    def _body(self) -> str:
+        """A call from the name on."""
+        rules = self._rules
+        return rules.new(f"{rules.new(' | '.join(self._tools))} {rules.literal(self._form.end)}")
+
+    def _calls(self, opening: str) -> str:
+        form, literal, body = self._form, self._rules.literal, self._body()
+        more = f"({literal(form.further)} {body})*" if self._several else ""
+        return f"{literal(opening)} {body} {more} {literal(form.section[1])}"
+
+
+def _not_beginning(text: str) -> str:
+    return rf"/([^\{text[0]}](.|\n)*)?/"
