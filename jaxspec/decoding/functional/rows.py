@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from jaxspec.cache import Geometry, sequential_page_table
 from jaxspec.config.cache import pages_for
@@ -267,26 +268,37 @@ def _indices(state: EngineState, rows: Integers) -> Array:
 
 
 def resume(
-    params: EngineParams, state: EngineState, rows: Integers, stop_token_ids: Integers
+    params: EngineParams,
+    state: EngineState,
+    rows: Integers,
+    stop_token_ids: Integers,
+    temperature: ArrayLike,
 ) -> EngineState:
     """Let rows [B] go on that a stop token has ended, with other stop tokens.
 
     Args:
       rows: padding is -1, and in a traced list any index outside 0 .. R - 1.
       stop_token_ids: int32 [B, E], padded with -1; E is that of the state.
+      temperature: float32 [B], of their sampling: calls that list rows that are done forget it.
     """
     check_state(params, state)
-    arguments = _indices(state, rows), jnp.asarray(stop_token_ids, jnp.int32)
-    return on_mesh(_resume, params, state, arguments, (P(), P()), None)
+    stops = jnp.asarray(stop_token_ids, jnp.int32)
+    arguments = _indices(state, rows), stops, jnp.asarray(temperature, jnp.float32)
+    return on_mesh(_resume, params, state, arguments, (P(),) * 3, None)
 
 
-def _resume(params: EngineParams, state: EngineState, rows: Array, stops: Array) -> EngineState:
+def _resume(
+    params: EngineParams, state: EngineState, rows: Array, stops: Array, temperature: Array
+) -> EngineState:
     before = state.rows
     index = local_rows(rows, before.status.shape[0], params.layout.batch)
     resumed = before.replace(
         status=before.status.at[index].set(Status.DECODING, mode="drop"),
         ending=before.ending.at[index].set(Ending.NONE, mode="drop"),
         stop_tokens=before.stop_tokens.at[index].set(stops, mode="drop"),
+        sampling=before.sampling.replace(
+            temperature=before.sampling.temperature.at[index].set(temperature, mode="drop")
+        ),
     )
     return state.replace(rows=resumed)
 

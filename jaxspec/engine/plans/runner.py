@@ -1,7 +1,7 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +20,9 @@ from jaxspec.engine.programs.arguments import NewRow
 from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load
-from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
+from jaxspec.scheduling.plan import Plan, RowResult
 from jaxspec.scheduling.preemption_costs import PreemptionCosts
+from jaxspec.scheduling.sequence import Sequence
 
 type Tokens = tuple[int, ...]
 
@@ -34,7 +35,7 @@ class Launched(NamedTuple):
     shape: TreeShape
 
 
-def wait_for_device(calls: Sequence[LaunchedCall]) -> tuple[list[LaunchedCall], bool]:
+def wait_for_device(calls: Collection[LaunchedCall]) -> tuple[list[LaunchedCall], bool]:
     """Calls with what they emitted, read from the device, and whether the host had to wait.
 
     Of an engine whose requests are neither structured nor swapped, only this waits for the device.
@@ -81,15 +82,15 @@ class PlanRunner:
             sequence = admission.sequence
             waited = time.perf_counter() - sequence.request.arrival
             generation_of(sequence).admitted(admission.cached, waited, sequence.preemptions)
-        admitted = [self._new_row(admission) for admission in plan.admissions]
+        admitted = [self._new_row(new.sequence, new.cached) for new in plan.admissions]
         programs.admit(admitted)
         for admission in plan.admissions:
             if admission.snapshot is not None:
                 self.snapshots.put(admission.snapshot, admission.sequence.row)
-        restored = [self._new_row(back) for back in plan.swap_in]
+        restored = [self._new_row(back.sequence) for back in plan.swap_in]
         programs.set_controls([*restored, *admitted])
         self._idle_rows -= {new.row for new in (*restored, *admitted)}
-        programs.resume({each.row: self._stops(generation_of(each)) for each in plan.resumed})
+        programs.resume([self._new_row(sequence) for sequence in plan.resumed])
         programs.assign_pages([(each.row, each.pages) for each in plan.tables])
         reads = self._reads(plan, load)
         for step in plan.snapshots:
@@ -98,8 +99,8 @@ class PlanRunner:
             self.structured.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]
 
-    def _new_row(self, step: Admission | SwapIn) -> NewRow:
-        sequence = step.sequence
+    def _new_row(self, sequence: Sequence, cached: int = 0) -> NewRow:
+        """What the device is told of a sequence, of which ``cached`` tokens need not be read."""
         generation = generation_of(sequence)
         return NewRow(
             row=sequence.row,
@@ -109,7 +110,7 @@ class PlanRunner:
             stop_token_ids=self._stops(generation),
             request_prompt_len=sequence.prompt_length,
             table=tuple(sequence.pages),
-            cached=step.cached if isinstance(step, Admission) else 0,
+            cached=cached,
         )
 
     def _stops(self, generation: Generation) -> tuple[int, ...]:

@@ -186,13 +186,13 @@ class Programs(CompiledPrograms):
         if rows:
             self._small("release", self.sizes.padded(rows, self.sizes.num_rows))
 
-    def resume(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Let rows go on that a stop token has ended, with these stop tokens each."""
-        for part in itertools.batched(rows.items(), ADMISSIONS):
-            stops = np.full((ADMISSIONS, self.sizes.max_stops), -1, np.int32)
-            for place, (_, ids) in enumerate(part):
-                stops[place, : len(ids)] = ids
-            self._small("resume", self.sizes.padded([row for row, _ in part], ADMISSIONS), stops)
+    def resume(self, rows: Sequence[NewRow]) -> None:
+        """Let rows go on that a stop token has ended, with other stop tokens."""
+        for part in itertools.batched(rows, ADMISSIONS):
+            _, options = admission(part, ADMISSIONS, self.sizes, self.columns)
+            listed = self.sizes.padded([new.row for new in part], ADMISSIONS)
+            stops, temperature = options["stop_token_ids"], options["sampling"].temperature
+            self._small("resume", listed, stops, temperature)
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""

@@ -207,7 +207,7 @@ def compile_small(programs: Programs, cover: Coverage) -> None:
         for sampling in (SamplingParams(logit_bias={0: 1.0}), SamplingParams()):
             programs.set_controls(empty_prompts([0], sampling))
     if any(masked for _, masked in cover.rounds):
-        programs.resume({0: ()})
+        programs.resume(empty_prompts([0], SamplingParams()))
     programs.release(rows)
     share = programs.sizes.num_rows // programs.shards
     for size in _row_sizes(programs):
