@@ -14,6 +14,7 @@ from jaxspec import LLM, ReasoningBudget, SamplingParams
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.config.structured_output import Reasoning, StructuredOutput
+from tests.helpers.engines import FULL
 from tests.helpers.random_models import save_random_target
 from tests.helpers.small_tokenizers import byte_level, with_markup
 
@@ -84,8 +85,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_llm(model: Path, drafter: str = "ngram", max_rows: int = 4, **options: Any) -> LLM:
-    config = EngineConfig(max_rows=max_rows, rounds_per_call=4, **options.pop("engine", {}))
-    return LLM(model, drafter, max_length=96, page_size=8, engine=config, **options)
+    given = {"max_rows": max_rows, "rounds_per_call": 4, "adaptive": False}
+    config = EngineConfig(**(given | options.pop("engine", {})))
+    llm = LLM(model, drafter, max_length=96, page_size=8, engine=config, **options)
+    for structured in (None, SAMPLING[0].structured):
+        llm.engine.prepare(max_rows, 5, dataclasses.replace(FULL, structured=structured))
+    llm.engine.programs.sealed = True
+    return llm
 
 
 def found(llm: LLM, sampling: Sequence[SamplingParams] = SAMPLING) -> list[tuple[list[int], str]]:
@@ -103,10 +109,15 @@ def masked(params: SamplingParams) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[tuple[list[int], str]]:
-    """Of plain decoding, one request after the other, of rows that are masked all along."""
-    llm = make_llm(model, "none", 1)
-    return found(llm, list(map(masked, SAMPLING)))
+def plain(model: Path) -> LLM:
+    """Plain decoding, one request after the other."""
+    return make_llm(model, "none", 1)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[tuple[list[int], str]]:
+    """Of plain decoding of rows that are masked all along."""
+    return found(plain, list(map(masked, SAMPLING)))
 
 
 def test_outputs_follow_the_reasoning(expected: list[tuple[list[int], str]]):
@@ -144,9 +155,8 @@ def test_free_reasoning_survives_preemption_in_trees(model: Path, expected: Any,
     assert few.engine.scheduler.preemptions[preemption] > 0
 
 
-def test_a_cancelled_pause_leaves_its_row(model: Path):
-    llm = make_llm(model, "none", 1)
-    engine = llm.engine
+def test_a_cancelled_pause_leaves_its_row(plain: LLM):
+    engine = plain.engine
     generation = engine.add(PROMPTS[0], SAMPLING[0])
     while not generation.token_ids:
         engine.step()
