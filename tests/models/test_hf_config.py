@@ -279,6 +279,30 @@ def test_all_that_is_wrong_with_a_file_is_named_at_once():
     assert first == "eos_token_id 320 is no id of a vocabulary of 320 tokens"
     assert second == "num_attention_heads (4) must be a multiple of num_key_value_heads (3)"
     assert third.startswith("rope_type 'ntk' is not supported")
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong", "said"),
+    [
+        (
+            QWEN2,
+            {"layer_types": ["full_attention"], "head_dim": None, "num_nextn_predict_layers": -1},
+            ["layer_types has 1 entries for 4 layers", "num_nextn_predict_layers must be a number"],
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0, "beta_fast": -1}},
+            ["beta_fast must be a number", "factor must be a number above 0"],
+        ),
+    ],
+)
+def test_all_that_a_family_does_not_read_is_named_at_once(config: Any, wrong: Any, said: list[str]):
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(config | wrong)
+    parts = str(caught.value).split("; ")
+    assert len(parts) == len(said), parts
+    for part, text in zip(parts, said, strict=True):
+        assert text in part
     declared = declared_keys("olmo2")
     assert declared is not None and declared["rms_norm_eps"] == 1e-5 and "clip_qkv" not in declared
 

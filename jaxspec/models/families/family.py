@@ -7,6 +7,7 @@ them. Absent keys take transformers' defaults.
 """
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,6 +31,7 @@ from jaxspec.models.json.values import (
 )
 
 MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memory
+ROPES = frozenset({"rope_parameters", "rope_scaling"})
 Keys = Mapping[str, Any]
 
 
@@ -112,10 +114,34 @@ class Family:
             stop_token_ids(hf["eos_token_id"], hf["vocab_size"])
         with problems.caught():
             check_multiple(hf, "num_attention_heads", "num_key_value_heads")
-        with problems.caught():
-            model = self.read(hf)
+        found = self._read(hf, problems)
         problems.raise_all()
-        return model
+        assert found is not None  # else there was a problem
+        return found
+
+    def _read(self, hf: Keys, problems: Problems) -> ModelConfig | None:
+        """The model, or None, and each problem of its keys.
+
+        ``read`` stops at the first one. So what it names gets its default value, and the rest is
+        read. A problem that then names such a key may be the default's, and is left out.
+        """
+        defaults = {**hf_keys.COMMON_DEFAULTS, **self.defaults}
+        model, replaced = None, set()
+        while model is None:
+            try:
+                model = self.read({**hf, **{key: defaults[key] for key in replaced}})
+            except ValueError as error:
+                message = str(error)
+                named = {key for key in hf if re.search(rf"\b{re.escape(key)}\b", message)}
+                if "rope" in message:  # inside an object
+                    named |= hf.keys() & ROPES
+                if replaced and (replaced & named or not named):
+                    break
+                problems.add(message)
+                replaced |= {key for key in named if hf[key] != defaults[key]}
+                if not replaced & named:
+                    break
+        return None if problems else model
 
     def _with_defaults(self, raw: Keys, problems: Problems) -> dict[str, Any]:
         """The keys that are read, the absent ones filled in. ``problems`` gets those of values of a

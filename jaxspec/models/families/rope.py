@@ -25,6 +25,7 @@ from jaxspec.config.rope import (
 from jaxspec.models.families.family import Keys, check_keys, head_dim
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.values import (
+    Problems,
     check_flag,
     is_positive_integer,
     is_positive_number,
@@ -161,22 +162,28 @@ def _check(parameters: Keys, *, partial: bool) -> None:
     needed, optional = NEEDS[kind], MAY_HAVE.get(kind, frozenset())
     known = needed | optional | {"rope_type", "type"} | ({PARTIAL} if partial else set())
     fixed = {} if partial else {PARTIAL: hf_keys.FIXED_VALUES[PARTIAL]}
-    check_keys(parameters, known, fixed, f"rope parameters of {kind!r}")
+    problems = Problems()
+    with problems.caught():
+        check_keys(parameters, known, fixed, f"rope parameters of {kind!r}")
     has = {key for key, value in parameters.items() if value is not None}
     if missing := needed - has:
-        raise ValueError(f"rope parameters of type {kind!r} lack {', '.join(sorted(missing))}")
-    for key in (needed | optional) & has:
-        value = parameters[key]
-        if key in FLAGS:
-            check_flag(key, value)
-        elif key in LISTS:
-            if not isinstance(value, list) or not all(map(is_positive_number, value)):
-                given = shown(value)
-                raise ValueError(f"rope parameter {key} must be a list of numbers, got {given}")
-        elif not is_positive_number(value):
-            raise ValueError(f"rope parameter {key} must be a number above 0, got {shown(value)}")
-    if parameters.get(ORIGINAL, 1) % 1:
-        raise ValueError(f"rope parameter {ORIGINAL} must be an integer")
+        problems.add(f"rope parameters of type {kind!r} lack {', '.join(sorted(missing))}")
+    for key in sorted((needed | optional) & has):
+        with problems.caught():
+            _check_value(key, parameters[key])
+    if not problems and parameters.get(ORIGINAL, 1) % 1:
+        problems.add(f"rope parameter {ORIGINAL} must be an integer")
+    problems.raise_all()
+
+
+def _check_value(key: str, value: Any) -> None:
+    if key in FLAGS:
+        check_flag(key, value)
+    elif key in LISTS:
+        if not isinstance(value, list) or not all(map(is_positive_number, value)):
+            raise ValueError(f"rope parameter {key} must be a list of numbers, got {shown(value)}")
+    elif not is_positive_number(value):
+        raise ValueError(f"rope parameter {key} must be a number above 0, got {shown(value)}")
 
 
 def _rotary_dim(parameters: Keys, width: int) -> int | None:
