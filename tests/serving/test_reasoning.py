@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import tokenizers
@@ -12,8 +13,9 @@ import transformers
 from jaxspec import LLM
 from jaxspec.config.engine import EngineConfig
 from tests.helpers.engines import CHAIN
+from tests.helpers.events import stream_of
 from tests.helpers.random_models import save_random_target
-from tests.helpers.served import MODEL, ask, with_client
+from tests.helpers.served import MODEL, ask, with_client, with_http
 from tests.helpers.small_tokenizers import byte_level, with_markup
 
 TOKENIZER = with_markup(byte_level())
@@ -228,3 +230,44 @@ def test_structured_output_follows_a_budget(llm: LLM):
     [choice] = whole.choices
     assert whole.usage.completion_tokens_details.reasoning_tokens == 5
     assert json.loads(choice.message.content)["city"] in ("Rome", "</think>")
+
+
+def both(llm: LLM, path: str, body: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """A whole answer of another API, and the events of the same one."""
+
+    async def test(http: httpx.AsyncClient) -> tuple[Any, list[dict[str, Any]]]:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json(), await stream_of(http, path, body)
+
+    return with_http(llm, test, chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+def test_responses_have_it_as_an_item(llm: LLM, budget: int | None):
+    body = {"input": "abc", "max_output_tokens": 40, "seed": 2, "temperature": 1}
+    body |= {"logit_bias": {END: -100, UNTHINK: 1}, **allowed("a", "b", "</think>")}
+    body |= {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
+    whole, events = both(llm, "/v1/responses", body)
+    thought, said = whole["output"]
+    assert (thought["type"], said["type"]) == ("reasoning", "message")
+    text = thought["content"][0]["text"]
+    count = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert count == len(text) and (budget is None or 0 < count <= budget)
+    deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == text
+    given = [{"role": "user", "content": "abc"}, *whole["output"], {"role": "user", "content": ""}]
+    again = {**body, "input": given, "max_output_tokens": 1}
+    more = both(llm, "/v1/responses", again)[0]["usage"]["input_tokens"]
+    assert more > whole["usage"]["total_tokens"], "it comes back to the template"
+
+
+def test_messages_have_it_as_a_block(llm: LLM):
+    long = [{"role": "user", "content": "a" * 180}]
+    body = {"messages": long, "max_tokens": 2000, "temperature": 0}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    on, _ = both(llm, "/v1/messages", {**body, "thinking": thinking})
+    assert on["content"][0]["type"] == "thinking" and on["content"][0]["thinking"]
+    off, events = both(llm, "/v1/messages", {**body, "thinking": {"type": "disabled"}})
+    assert {block["type"] for block in off["content"]} == {"text"}
+    assert not [event for event in events if "thinking" in str(event)]

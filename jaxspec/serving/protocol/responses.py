@@ -202,6 +202,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)  # as in chats
     include: list[Include] | None = None
     store: bool | None = True
     stream: bool | None = False
@@ -219,7 +220,7 @@ class InputTokensDetails(ResponseBody):
 
 
 class OutputTokensDetails(ResponseBody):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(ResponseBody):

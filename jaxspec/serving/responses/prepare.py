@@ -79,6 +79,7 @@ def chat_request(request: ResponsesRequest, messages: list[dict[str, Any]]) -> C
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request),
         "reasoning_effort": effort,
+        "thinking_token_budget": request.thinking_token_budget,
         "chat_template_kwargs": request.chat_template_kwargs,
     }
     return validated(ChatRequest, fields)

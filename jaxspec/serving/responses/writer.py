@@ -61,7 +61,7 @@ class ResponseWriter(AnswerWriter):
             response.incomplete_details = {"reason": "max_output_tokens"}
         else:
             response.completed_at = results.now()
-        response.usage = _usage(results.usage([completion], 1))
+        response.usage = _usage(self.prepared.usage([completion]))
         self._keep(response)
         return [*events, self._of_response(status)]
 
@@ -100,11 +100,12 @@ class ResponseWriter(AnswerWriter):
 
 
 def _usage(usage: Usage) -> ResponseUsage:
-    cached = usage.prompt_tokens_details.cached_tokens
+    cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
+    reasoning = 0 if details is None else details.reasoning_tokens
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=cached),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning),
         total_tokens=usage.total_tokens,
     )
