@@ -1,9 +1,9 @@
-"""Requests: sampling parameters, and the checks of prompts before anything runs."""
+"""Sampling parameters of requests."""
 
 import dataclasses
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -15,6 +15,9 @@ from jaxspec.config.structured_output import StructuredOutput
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
 MOST_LOGPROBS = 20  # alternatives, as in other servers
+# Of a request; the device keeps as many of each row.
+MOST_BAD_SEQUENCES = 128
+LONGEST_BAD_SEQUENCE = 16  # tokens
 
 
 class ParameterError(ValueError):
@@ -29,8 +32,8 @@ class ParameterError(ValueError):
 class SamplingParams:
     """How one request samples. Immutable and hashable: lists and mappings are kept as tuples.
 
-    Logits go through, in this order: logit_bias, allowed and bad tokens, min_tokens, repetition,
-    frequency and presence penalty, reasoning_budget, temperature, top_k, top_p, min_p.
+    Logits go through, in this order: logit_bias, allowed and bad tokens, bad sequences, min_tokens,
+    repetition, frequency and presence penalty, reasoning_budget, temperature, top_k, top_p, min_p.
 
     Attributes:
       temperature: 0 always takes the likeliest token.
@@ -53,6 +56,8 @@ class SamplingParams:
       logit_bias: token ids and what is added to their logits.
       allowed_token_ids: the only tokens that may be sampled; None: all.
       bad_token_ids: tokens that are never sampled.
+      bad_sequences: sequences of tokens that never occur in the text: after all of its tokens but
+        the last, the last is not sampled. The prompt's tokens do not count.
       logprobs: give the log-probability of every token under the model's raw logits, and this
         number of likeliest tokens beside it. None: do not.
       prompt_logprobs: the same for the tokens of the prompt.
@@ -86,6 +91,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[int, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -162,6 +168,7 @@ class SamplingParams:
     def restricts_tokens(self) -> bool:
         """Whether some tokens are not allowed: it may be that none is left."""
         restricts = self.min_tokens > 0 or self.reasoning_budget is not None
+        restricts = restricts or bool(self.bad_sequences)
         return self.has_bias or restricts or self.structured is not None
 
     @property
@@ -169,6 +176,7 @@ class SamplingParams:
         """Whether the request runs in programs that apply controls, and there alone."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         is_free = self.reasoning_budget is None and self.min_tokens == 0
+        is_free = is_free and not self.bad_sequences
         return self.has_bias or not is_free or penalties != (1, 0, 0)
 
     def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
@@ -196,6 +204,14 @@ class SamplingParams:
             bias[forbidden] = -np.inf
         return bias
 
+    def bad_sequence_table(self) -> np.ndarray:
+        """``bad_sequences`` as the device has them: int32 [MOST_BAD_SEQUENCES,
+        LONGEST_BAD_SEQUENCE], padded with -1 in front, and at the end with sequences of -1."""
+        table = np.full((MOST_BAD_SEQUENCES, LONGEST_BAD_SEQUENCE), -1, np.int32)
+        for row, sequence in zip(table, self.bad_sequences, strict=False):
+            row[-len(sequence) :] = sequence
+        return table
+
 
 def _is_within(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: is_number(value) and low <= value <= high  # NaN is in no range
@@ -215,6 +231,14 @@ def _is_list(value: object) -> TypeGuard[tuple | list]:
 
 def _is_token_ids(value: object) -> bool:
     return _is_list(value) and all(map(is_integer, value))
+
+
+def _is_bad_sequences(value: object) -> bool:
+    return (
+        _is_list(value)
+        and len(value) <= MOST_BAD_SEQUENCES
+        and all(_is_token_ids(ids) and 2 <= len(ids) <= LONGEST_BAD_SEQUENCE for ids in value)
+    )
 
 
 def _is_stop(value: object) -> bool:
@@ -272,6 +296,11 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
             "a tuple of at least one token id, or None",
         ),
         "bad_token_ids": _TOKEN_IDS,
+        "bad_sequences": (
+            _is_bad_sequences,
+            f"a tuple of at most {MOST_BAD_SEQUENCES} tuples of 2 to {LONGEST_BAD_SEQUENCE} token "
+            "ids",
+        ),
         "logprobs": _ALTERNATIVES,
         "prompt_logprobs": _ALTERNATIVES,
         "n": _COUNT,
@@ -299,6 +328,7 @@ _FROZEN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "further_stop_token_ids": tuple,
         "allowed_token_ids": lambda ids: None if ids is None else tuple(ids),
         "bad_token_ids": tuple,
+        "bad_sequences": lambda sequences: tuple(map(tuple, sequences)),
         "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
         "logit_bias": lambda bias: tuple(sorted(dict(bias).items())),
     }
@@ -309,76 +339,3 @@ def with_distinct_seeds(sampling: SamplingParams, count: int) -> list[SamplingPa
     """``count`` copies of ``sampling`` with seeds ``sampling.seed + i``; without a seed, ``i``."""
     first = sampling.seed or 0
     return [dataclasses.replace(sampling, seed=(first + index) % 2**32) for index in range(count)]
-
-
-def check_is_sampling(params: object) -> None:
-    """Raise ValueError for what is no SamplingParams."""
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
-
-
-def check_requests(
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingParams],
-    vocab_size: int,
-    max_length: int,
-    max_position: int,
-) -> None:
-    """Raise ValueError for prompts that are missing, empty, too long or not of this vocabulary.
-
-    Args:
-      max_length: most tokens of a request, the generated ones included.
-      max_position: the largest ``max_length`` that the model allows.
-    """
-    if len(prompts) == 0:
-        raise ValueError("no prompts were given")
-    if len(prompts) != len(sampling):
-        raise ValueError(f"{len(prompts)} prompts but {len(sampling)} sampling params")
-    for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        check_is_sampling(params)
-        _check_prompt(index, prompt, vocab_size)
-        if len(prompt) >= max_length:
-            problem = f"prompt {index} has {len(prompt)} tokens; with those generated at most "
-            if len(prompt) < max_position:
-                raise ValueError(
-                    f"{problem}{max_length} fit: raise max_length, to at most {max_position}"
-                )
-            raise ValueError(
-                f"{problem}{max_position} fit this model: shorten the prompt to fewer than that"
-            )
-        _check_token_ids(params, vocab_size)
-
-
-def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    budget = params.reasoning_budget
-    lists = {
-        "stop_token_ids": params.stop_token_ids,
-        "further_stop_token_ids": params.further_stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids,
-        "bad_token_ids": params.bad_token_ids,
-        "logit_bias": tuple(dict(params.logit_bias)),
-        "reasoning_budget": () if budget is None else (*budget.begin, *budget.end),
-    }
-    for name, ids in lists.items():
-        wrong = [token for token in ids or () if not 0 <= token < vocab_size]
-        if wrong:
-            raise ValueError(f"{name} has {wrong[0]}, outside 0..{vocab_size - 1}")
-    if len(set(params.bad_token_ids)) == vocab_size:
-        raise ValueError("bad_token_ids must leave a token, it has the whole vocabulary")
-
-
-def _check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
-    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(
-        prompt, (Sequence, np.ndarray)
-    ):
-        kind = type(prompt).__name__
-        raise ValueError(f"prompt {index} must be a list of token ids, not {kind}")
-    if len(prompt) == 0:
-        raise ValueError(f"prompt {index} is empty: give at least one token")
-    for kind in set(map(type, prompt)):
-        if issubclass(kind, bool) or not issubclass(kind, (int, np.integer)):
-            raise ValueError(
-                f"prompt {index} has token ids that are {kind.__name__}: they must be integers"
-            )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise ValueError(f"prompt {index} has a token id outside 0..{vocab_size - 1}")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.sampling_params import SamplingParams, check_requests
+from jaxspec.config.requests import check_requests
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.limits import MOST_STOPS
 from jaxspec.scheduling.plan import Limits
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.config.checks import check_count
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.sampling_params import SamplingParams, check_is_sampling, check_requests
+from jaxspec.config.requests import check_is_sampling, check_requests
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.llm.tokenizer.prompts import Prompt
 from jaxspec.llm.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
 from jaxspec.models.from_config.model import load_model_config

@@ -50,6 +50,7 @@ WHOLE_AXES = frozenset(
             "past",
             "rounds",
             "routes",
+            "sequences",
             "stops",
             "table",
             "two",

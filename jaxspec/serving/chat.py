@@ -10,6 +10,7 @@ from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.serving import results
 from jaxspec.serving.answer_parser import AnswerForm, AnswerParser
+from jaxspec.serving.bad_words import without_bad_words
 from jaxspec.serving.chat_reasoning import (
     ChatReasoning,
     chat_reasoning,
@@ -179,6 +180,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
     most = tokens_left(prompt, wanted, service, None)
     sampling = dataclasses.replace(sampling, max_tokens=most)
+    sampling = without_bad_words(sampling, request, service)
     is_whole = structured is not None and not free
     trims = is_json or (form is not None and not free)
     answer = AnswerForm(form, structured=is_whole, trims=trims)

@@ -9,6 +9,7 @@ from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
 from jaxspec.serving import results
+from jaxspec.serving.bad_words import without_bad_words
 from jaxspec.serving.prepared import ChoiceWriter, PreparedRequest
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.completions import (
@@ -160,6 +161,7 @@ async def prepare(service: Service, request: CompletionRequest) -> PreparedCompl
         )
         for ids in tokens
     ]
+    sampling = [without_bad_words(params, request, service) for params in sampling]
     options = text_options(request)
     name = results.new_id("cmpl")
     return PreparedCompletion(request, service, tokens, sampling, options, name)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config.sampling_params import SamplingParams, check_requests
+from jaxspec.config.requests import check_requests
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 
 
@@ -38,6 +39,8 @@ from jaxspec.config.structured_output import StructuredOutput
         ("allowed_token_ids", (1.5,), "at least one token id"),
         ("bad_token_ids", None, "a tuple of token ids"),
         ("bad_token_ids", ("a",), "a tuple of token ids"),
+        ("bad_sequences", ((1,),), "a tuple of at most 128 tuples of 2 to 16 token ids"),
+        ("bad_sequences", ((1, 2),) * 129, "a tuple of at most 128 tuples"),
         ("logprobs", 21, r"in \[0, 20\]"),
         ("logprobs", True, r"in \[0, 20\]"),
         ("prompt_logprobs", -1, r"in \[0, 20\]"),
@@ -81,6 +84,7 @@ def test_lists_and_mappings_are_kept_as_tuples():
         logit_bias={7: 1.0, 2: -3},
         allowed_token_ids=[1, 2],  # pyright: ignore[reportArgumentType]
         bad_token_ids=[0],  # pyright: ignore[reportArgumentType]
+        bad_sequences=[[1, 2]],  # pyright: ignore[reportArgumentType]
         stop_token_ids=[5],  # pyright: ignore[reportArgumentType]
         stop="end",  # pyright: ignore[reportArgumentType]
     )
@@ -88,6 +92,7 @@ def test_lists_and_mappings_are_kept_as_tuples():
         logit_bias=MappingProxyType({2: -3, 7: 1.0}),
         allowed_token_ids=(1, 2),
         bad_token_ids=(0,),
+        bad_sequences=((1, 2),),
         stop_token_ids=(5,),
         stop=("end",),
     )
@@ -105,6 +110,7 @@ def test_lists_and_mappings_are_kept_as_tuples():
         {"logit_bias": {1: 2}},
         {"allowed_token_ids": (1,)},
         {"bad_token_ids": (1,)},
+        {"bad_sequences": ((1, 2),)},
         {"min_tokens": 1},
     ],
 )
@@ -166,6 +172,7 @@ def check(**options: Any) -> None:
         ("stop_token_ids", (10,)),
         ("allowed_token_ids", (1, -1)),
         ("bad_token_ids", (10,)),
+        ("bad_sequences", ((1, 10),)),
         ("logit_bias", {10: 1.0}),
     ],
 )

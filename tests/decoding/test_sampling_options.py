@@ -40,6 +40,9 @@ from tests.helpers.sampling_reference import reference_texts
 VOCAB = CONFIG.vocab_size
 LENGTH, NEW_TOKENS = 56, 32
 STOPS = (3, 17, 29, 41, 55, 68, 80, 94)
+# Parts of what the model repeats.
+LOOPS = ((37, 32, 6, 82), (2, 4, 0), (94, 5, 48), (94, 5, 90), (66, 66), (15, 95))
+BAD_SEQUENCES = (*LOOPS, *((token, token) for token in range(96)))
 
 TREES = {
     "chain": SpeculationConfig.chain(3),
@@ -55,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {5: 6.5, 11: -7.0, 60: 4.0}},
     "allowed_token_ids": {"allowed_token_ids": tuple(range(4, 96, 5))},
     "bad_token_ids": {"bad_token_ids": tuple(range(0, 96, 4))},
+    "bad_sequences": {"bad_sequences": BAD_SEQUENCES},
     "stop_token_ids": {"stop_token_ids": STOPS},
     "min_tokens": {"stop_token_ids": STOPS, "min_tokens": 24},
     "budget": {"reasoning_budget": ReasoningBudget(9, (7, 8, 9), inside=True)},
@@ -73,6 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "logit_bias": {5: 3.0, 3: -2.0, 50: 2.5},
         "bad_token_ids": (7, 8, 9),
         "allowed_token_ids": tuple(range(2, 90)),
+        "bad_sequences": ((4, 50, 39), (94, 5), (15, 5)),
         "repetition_penalty": 1.2,
         "presence_penalty": 0.3,
         "frequency_penalty": 0.2,
@@ -118,6 +123,7 @@ def controls_of(sampling: Sequence[SamplingParams], prompt_lens: Sequence[int]) 
         len(sampling),
         VOCAB,
         bias=np.stack([params.dense_bias(VOCAB) for params in sampling]),
+        bad_sequences=np.stack([params.bad_sequence_table() for params in sampling]),
         prompt_lens=np.array(prompt_lens),
         **{name: np.array([getattr(params, name) for params in sampling]) for name in names},
     )

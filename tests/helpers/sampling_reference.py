@@ -67,6 +67,20 @@ class Budget(transformers.LogitsProcessor):
         return forced
 
 
+class BadSequences(transformers.LogitsProcessor):
+    """transformers' NoBadWordsLogitsProcessor, of the output alone."""
+
+    def __init__(self, prompt_len: int, sequences: Sequence[tuple[int, ...]]):
+        self.prompt_len = prompt_len
+        words: Any = [list(sequence) for sequence in sequences]
+        self.inner = transformers.NoBadWordsLogitsProcessor(words, eos_token_id=None)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids: Any = input_ids[:, self.prompt_len :]
+        values: Any = scores
+        return self.inner(ids, values)
+
+
 def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsProcessorList:
     """In the order that SamplingParams gives. Those that change nothing are left out."""
     chain: list[transformers.LogitsProcessor] = []
@@ -78,6 +92,8 @@ def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsPr
         chain.append(transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, 1))
     if params.bad_token_ids:
         chain.append(transformers.SuppressTokensLogitsProcessor(list(params.bad_token_ids)))
+    if params.bad_sequences:
+        chain.append(BadSequences(prompt_len, params.bad_sequences))
     if params.min_tokens and params.stop_token_ids:
         stops = list(params.stop_token_ids)
         chain.append(

@@ -9,9 +9,10 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.llm.async_llm import AsyncLLM
 from tests.helpers.engines import tiny_llm
-from tests.helpers.served import MODEL, Served, ask, idle_pages, run, with_client
+from tests.helpers.served import MODEL, Served, ask, idle_pages, run, with_client, with_http
 
 PROMPT = "abcabcabcabc"
+USER = {"role": "user", "content": "abcabc"}
 SAMPLED = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 3}
 
 
@@ -149,3 +150,27 @@ def test_a_client_that_goes_away_frees_its_pages(llm: LLM):
 
     run(test())
     assert idle_pages(llm)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_bad_words_stay_out_of_the_text(llm: LLM, path: str):
+    prompt = {"prompt": PROMPT} if path == "completions" else {"messages": [USER]}
+    request = {**prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+
+    def tokens(**more: Any) -> list[int]:
+        answer = with_http(llm, lambda http: http.post(f"/v1/{path}", json={**request, **more}))
+        return answer.json()["choices"][0]["token_ids"]
+
+    def words_of(text: list[int]) -> set[str]:
+        """Parts of a text, of two tokens each, that its tokenizer writes so."""
+        pairs = [text[place : place + 2] for place in range(len(text) - 1)]
+        words = {llm.detokenize(pair): pair for pair in pairs}
+        encode = llm.tokenizer.encode
+        return {
+            word for word, pair in words.items() if word.strip() == word and encode(word) == pair
+        }
+
+    free = tokens()
+    words = sorted(words_of(free))
+    assert words and not words_of(tokens(bad_words=words)) & set(words)
+    assert tokens(bad_words=["\u00e9\u00e8\u00ea"]) == free

@@ -48,6 +48,8 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
         ("completions", {"max_tokens": 0}, "max_tokens"),
         ("completions", {"max_tokens": 1000}, "max_tokens"),
         ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"bad_words": ["x", " "]}, "bad_words"),
+        ("chat/completions", {"bad_words": ["x" * 17]}, "bad_words"),
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": [1, 2, 300]}, None),
         ("completions", {"prompt": [1] * 300}, "prompt"),

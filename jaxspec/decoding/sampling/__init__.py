@@ -1,9 +1,9 @@
 """From logits to tokens.
 
 The logits of each tree node go through, in this order (that of vLLM and transformers): bias, with
-allowed and bad tokens; the minimum number of tokens; repetition, frequency and presence penalties
-(``controls``); the ends of budgets of reasoning (``budgets``); temperature, top-k, top-p, min-p,
-and the noise that draws a token (``logits``).
+allowed and bad tokens; bad sequences of tokens; the minimum number of tokens; repetition, frequency
+and presence penalties (``controls``); the ends of budgets of reasoning (``budgets``); temperature,
+top-k, top-p, min-p, and the noise that draws a token (``logits``).
 """
 
 from jaxspec.decoding.sampling.budgets import make_budgets

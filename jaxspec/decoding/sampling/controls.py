@@ -1,4 +1,5 @@
-"""Bias, penalties, a minimum length and budgets: what changes a row's logits before temperature.
+"""Bias, bad sequences, penalties, a minimum length and budgets: what changes a row's logits before
+temperature.
 
 A penalty counts the tokens before the one that is sampled. At a tree node these are the committed
 tokens and those on the path to the node, so every node has counts of its own. A text is then the
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxspec.config.checks import check_count
+from jaxspec.config.sampling_params import LONGEST_BAD_SEQUENCE, MOST_BAD_SEQUENCES
 from jaxspec.decoding.sampling.budgets import Budgets, forced_tokens, make_budgets
 from jaxspec.decoding.sampling.history import History
 from jaxspec.decoding.sampling.logits import (
@@ -35,6 +37,7 @@ class Controls(Pytree):
 
     ``prompt_lens`` says which tokens count as prompt and which as output. It is a request's own: a
     row that reads generated tokens again, after a preemption, does not count them as prompt.
+    ``bad_sequences`` are padded with -1 in front; see SamplingParams.bad_sequence_table.
     """
 
     used: Array = array("batch")  # bool [B]; False: the row's logits stay as they are
@@ -44,6 +47,7 @@ class Controls(Pytree):
     frequency_penalty: Array = array("batch")  # float32 [B], of output; 0: none
     prompt_lens: Array = array("batch")  # int32 [B]
     min_lens: Array = array("batch")  # int32 [B], tokens before which no stop token is sampled
+    bad_sequences: Array = array("batch", "sequences", "length")  # int32 [B, K, L], see below
     budgets: Budgets
 
     @property
@@ -52,6 +56,11 @@ class Controls(Pytree):
         repetition = self.repetition_penalty != 1
         others = (self.presence_penalty != 0) | (self.frequency_penalty != 0)
         return self.used & (repetition | others)
+
+    @property
+    def forbids_sequences(self) -> Array:
+        """Rows with bad sequences: bool [B]."""
+        return jnp.any(self.bad_sequences[..., -1] >= 0, axis=1)
 
 
 def make_controls(
@@ -64,6 +73,7 @@ def make_controls(
     frequency_penalty: ArrayLike = 0.0,
     prompt_lens: ArrayLike = 0,
     min_tokens: ArrayLike = 0,
+    bad_sequences: ArrayLike | None = None,
 ) -> Controls:
     """Controls of ``batch`` rows, from scalars or [B] arrays, which may be traced.
 
@@ -75,6 +85,8 @@ def make_controls(
         output, once, or as many times as they do.
       prompt_lens: tokens that count as prompt, not as output.
       min_tokens: generated tokens before which no stop token of the row is sampled.
+      bad_sequences: int [B, MOST_BAD_SEQUENCES, LONGEST_BAD_SEQUENCE], sequences of tokens that the
+        output must not contain, each padded with -1 in front; None: none.
 
     Raises ValueError for a value out of range (traced values are not checked), and for arrays of
     other shapes or dtypes.
@@ -105,6 +117,12 @@ def make_controls(
         check_size(name, value, batch)
         check_integers(name, value)
         check_range(name, value, lambda x: x >= 0, "at least 0")
+    size = (batch, MOST_BAD_SEQUENCES, LONGEST_BAD_SEQUENCE)
+    if bad_sequences is None:
+        bad_sequences = np.full(size, -1, np.int32)
+    elif np.shape(bad_sequences) != size:
+        raise ValueError(f"bad_sequences must be {list(size)}, not {list(np.shape(bad_sequences))}")
+    check_integers("bad_sequences", bad_sequences)
     if not isinstance(bias, Tracer | Array):
         bias = np.asarray(bias, np.float32)
     bias = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), shape)
@@ -118,9 +136,11 @@ def make_controls(
         frequency_penalty=per_row(frequency_penalty, batch, jnp.float32),
         prompt_lens=prompts,
         min_lens=jnp.where(least > 0, prompts + least, 0),
+        bad_sequences=jnp.asarray(bad_sequences, jnp.int32),
         budgets=make_budgets([None] * batch),
     )
-    return controls.replace(used=controls.penalized | (least > 0) | jnp.any(bias != 0, axis=1))
+    masked = (least > 0) | jnp.any(bias != 0, axis=1) | controls.forbids_sequences
+    return controls.replace(used=controls.penalized | masked)
 
 
 def with_budgets(controls: Controls, budgets: Budgets) -> Controls:
@@ -135,10 +155,10 @@ def control_logits(
     stop_tokens: Array,
     layout: Layout = WHOLE,
 ) -> Array:
-    """Apply bias, minimum length, penalties and budgets, in that order.
+    """Apply bias, bad sequences, minimum length, penalties and budgets, in that order.
 
-    Masks are added, so NaN stays NaN. Penalties and budgets are skipped at run time if no row has
-    any.
+    Masks are added, so NaN stays NaN. Bad sequences, penalties and budgets are skipped at run time
+    if no row has any.
 
     Args:
       logits: [B, N, V / shards] float32.
@@ -152,12 +172,32 @@ def control_logits(
     masked = too_early[..., None] & stops[:, None]
     logits = logits + controls.bias[:, None] + jnp.where(masked, -jnp.inf, 0.0)
 
+    def forbidden(logits: Array) -> Array:
+        return logits + _ends_of_sequences(logits, controls, history, layout)
+
     def penalized(logits: Array) -> Array:
         return _penalized(logits, controls, history, layout)
 
-    logits = lax.cond(jnp.any(controls.penalized), penalized, lambda logits: logits, logits)
+    logits = lax.cond(jnp.any(controls.forbids_sequences), forbidden, lambda x: x, logits)
+    logits = lax.cond(jnp.any(controls.penalized), penalized, lambda x: x, logits)
     forced = forced_tokens(controls.budgets, history, controls.prompt_lens)[..., None]  # [B, N, 1]
     return logits + jnp.where((forced >= 0) & (ids != forced), -jnp.inf, 0.0)
+
+
+def _ends_of_sequences(
+    logits: Array, controls: Controls, history: History, layout: Layout
+) -> Array:
+    """What is added to the logits: -inf for tokens that would end a bad sequence, else 0."""
+    batch, nodes, size = logits.shape
+    sequences = controls.bad_sequences  # [B, K, L]
+    before = history.last(sequences.shape[-1] - 1, controls.prompt_lens)[:, :, None]
+    begun, end = sequences[:, None, :, :-1], sequences[:, None, :, -1]
+    is_complete = jnp.all((begun < 0) | (begun == before), axis=-1)  # [B, N, K]
+    local = end - shard_offset(size, layout.vocab)
+    here = is_complete & (end >= 0) & (local >= 0) & (local < size)
+    row, node = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[:, None]
+    mask = jnp.zeros_like(logits)
+    return mask.at[row, node, jnp.where(here, local, size)].set(-jnp.inf, mode="drop")
 
 
 def _penalized(logits: Array, controls: Controls, history: History, layout: Layout) -> Array:

@@ -104,6 +104,7 @@ def new_controls(
         bias=np.stack([new.sampling.dense_bias(vocab) for new in padded]),
         prompt_lens=np.array([new.request_prompt_len for new in padded], np.int32),
         min_tokens=_values(padded, "min_tokens", np.int32),
+        bad_sequences=np.stack([new.sampling.bad_sequence_table() for new in padded]),
         **{name: _values(padded, name, np.float32) for name in names},
     )
     budgets = make_budgets([new.sampling.reasoning_budget for new in padded])

@@ -38,7 +38,6 @@ type Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 REFUSED: Refused = MappingProxyType(
     {
         "add_special_tokens": ((True,), "give the prompt as token ids"),
-        "bad_words": (([],), "forbid tokens with logit_bias -100"),
         "detokenize": ((True,), "ask for return_token_ids"),
         "early_stopping": ((False,), "there is no beam search: sample n texts"),
         "guided_choice": ((), "use structured_outputs.choice"),

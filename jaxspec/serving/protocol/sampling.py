@@ -70,6 +70,7 @@ class SamplingControls(RequestBody):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
     allowed_token_ids: TokenIds | None = Field(None, max_length=MOST_ALLOWED)
+    bad_words: Stops | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)
     plain: bool = False  # draft nothing, see SamplingParams

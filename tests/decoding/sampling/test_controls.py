@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
+from jaxspec.config.sampling_params import LONGEST_BAD_SEQUENCE, MOST_BAD_SEQUENCES
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.sampling import Controls, History, control_logits, make_controls
 from jaxspec.decoding.state import Ending, EngineState, Status
@@ -29,6 +30,10 @@ def reference(
     if len(before) < controls.min_lens[row]:
         logits[stops[stops >= 0]] = -np.inf
     output = before[int(controls.prompt_lens[row]) :]
+    for sequence in np.asarray(controls.bad_sequences)[row]:
+        *begun, end = sequence[sequence >= 0].tolist() or [-1]
+        if end >= 0 and len(output) >= len(begun) and output[len(output) - len(begun) :] == begun:
+            logits[end] = -np.inf
     for token in set(before):
         factor = float(controls.repetition_penalty[row])
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
@@ -36,6 +41,17 @@ def reference(
         logits[token] -= float(controls.presence_penalty[row])
         logits[token] -= float(controls.frequency_penalty[row]) * output.count(token)
     return logits
+
+
+def bad_sequences(rng: np.random.Generator) -> np.ndarray:
+    """None, some of one and two tokens, and all of two of the few that paths are made of."""
+    some = {1: [(9,), *rng.integers(VOCAB, size=(40, 2))], 3: [*np.ndindex(7, 7)]}
+    some[2] = [*rng.integers(7, size=(60, 3))]
+    table = np.full((ROWS, MOST_BAD_SEQUENCES, LONGEST_BAD_SEQUENCE), -1, np.int32)
+    for row, sequences in some.items():
+        for place, sequence in enumerate(sequences):
+            table[row, place, -len(sequence) :] = sequence
+    return table
 
 
 def example(
@@ -55,6 +71,7 @@ def example(
         frequency_penalty=np.array([0.0, 0.0, -0.3, 0.8]),
         prompt_lens=np.array([3, 0, 5, 2]),
         min_tokens=np.array([0, 2, 0, 9]),
+        bad_sequences=bad_sequences(rng),
     )
     tokens = rng.integers(VOCAB, size=(ROWS, LENGTH)).astype(np.int32)
     # Of few kinds, so that paths repeat what came before.
@@ -123,6 +140,7 @@ def test_no_value_of_a_control_compiles_anew():
         ("frequency_penalty", [0.0, 0.0, 0.0, -3.0], r"in \[-2.0, 2.0\], got -3.0"),
         ("prompt_lens", -1, "at least 0, got -1"),
         ("min_tokens", -1, "at least 0, got -1"),
+        ("bad_sequences", np.zeros((ROWS, 2, 2), np.int32), r"\[4, 128, 16\], not \[4, 2, 2\]"),
     ],
 )
 def test_values_out_of_range_are_named(option: str, value, rule: str):
