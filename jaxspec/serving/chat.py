@@ -69,6 +69,7 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
             object="chat.completion.chunk" if chunk else "chat.completion",
             created=self.created,
             model=self.service.name,
+            system_fingerprint=self.service.fingerprint,
             choices=choices,
         )
 

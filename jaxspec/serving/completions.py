@@ -37,8 +37,13 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
     def response(
         self, choices: list[CompletionChoice], *, chunk: bool = False
     ) -> CompletionResponse:
-        name = self.service.name
-        return CompletionResponse(id=self.id, created=self.created, model=name, choices=choices)
+        return CompletionResponse(
+            id=self.id,
+            created=self.created,
+            model=self.service.name,
+            system_fingerprint=self.service.fingerprint,
+            choices=choices,
+        )
 
     def choice(self, index: int, completion: Completion) -> CompletionChoice:
         choice = CompletionChoice(
@@ -57,7 +62,12 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
             return completion
         logprobs = None if completion.logprobs is None else []
         return dataclasses.replace(
-            completion, text="", token_ids=[], logprobs=logprobs, finish_reason="length"
+            completion,
+            text="",
+            token_ids=[],
+            logprobs=logprobs,
+            finish_reason="length",
+            stop_string=None,
         )
 
     def text_logprobs(

@@ -54,6 +54,15 @@ class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.AB
         stops = self.service.llm.llm.engine.stop_ids(self.sampling[0])
         return entries[:-1] if token_ids and token_ids[-1] in stops else entries
 
+    def stop_reason(self, completion: Completion) -> str | int | None:
+        """What has ended a text, if it is of the request: a stop string, or one of its tokens."""
+        if completion.finish_reason != "stop" or completion.stop_string is not None:
+            return completion.stop_string
+        service, last = self.service, completion.token_ids[-1:]
+        of_model = {*service.llm.llm.params.target.config.stop_token_ids, *service.turn_end()}
+        asked = set(self.request.stop_token_ids or ()) - of_model
+        return next((token for token in last if token in asked), None)
+
     def kept(self, completion: Completion) -> Completion:
         """What is answered of what the engine wrote."""
         return completion
@@ -63,8 +72,9 @@ class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.AB
         return results.usage(completions, self.samples)
 
     def add_asked(self, choice: C, completion: Completion) -> None:
-        """Add to a whole choice what the request asks for beside the text."""
+        """Add to a whole choice what it has beside the text, and what the request asks for."""
         request = self.request
+        choice.stop_reason = self.stop_reason(completion)
         if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
             choice.prompt_logprobs = self.service.texts.prompt_logprobs(completion.prompt_logprobs)
         if request.return_token_ids:
@@ -112,6 +122,7 @@ class ChoiceWriter[C: Choice](abc.ABC):
 
     def last(self, completion: Completion) -> C:
         choice = self.ending(results.finish_reason(completion))
+        choice.stop_reason = self.prepared.stop_reason(completion)
         if self.prepared.request.return_speculation:
             choice.speculation = results.speculation(completion)
         return choice

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving.errors import ApiError, NotReady
+from jaxspec.serving.fingerprint import fingerprint
 from jaxspec.serving.results import TokenTexts, now
 
 State = Literal["loading", "ready", "ending"]
@@ -31,6 +32,7 @@ class Service:
       max_new_tokens: most tokens that one text may have; None: all that fit.
       sampling_defaults: fields of SamplingParams for requests that lack them.
       under_way: requests that have begun and not ended.
+      fingerprint: of model and configuration, see fingerprint; empty while it loads.
       cut: set when those that are still under way must end, see draining.
     """
 
@@ -46,11 +48,13 @@ class Service:
     under_way: int = 0
     cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     created: int = dataclasses.field(default_factory=now)
+    fingerprint: str = ""
     _llm: AsyncLLM | ReplicatedLLM | None = None
 
     def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
         """From now on requests are served."""
         self._llm = llm
+        self.fingerprint = fingerprint(self.name, llm.llm.params)
         self.state = "ready" if self.state == "loading" else self.state
 
     @property

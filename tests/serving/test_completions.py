@@ -1,6 +1,7 @@
 """`/v1/completions`, through OpenAI's own client."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.llm.async_llm import AsyncLLM
 from tests.helpers.engines import tiny_llm
-from tests.helpers.served import MODEL, Served, ask, idle_pages, run, with_client, with_http
+from tests.helpers.served import (
+    MODEL,
+    TEMPLATE,
+    Served,
+    ask,
+    idle_pages,
+    run,
+    with_client,
+    with_http,
+)
 
 PROMPT = "abcabcabcabc"
 USER = {"role": "user", "content": "abcabc"}
@@ -107,6 +117,40 @@ def test_a_stop_string_ends_the_text_and_may_be_kept(llm: LLM):
     cut, kept = (answer.choices[0] for answer in answers)
     assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
     assert kept.text == cut.text + stop
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_of_the_request_has_ended_a_text_is_told(llm: LLM, path: str, stream: bool):
+    prompt = {"prompt": PROMPT} if path == "completions" else {"messages": [USER]}
+    request = {**prompt, "max_tokens": 12, "temperature": 0, "stream": stream, "model": MODEL}
+
+    def choice(**more: Any) -> dict[str, Any]:
+        answer = with_http(llm, lambda http: http.post(f"/v1/{path}", json={**request, **more}))
+        if not stream:
+            return answer.json()["choices"][0]
+        chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+        assert len({chunk["system_fingerprint"] for chunk in chunks}) == 1
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert all(one["stop_reason"] is None for one in choices[:-1])
+        return choices[-1]
+
+    def ends_with(**more: Any) -> tuple[str, Any]:
+        ended = choice(**more)
+        return ended["finish_reason"], ended["stop_reason"]
+
+    [text] = (
+        llm.generate([PROMPT], SamplingParams(max_tokens=12))
+        if path == "completions"
+        else (llm.chat([[USER]], SamplingParams(max_tokens=12), chat_template=TEMPLATE))
+    )
+    token, letter = text.token_ids[3], text.text[-1]
+    assert ends_with() == ("length", None)
+    assert ends_with(stop_token_ids=[token]) == ("stop", token)
+    assert ends_with(stop=["nothing like it", letter]) == ("stop", letter)
+    [end] = llm.params.target.config.stop_token_ids
+    certain = {"logit_bias": {str(end): 100}}
+    assert ends_with(**certain, stop_token_ids=[token, end]) == ("stop", None)
 
 
 def test_prompts_may_be_token_ids(llm: LLM):

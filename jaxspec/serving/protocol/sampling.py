@@ -146,7 +146,11 @@ type PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Choice(ResponseBody):
-    """What a choice has beside its text."""
+    """What a choice has beside its text.
+
+    ``stop_reason`` is the stop string or the token of ``stop_token_ids`` that has ended it, as vLLM
+    has it; None: a stop token of the model, or the limit.
+    """
 
     optional: ClassVar = frozenset(
         {"token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
@@ -155,6 +159,7 @@ class Choice(ResponseBody):
     index: int
     logprobs: Any = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -167,4 +172,5 @@ class GeneratedResponse(ResponseBody):
     id: str
     created: int
     model: str
+    system_fingerprint: str | None = None
     usage: Usage | None = None
