@@ -11,6 +11,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.structured import GrammarCompiler
+from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind, all_done
 from jaxspec.llm.completion import (
     WHOLE_TEXT,
     Completion,
@@ -123,6 +124,8 @@ class AsyncLLM(AsyncTexts):
 
     Args:
       most_rounds, on_chunk: see AsyncEngine.
+      holds_back: in an engine whose programs are sealed, hold back requests of a kind whose
+        programs are not there, until they have been compiled beside the work of others.
     """
 
     def __init__(
@@ -130,8 +133,13 @@ class AsyncLLM(AsyncTexts):
         llm: LLM,
         most_rounds: int | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
+        *,
+        holds_back: bool = False,
     ):
         self.llm = llm
+        self._kinds = CompilesKinds() if holds_back else None
+        self._known: set[RequestKind] = set()  # kinds whose programs are there
+        self._held = 0
         self.engine = AsyncEngine(llm.engine, most_rounds, on_chunk)
         self._compilers = ThreadPoolExecutor(GRAMMAR_THREADS, "jaxspec grammar")
 
@@ -142,6 +150,8 @@ class AsyncLLM(AsyncTexts):
 
     async def close(self) -> None:
         self._compilers.shutdown(wait=False)
+        if self._kinds is not None:
+            self._kinds.close()
         await self.engine.close()
 
     async def run[T](self, function: Callable[[Engine], T]) -> T:
@@ -164,6 +174,7 @@ class AsyncLLM(AsyncTexts):
         tokens = await self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         await self._compile_grammars(params)
+        await self._compile_programs(tokens, params)
         texts: dict[int, GrowingText] = {}
         chunks = self.engine.generate_all(tokens, params, timeout=timeout)
         async with contextlib.aclosing(chunks):
@@ -189,6 +200,29 @@ class AsyncLLM(AsyncTexts):
                 self.llm.grammars.matcher(spec)  # or why there is none
             else:
                 await self.compile(operator.methodcaller("matcher", spec), spec.kind)
+
+    async def _compile_programs(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> None:
+        """Wait until the programs of such requests are there. Raises QueueFull if too many wait."""
+        compiles, sizes = self._kinds, self.llm.engine.programs.sizes
+        if compiles is None:
+            return
+        self.llm.engine.check(prompts, sampling)
+        pairs = zip(prompts, sampling, strict=True)
+        kinds = {RequestKind.of(prompt, params, sizes) for prompt, params in pairs} - self._known
+        if not kinds:
+            return
+        most = self.llm.engine.config.max_queue
+        if most is not None and self._held + len(prompts) > most:
+            raise QueueFull("too many requests wait for their programs")
+        self._held += len(prompts)
+        try:
+            futures = await self.run(lambda engine: compiles.begin(engine, sorted(kinds)))
+            await all_done(futures)
+        finally:
+            self._held -= len(prompts)
+        self._known |= kinds
 
     async def compile[T](self, work: Callable[[GrammarCompiler], T], name: str = "grammar") -> T:
         """The result of work that compiles grammars, in threads that nothing else waits for.

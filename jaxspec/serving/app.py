@@ -1,6 +1,7 @@
 """The application: which path does what."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -138,7 +139,8 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/ping")
     async def health() -> Response:
         service.check()  # or the state, and 503
-        return JSONResponse({"status": service.state})
+        programs = {**dataclasses.asdict(service.warm_up), "compiling": service.compiling}
+        return JSONResponse({"status": service.state, "warm_up": programs})
 
     @app.get("/version")
     async def version() -> Response:

@@ -6,9 +6,12 @@ compiled one by one whenever the engine has nothing to do, from the likeliest on
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN
@@ -24,6 +27,7 @@ from jaxspec.engine.warm_up.compile_all import (
     rounds_keys,
     steps,
 )
+from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, all_done
 from jaxspec.llm.async_llm import AsyncLLM
 
 SAMPLED = SamplingParams(temperature=1.0)
@@ -36,24 +40,42 @@ PAUSE = 0.2  # seconds between two looks whether the engine is idle
 type Key = ReadKey | RoundsKey
 
 
-async def warm_in_background(llm: AsyncLLM, goes_on: Callable[[], bool] = lambda: True) -> bool:
+@dataclasses.dataclass
+class WarmUp:
+    """How far compiling in the background is: ``done`` of so many ``programs``."""
+
+    done: int = 0
+    programs: int = 0
+
+
+async def warm_in_background(
+    llm: AsyncLLM,
+    goes_on: Callable[[], bool] = lambda: True,
+    progress: WarmUp | None = None,
+) -> bool:
     """Compile them all.
 
-    The engine's thread compiles one program at a time, so a request that comes meanwhile waits for
-    one at most. Under a load without pauses nothing is compiled but what requests need.
+    One program at a time is compiled, in another thread than the engine's, so that a request which
+    comes meanwhile does not wait for it. Under a load without pauses nothing is compiled but what
+    requests need.
 
     Args:
       goes_on: asked before each program. A server that ends compiles no more: its end would wait
         for the compiler.
+      progress: is told how far it is.
 
     Returns whether all are compiled. Raises RuntimeError if the AsyncLLM is closed, or a program
     cannot be compiled.
     """
-    for key in [*await llm.run(missing_programs), None]:
-        while goes_on() and not await llm.run(partial(_compile, key=key)):
-            await asyncio.sleep(PAUSE)
-        if not goes_on():
-            return False
+    keys, progress = [*await llm.run(missing_programs), None], progress or WarmUp()
+    progress.programs += len(keys)
+    with contextlib.closing(CompilesKinds()) as compiler:
+        for key in keys:
+            while goes_on() and not await _compile(llm, compiler, key):
+                await asyncio.sleep(PAUSE)
+            if not goes_on():
+                return False
+            progress.done += 1
     return True
 
 
@@ -96,17 +118,34 @@ def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]
     return coverage(engine.programs, engine.limits, trees, (sampling,), tokens, few)
 
 
-def _compile(engine: Engine, key: Key | None) -> bool:
-    """Compile a program by running it on nothing, or (None) those that move rows and pages; False:
-    the engine is busy."""
-    if not (engine.is_idle and engine.scheduler.is_idle):
-        return False
-    if key is None:
-        compile_small(engine.programs, _cover(engine, FULL, engine.limits.max_length, [1]))
-    elif isinstance(key, ReadKey):
+async def _compile(llm: AsyncLLM, compiler: CompilesKinds, key: Key | None) -> bool:
+    """Compile a program beside the engine's thread, or (None) by running them on nothing those that
+    move rows and pages; False: the engine is busy."""
+
+    def begin(engine: Engine) -> list[Future[Any]] | None:
+        if not (engine.is_idle and engine.scheduler.is_idle):
+            return None
+        if key is None:
+            cover = _cover(engine, FULL, engine.limits.max_length, [1])
+            compile_small(engine.programs, cover)
+        elif engine.programs.compiles_beside and not engine.programs.is_ready(key):
+            return [compiler.begin_program(engine, key)]
+        else:
+            _prepare(engine, key)
+        return []
+
+    futures = await llm.run(begin)
+    if futures and key is not None:
+        await all_done(futures)
+        await llm.run(partial(_prepare, key=key))
+    return futures is not None
+
+
+def _prepare(engine: Engine, key: Key) -> None:
+    """Raises what its compiler has raised."""
+    if isinstance(key, ReadKey):
         engine.programs.prepare_reading(key)
     elif key.masked:
         prepare_masked(engine.programs, key)
     else:
         engine.programs.prepare_rounds(key)
-    return True

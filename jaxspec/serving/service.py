@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
+from jaxspec.serving.background import WarmUp
 from jaxspec.serving.errors import ApiError, NotReady
 from jaxspec.serving.fingerprint import fingerprint
 from jaxspec.serving.results import TokenTexts, now
@@ -33,6 +34,7 @@ class Service:
       sampling_defaults: fields of SamplingParams for requests that lack them.
       under_way: requests that have begun and not ended.
       fingerprint: of model and configuration, see fingerprint; empty while it loads.
+      warm_up: how far compiling in the background is.
       cut: set when those that are still under way must end, see draining.
     """
 
@@ -49,6 +51,7 @@ class Service:
     cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     created: int = dataclasses.field(default_factory=now)
     fingerprint: str = ""
+    warm_up: WarmUp = dataclasses.field(default_factory=WarmUp)
     _llm: AsyncLLM | ReplicatedLLM | None = None
 
     def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
@@ -86,6 +89,12 @@ class Service:
     @property
     def max_length(self) -> int:
         return self.llm.llm.engine.cache.max_length
+
+    @property
+    def compiling(self) -> list[str]:
+        """The programs that are compiled now, as people call them."""
+        engines = [llm.llm.engine for llm in self.llm.replicas]
+        return [name for engine in engines for name in engine.programs.compiled_now()]
 
     def turn_end(self) -> tuple[int, ...]:
         """The token that ends a turn of chats, beside the model's stop tokens."""

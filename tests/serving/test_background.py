@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from jaxspec import LLM, EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.config.speculation import TreeShape
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.names import program_name
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
+from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import missing_programs, warm_in_background
+from tests.helpers.compilations import Compilations
 from tests.helpers.engines import tiny_llm
 from tests.helpers.served import run
 
@@ -65,6 +69,51 @@ def test_afterwards_no_request_waits_for_a_compiler(model: Path):
 
     before, after = run(test())
     assert after == before > 7
+
+
+def test_only_a_new_kind_is_held_back(llm: LLM):
+    engine, sizes = llm.engine, llm.engine.programs.sizes
+    usual = [RequestKind.of([1] * 8, each, sizes) for each in (SamplingParams(), SAMPLED)]
+    assert len(set(usual)) == 2 and usual[0]._replace(columns=0) == usual[1]._replace(columns=0)
+    others = {RequestKind.of([1] * 8, each, sizes) for each in KINDS} - set(usual)
+    assert len(others) >= 5
+    assert CompilesKinds().begin(engine, sorted(others)) == [], "an engine that may compile"
+
+
+def test_programs_have_names_that_people_know():
+    shape = TreeShape.parse("chain:3")
+    rounds = RoundsKey(4, 32, shape, Kind.SAMPLED, True)
+    assert program_name(rounds, 16) == (
+        "rounds of 4 requests of up to 512 tokens, tree chain:3, sampled, structured"
+    )
+    read = ReadKey(1, 32, 64, Kind.GREEDY)
+    assert program_name(read, 8) == "prompts, 64 tokens of 1 request of up to 256 tokens, greedy"
+    assert program_name(("copy_pages", ()), 8) == "copies of pages"
+
+
+@pytest.mark.slow
+def test_a_new_kind_is_compiled_beside_the_work(model: Path, compilations: Compilations):
+    """The engine's thread waits for no program that reads, drafts or decodes."""
+    config = EngineConfig(max_rows=2, rounds_per_call=4)
+    speculation = SpeculationConfig.chain(2)
+    llm = LLM(model, "ngram", speculation=speculation, max_length=300, page_size=8, engine=config)
+    for rows in (1, 2):
+        llm.engine.prepare(rows, 8, SAMPLED)
+    llm.engine.programs.sealed = True
+
+    async def test() -> None:
+        async with AsyncLLM(llm, holds_back=True) as own:
+            usual = own.generate(["abc"] * 2, SAMPLED)
+            texts = await asyncio.gather(usual, *(own.generate(["ab"], each) for each in KINDS))
+            long = await own.generate(["ab"], dataclasses.replace(SAMPLED, max_tokens=290))
+            assert all(one.finish_reason == "length" for [one, *_] in [*texts[:4], long])
+
+    compilations.clear()
+    run(test())
+    large = ("prefill", "read_rows", "decode", "draft_rows", "verify_rows")
+    names = [(name, thread.name) for name, thread in compilations if any(n in name for n in large)]
+    assert len(names) >= 5
+    assert not [name for name, thread in names if thread == "jaxspec engine"]
 
 
 def test_a_request_goes_first(model: Path):

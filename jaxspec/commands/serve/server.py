@@ -23,6 +23,7 @@ from jaxspec.commands.shared.shell import progress_console, read_text
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.programs.compiled import logger as programs_logger
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.llm.tokenizer.text import TextTokenizer
@@ -105,7 +106,8 @@ def load_engines(
         llm = make_llm(arguments, mesh, tokenizer, processes)
         warm_up(llm.engine, arguments.warm_up, lambda text, which=which: show(which + text))
         member.watch(llm.engine)
-        engines.append(AsyncLLM(llm, on_chunk=member.observe))
+        beside = arguments.warm_up == "background"
+        engines.append(AsyncLLM(llm, on_chunk=member.observe, holds_back=beside))
     return engines[0] if len(engines) == 1 else ReplicatedLLM(engines)
 
 
@@ -122,12 +124,12 @@ def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
     return arguments.default_chat_template_kwargs
 
 
-def show_requests() -> None:
-    """Print the lines of the access log."""
+def show_lines(logger: logging.Logger) -> None:
+    """Print what is logged: requests, or compiled programs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    access_logger.addHandler(handler)
-    access_logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
@@ -205,7 +207,8 @@ async def _serve(
         access_log=arguments.access_log,
     )
     if arguments.access_log:
-        show_requests()
+        show_lines(access_logger)
+    show_lines(programs_logger)
     with console.status("starting") as status:
 
         def show(text: str) -> None:
@@ -229,7 +232,7 @@ async def _serve(
 
         async def compile_rest(llm: AsyncLLM) -> None:
             try:
-                if await warm_in_background(llm, lambda: service.state == "ready"):
+                if await warm_in_background(llm, lambda: service.state == "ready", service.warm_up):
                     console.print("all programs are ready")
             except RuntimeError as error:
                 if service.state == "ready":  # else its engine was closed

@@ -1,6 +1,7 @@
 """Which programs of an engine are compiled, and what runs while one is not."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -10,7 +11,10 @@ import jax
 
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine import memory
+from jaxspec.engine.programs.names import program_name
 from jaxspec.engine.programs.sizes import ReadKey, RoundsKey, compiles_alone
+
+logger = logging.getLogger("jaxspec.programs")  # a line for each that was compiled
 
 
 class CompiledPrograms:
@@ -19,6 +23,7 @@ class CompiledPrograms:
     Attributes:
       state: what the last program launched returns.
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
+      compiling: what is compiled now while the calls wait, as people call it; None: nothing.
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
       ask: begins to compile a program in another thread; meanwhile a ready one runs that holds its
@@ -27,8 +32,9 @@ class CompiledPrograms:
 
     state: EngineState
 
-    def __init__(self, max_programs: int):
-        self.max_programs = max_programs
+    def __init__(self, max_programs: int, page_size: int):
+        self.max_programs, self._page_size = max_programs, page_size
+        self.compiling: str | None = None
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         self.ready: set[Any] = set()
         self.coming: dict[Any, Future[Any]] = {}
@@ -66,15 +72,40 @@ class CompiledPrograms:
             return
         self._make_room()
         jax.block_until_ready(self.state)
-        started = time.perf_counter()
-        future = self.coming.pop(key, None)
-        if future is not None and not future.cancel():
-            wait([future])  # its errors come again below
-        yield
-        jax.block_until_ready(self.state)
+        started, self.compiling = time.perf_counter(), self.name(key)
+        try:
+            future = self.coming.pop(key, None)
+            if future is not None and not future.cancel():
+                wait([future])  # its errors come again below
+            yield
+            jax.block_until_ready(self.state)
+        finally:
+            self.compiling = None
         self.compiled += 1
-        self.compile_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.compile_seconds += seconds
         self.ready.add(key)
+        logger.info("compiled %s: %.1f s", self.name(key), seconds)
+
+    def compiled_now(self) -> list[str]:
+        """What is compiled now, here and in other threads, as people call it; for any thread."""
+        coming = [key for key, future in list(self.coming.items()) if future.running()]
+        here = [] if self.compiling is None else [self.compiling]
+        return [*here, *map(self.name, coming)]
+
+    def name(self, key: Any) -> str:
+        """What a program is called where people read of it."""
+        return program_name(key, self._page_size)
+
+    def is_ready(self, key: Any) -> bool:
+        """Whether a program need not be prepared: it has run, or another thread has compiled it."""
+        future = self.coming.get(key)
+        if key not in self.ready and future is not None and _has_result(future):
+            self._make_room()
+            self.coming.pop(key, None)
+            self.compiled += 1
+            self.ready.add(key)
+        return key in self.ready
 
     def _make_room(self) -> None:
         """Forget all programs if there are too many."""
@@ -87,6 +118,10 @@ class CompiledPrograms:
     def clear_caches(self) -> None:
         """Forget the compiled programs of all functions."""
         raise NotImplementedError
+
+
+def _has_result(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def cheapest[K: (ReadKey, RoundsKey)](keys: Iterable[Any], wanted: K) -> K | None:

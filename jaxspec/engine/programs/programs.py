@@ -68,7 +68,7 @@ class Programs(CompiledPrograms):
     pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
-        super().__init__(max_programs)
+        super().__init__(max_programs, sizes.page_size)
         self.params, self.sizes = program_weights(params), sizes
         fixed = params.speculation.verify_width is not None  # in deterministic mode, too
         xla = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
@@ -290,7 +290,7 @@ class Programs(CompiledPrograms):
 
     def prepare_reading(self, key: ReadKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
-        if key not in self.ready:
+        if not self.is_ready(key):
             rows = self.sizes.listed([], key.rows)
             with self.counted(key):
                 self._prefill(key, rows, np.zeros(len(rows), np.int32), {})
@@ -361,7 +361,7 @@ class Programs(CompiledPrograms):
 
     def prepare_rounds(self, key: RoundsKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
-        if key not in self.ready:
+        if not self.is_ready(key):
             with self.counted(key):
                 self._decode(key, self.sizes.listed([], key.rows), 0)
 

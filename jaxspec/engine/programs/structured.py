@@ -37,7 +37,7 @@ def run_draft(
 
 def prepare_masked(programs: Programs, key: RoundsKey) -> None:
     """Compile both programs, by running them on nothing, unless they are ready."""
-    if key not in programs.ready:
+    if not programs.is_ready(key):
         with programs.counted(key):
             drafted = _draft(programs, key, programs.sizes.listed([], key.rows))
             run_verify(programs, drafted, no_masks(programs, drafted))

@@ -19,6 +19,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine.plans.sequences import kind_of, reads_of
 from jaxspec.engine.programs.arguments import NewRow, admission
+from jaxspec.engine.programs.compiled import logger
 from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, MANY_ADMISSIONS, Programs
 from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey, compiles_alone
 from jaxspec.scheduling.plan import Plan
@@ -49,9 +50,23 @@ class CompilesBeside:
         is_rare = isinstance(key, ReadKey) and self._asked[key] < ENOUGH_READS
         if is_rare or key in coming or not is_free:
             return False
-        lowered = functools.partial(_lowered, self.programs, key, self.programs.state)
-        coming[key] = self._job = self._pool.submit(lambda: lowered().compile())
+        compile_it = functools.partial(compile_beside, self.programs, key, self.programs.state)
+        coming[key] = self._job = self._pool.submit(compile_it)
         return True
+
+
+def compile_beside(programs: Programs, key: ReadKey | RoundsKey, state: EngineState) -> None:
+    """Fill jax's cache with a program in another thread than the engine's, and log it.
+
+    ``state`` has controls if such programs take them, see Programs.controlled.
+    """
+    started = time.perf_counter()
+    if isinstance(key, RoundsKey) and key.masked:
+        _compile_masked(programs, key, state)
+    else:
+        _lowered(programs, key, state).compile()
+    seconds = time.perf_counter() - started
+    logger.info("compiled %s: %.1f s, beside the work", programs.name(key), seconds)
 
 
 def compiling_threads() -> ThreadPoolExecutor:
@@ -108,8 +123,26 @@ def _lowered(
     rows = programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
         counts = np.zeros(len(rows), np.int32)
-        return programs.prefill.lower(params, state, programs.options(key), rows, counts, None)
+        masks = np.stack([programs.all_tokens()] * len(rows)) if key.masked else None
+        return programs.prefill.lower(params, state, programs.options(key), rows, counts, masks)
     return programs.decode.lower(params, state, programs.options(key), np.int32(0), rows)
+
+
+def _compile_masked(programs: Programs, key: RoundsKey, state: EngineState) -> None:
+    """Both halves of a round; the second takes the trees that the first returns."""
+    arguments = programs.params, state, programs.options(key)
+    rows = programs.sizes.listed([], key.rows)
+    drafting = programs.draft.lower(*arguments, rows)
+    _, places = drafting.compile().output_shardings
+    _, made = drafting.out_info
+    tree = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        made,
+        places,
+    )
+    words = programs.all_tokens()
+    masks = np.broadcast_to(words, (*tree.tokens.shape, words.size))
+    programs.verify.lower(*arguments, rows, tree, masks).compile()
 
 
 def _lowered_admission(programs: Programs, size: int) -> jax.stages.Lowered:
