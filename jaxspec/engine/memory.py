@@ -48,6 +48,25 @@ def num_pages(params: EngineParams, cache: CacheConfig, num_rows: int) -> int:
     return wanted
 
 
+def most_tokens(
+    params: EngineParams, page_size: int, num_rows: int, kv_memory: int | None
+) -> int | None:
+    """The most tokens that a request of an engine can have, if it has all pages that fit; None:
+    devices do not say how much memory they have.
+
+    Args:
+      kv_memory: see CacheConfig.memory.
+    """
+    found = []
+    for device in _device_memories(params, page_size, num_rows):
+        if kv_memory is not None:
+            free = kv_memory if device.free is None else min(device.free, kv_memory)
+            device = dataclasses.replace(device, free=free)
+        if device.free is not None:
+            found.append(device.fitting // params.data_parallel * page_size)
+    return max(0, min(found) - params.speculation.scratch_slots) if found else None
+
+
 def _device_memories(params: EngineParams, page_size: int, num_rows: int) -> list["_DeviceMemory"]:
     """One for each stage, as no two share a device; on a CPU, whose devices share its memory, one
     for all."""

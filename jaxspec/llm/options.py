@@ -1,6 +1,7 @@
 """LLMOptions: what an LLM is made with."""
 
 import dataclasses
+from typing import Literal
 
 from jaxspec.checkpoints.load_options import LoadOptions
 from jaxspec.config.engine import EngineConfig
@@ -15,7 +16,8 @@ class LLMOptions(LoadOptions):
     Attributes:
       page_size, num_pages: see CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
-        most 2048.
+        most 2048. ``"model"``: what it allows, or as many as fit the memory; on CPUs at most 2048,
+        as requests that name no limit would be slow.
       engine: how many requests run together, and how; see EngineConfig.
       tokenizer: the model's, if it has been read already. A model without any takes prompts of
         token ids, and the text of their completions is empty.
@@ -23,7 +25,7 @@ class LLMOptions(LoadOptions):
     """
 
     page_size: int = 16
-    max_length: int | None = None
+    max_length: int | Literal["model"] | None = None
     num_pages: int | None = None
     kv_memory: int | None = None
     engine: EngineConfig | None = None

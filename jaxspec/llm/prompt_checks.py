@@ -1,18 +1,15 @@
-"""Checks of prompts before the weights are loaded, and what their lengths may be."""
+"""Checks of prompts before the weights are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.config.checks import check_count
-from jaxspec.config.model import ModelConfig
 from jaxspec.config.requests import check_is_sampling, check_requests
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.llm.request_length import allowed_length
 from jaxspec.llm.tokenizer.prompts import Prompt
 from jaxspec.llm.tokenizer.text import TextTokenizer, open_tokenizer, tokenize
 from jaxspec.models.from_config.model import load_model_config
-
-DEFAULT_MAX_LENGTH = 2048
 
 
 def check_prompts(
@@ -55,15 +52,3 @@ def check_sampling(sampling: object) -> None:
         raise ValueError(f"sampling must be SamplingParams, or a list of them, not {kind}")
     for params in sampling:
         check_is_sampling(params)
-
-
-def allowed_length(wanted: int | None, config: ModelConfig) -> int:
-    """Most tokens of a request: ``wanted``, by default what the model allows, at most 2048.
-
-    Raises ValueError for a length that the model does not allow.
-    """
-    if wanted is None:
-        return min(config.max_position, DEFAULT_MAX_LENGTH)
-    check_count("max_length", wanted)
-    config.check_length(wanted)
-    return wanted
