@@ -48,6 +48,7 @@ class Completion:
       prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
       cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
       trees: of its rounds; None: not asked for.
+      queued: seconds until it began to run.
       left_out_tokens: of the first of a prompt's completions: tokens that were generated for those
         samples that best_of has left out.
     """
@@ -71,6 +72,7 @@ class Completion:
     left_out_tokens: int = 0
     error_kind: ErrorKind | None = None
     stop_string: str | None = None
+    queued: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +187,7 @@ class GrowingText:
             acceptance_length=max(len(generation.token_ids) - 1, 0) / rounds,
             acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
             timings=generation.timings,
+            queued=generation.waited or 0.0,
             cached_tokens=generation.cached_tokens,
             logprobs=logprobs,
             prompt_logprobs=generation.prompt_logprobs,

@@ -31,7 +31,8 @@ from jaxspec.llm.completion import (
 )
 from jaxspec.llm.options import LLMOptions
 from jaxspec.llm.progress_bar import progress_bar
-from jaxspec.llm.prompt_checks import allowed_length, check_sampling, for_each
+from jaxspec.llm.prompt_checks import check_sampling, for_each
+from jaxspec.llm.request_length import request_length
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
 from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
 from jaxspec.llm.tokenizer.text import open_tokenizer, tokenize
@@ -58,7 +59,7 @@ class LLM:
     def __init__(self, options: LLMOptions):
         params = load_params(options)
         self._text = options.tokenizer or open_tokenizer(options.model)
-        length = allowed_length(options.max_length, params.target.config)
+        length = request_length(options, params)
         self.engine = Engine(
             params,
             CacheConfig(options.page_size, length, options.num_pages, options.kv_memory),

@@ -14,6 +14,7 @@ from jaxspec.llm.completion import Completion
 from jaxspec.serving.chat import PreparedChat
 from jaxspec.serving.errors import ApiError, api_error
 from jaxspec.serving.parts import Part
+from jaxspec.serving.prepared import Told
 from jaxspec.serving.protocol.base import FieldError
 
 type Event = dict[str, Any]  # with its "type"
@@ -78,21 +79,22 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
         raise error from raised
 
 
-async def answer(prepare: Preparing, spend: Callable[[int], None]) -> BaseModel:
-    """The whole answer. ``spend`` is told of the tokens, as they come.
+async def answer(prepare: Preparing, told: Told) -> BaseModel:
+    """The whole answer.
 
     Raises ApiError, and what AsyncLLM.generate raises.
     """
     writer = await prepare()
     prepared = writer.prepared
-    spend(len(prepared.prompts[0]))
+    told.spend(len(prepared.prompts[0]))
     [completion] = await prepared.service.llm.generate(
         prepared.prompts,
         prepared.sampling,
         timeout=prepared.service.request_timeout,
         options=prepared.options,
-        on_tokens=spend,
+        on_tokens=told.spend,
     )
+    told.ended(prepared, [completion])
     writer.begin()
     writer.push(prepared.parser().push(completion.text, last=True))
     writer.end(completion)
@@ -100,22 +102,22 @@ async def answer(prepare: Preparing, spend: Callable[[int], None]) -> BaseModel:
 
 
 async def begin_stream(
-    prepare: Preparing, spend: Callable[[int], None]
+    prepare: Preparing, told: Told
 ) -> tuple[AnswerWriter, Event, AsyncGenerator[Event, None]]:
     """The writer of an answer, the first event, and the others.
 
     What goes wrong before there is a token is raised here.
     """
     writer = await prepare()
-    events = stream(writer, spend)
+    events = stream(writer, told)
     return writer, await anext(events), events
 
 
-async def stream(writer: AnswerWriter, spend: Callable[[int], None]) -> AsyncGenerator[Event, None]:
+async def stream(writer: AnswerWriter, told: Told) -> AsyncGenerator[Event, None]:
     """The answer as events."""
     prepared = writer.prepared
     parser, begun = prepared.parser(), False
-    spend(len(prepared.prompts[0]))
+    told.spend(len(prepared.prompts[0]))
     chunks = prepared.service.llm.stream(
         prepared.prompts,
         prepared.sampling,
@@ -127,9 +129,10 @@ async def stream(writer: AnswerWriter, spend: Callable[[int], None]) -> AsyncGen
             events = [] if begun else writer.begin()
             begun = True
             if isinstance(chunk, Completion):
+                told.ended(prepared, [chunk])
                 events += writer.end(chunk)
             else:
-                spend(len(chunk.token_ids))
+                told.spend(len(chunk.token_ids))
                 events += writer.push(parser.push(chunk.text, last=chunk.done))
             for event in events:
                 yield event

@@ -18,6 +18,7 @@ from jaxspec.serving import answers, chat, completions, prepared
 from jaxspec.serving.anthropic import prepare as messages
 from jaxspec.serving.draining import Draining
 from jaxspec.serving.errors import MESSAGES, REQUEST_ID, add_handlers, ascii_json
+from jaxspec.serving.listeners import Listeners
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
@@ -49,7 +50,6 @@ from jaxspec.serving.security import (
     ApiKeys,
     BodyLimit,
     RateLimit,
-    client_of,
     key_of,
 )
 from jaxspec.serving.service import Service
@@ -61,6 +61,7 @@ from jaxspec.serving.streaming import (
     TypedEvents,
     until_gone,
 )
+from jaxspec.serving.tracing import Spans
 
 FOLDER = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody sees it but the log
@@ -85,6 +86,7 @@ def make_app(
     rates: Rates | None = None,
     cors_origins: Sequence[str] = (),
     access_log: bool = False,
+    spans: Spans | None = None,
 ) -> FastAPI:
     """The application of a service.
 
@@ -98,6 +100,7 @@ def make_app(
       cors_origins: other origins whose pages may ask this server, such as https://example.org;
         "*": all. None: pages of this server alone.
       access_log: write a line for each request; see RequestIds.
+      spans: told of each request that generates; None: nobody is.
     """
     rates = rates or Rates()
     app = FastAPI(
@@ -108,9 +111,10 @@ def make_app(
     _add_page(app)
     keyed = APIRouter(dependencies=[Security(API_KEY)] if api_keys else [])
     _add_models(keyed, service)
-    _add_generation(keyed, service, rates)
-    _add_messages(keyed, service, rates)
-    _add_responses(keyed, service, rates, ResponseStore())
+    listeners = Listeners(rates, spans or Spans())
+    _add_generation(keyed, service, listeners)
+    _add_messages(keyed, service, listeners)
+    _add_responses(keyed, service, listeners, ResponseStore())
     _add_tokens(keyed, service)
     app.include_router(keyed)
     app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
@@ -177,26 +181,28 @@ def _add_models(app: APIRouter, service: Service) -> None:
 
 
 async def respond_in_events(
-    request: Request, rates: Rates, prepare: answers.Preparing, *, streams: bool | None
+    request: Request, listeners: Listeners, prepare: answers.Preparing, *, streams: bool | None
 ) -> Response:
     """An answer as events that name their types, or whole."""
-    spend = partial(rates.spend, client_of(request.scope))
+    told = listeners.of(request)
     try:
         if streams:
-            beginning = answers.begin_stream(prepare, spend)
+            beginning = answers.begin_stream(prepare, told)
             writer, first, rest = await until_gone(request.receive, beginning)
             return EventStream(first, rest, TypedEvents(writer.failed))
-        answer = await until_gone(request.receive, answers.answer(prepare, spend))
+        answer = await until_gone(request.receive, answers.answer(prepare, told))
         return Response(ascii_json(answer.model_dump()), media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
 
 
-def _add_responses(app: APIRouter, service: Service, rates: Rates, store: ResponseStore) -> None:
+def _add_responses(
+    app: APIRouter, service: Service, listeners: Listeners, store: ResponseStore
+) -> None:
     @app.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         prepare = partial(responses.prepare, service, store, key_of(request.scope), body)
-        return await respond_in_events(request, rates, prepare, streams=body.stream)
+        return await respond_in_events(request, listeners, prepare, streams=body.stream)
 
     @app.get("/v1/responses/{name}", response_model=ResponseObject)
     async def retrieve(name: str, request: Request) -> Response:
@@ -209,29 +215,29 @@ def _add_responses(app: APIRouter, service: Service, rates: Rates, store: Respon
         return DeletedResponse(id=name)
 
 
-def _add_messages(app: APIRouter, service: Service, rates: Rates) -> None:
+def _add_messages(app: APIRouter, service: Service, listeners: Listeners) -> None:
     @app.post(MESSAGES, response_model=MessageObject, responses=STREAMED)
     async def write(body: MessagesRequest, request: Request) -> Response:
         prepare = partial(messages.prepare, service, body, request.scope.get(REQUEST_ID))
-        return await respond_in_events(request, rates, prepare, streams=body.stream)
+        return await respond_in_events(request, listeners, prepare, streams=body.stream)
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count(body: CountRequest) -> TokenCount:
         return TokenCount(input_tokens=await messages.count_tokens(service, body))
 
 
-def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
+def _add_generation(app: APIRouter, service: Service, listeners: Listeners) -> None:
     async def respond(
         request: Request, prepare: prepared.Preparing[Any], *, streams: bool | None
     ) -> Response:
         """What goes wrong before the first chunk of a stream has a status of its own."""
-        spend = partial(rates.spend, client_of(request.scope))
+        told = listeners.of(request)
         try:
             if streams:
-                chunks = prepared.stream(prepare, spend)
+                chunks = prepared.stream(prepare, told)
                 first = await until_gone(request.receive, anext(chunks))
                 return EventStream(first, chunks, Chunks())
-            answer = await until_gone(request.receive, prepared.answer(prepare, spend))
+            answer = await until_gone(request.receive, prepared.answer(prepare, told))
             return Response(answer.model_dump_json(), media_type="application/json")
         except ClientGone:
             return Response(status_code=CLIENT_GONE)

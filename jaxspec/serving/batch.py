@@ -13,7 +13,7 @@ from jaxspec.llm.batch.run import Answer
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.serving import chat, completions
 from jaxspec.serving.errors import ApiError, api_error, validated
-from jaxspec.serving.prepared import answer
+from jaxspec.serving.prepared import Told, answer
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.completions import CompletionRequest
@@ -49,7 +49,7 @@ async def _answer(
     error = None
     try:
         request, prepare = _read(line, {"seed": (seed + index) % 2**32})
-        found = await answer(partial(prepare, service, request), spend=lambda tokens: None)
+        found = await answer(partial(prepare, service, request), Told())
         status, body = 200, found.model_dump(mode="json")
     except (ApiError, RequestValidationError, ValueError) as problem:
         refusal = api_error(problem)

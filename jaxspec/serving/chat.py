@@ -60,6 +60,8 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
       reasoning: how it reasons; None: it does not.
     """
 
+    operation = "chat"
+
     form: AnswerForm
     reasoning: ChatReasoning | None = dataclasses.field(default=None, kw_only=True)
 

@@ -34,6 +34,8 @@ from jaxspec.serving.structured import structured_output
 class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, CompletionResponse]):
     """Prompts to continue, ready for the engine."""
 
+    operation = "text_completion"
+
     def response(
         self, choices: list[CompletionChoice], *, chunk: bool = False
     ) -> CompletionResponse:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import TokenLogprob
@@ -25,6 +25,8 @@ from jaxspec.serving.service import Service
 @dataclasses.dataclass(frozen=True)
 class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.ABC):
     """A request, ready for the engine: token ids and sampling of each prompt."""
+
+    operation: ClassVar[str]  # as the conventions of OpenTelemetry call it
 
     request: R
     service: Service
@@ -142,21 +144,37 @@ class ChoiceWriter[C: Choice](abc.ABC):
 type Preparing[A: GeneratedResponse] = Callable[[], Awaitable[PreparedRequest[Any, Any, A]]]
 
 
-async def answer[A: GeneratedResponse](prepare: Preparing[A], spend: Callable[[int], None]) -> A:
-    """The whole answer. ``spend`` is told of the tokens, as they come.
+type Ended = Callable[[PreparedRequest[Any, Any, Any], Sequence[Completion]], None]
+
+
+class Told(NamedTuple):
+    """Who is told of a request.
+
+    Attributes:
+      spend: of its tokens, as they come.
+      ended: when all of its texts have ended.
+    """
+
+    spend: Callable[[int], None] = lambda tokens: None
+    ended: Ended = lambda prepared, completions: None
+
+
+async def answer[A: GeneratedResponse](prepare: Preparing[A], told: Told) -> A:
+    """The whole answer.
 
     Raises ApiError, and what AsyncLLM.generate raises.
     """
     prepared = await prepare()
     service = prepared.service
-    spend(sum(map(len, prepared.prompts)))
+    told.spend(sum(map(len, prepared.prompts)))
     written = await service.llm.generate(
         prepared.prompts,
         prepared.sampling,
         timeout=service.request_timeout,
         options=prepared.options,
-        on_tokens=spend,
+        on_tokens=told.spend,
     )
+    told.ended(prepared, written)
     completions = [prepared.kept(completion) for completion in written]
     choices = [prepared.choice(index, found) for index, found in enumerate(completions)]
     response = prepared.response(choices)
@@ -165,13 +183,13 @@ async def answer[A: GeneratedResponse](prepare: Preparing[A], spend: Callable[[i
 
 
 async def stream[A: GeneratedResponse](
-    prepare: Preparing[A], spend: Callable[[int], None]
+    prepare: Preparing[A], told: Told
 ) -> AsyncGenerator[A, None]:
     """The answer in chunks, those of several choices as they come."""
     prepared = await prepare()
     service, options = prepared.service, prepared.request.stream_options
     prompt_tokens, generated = sum(map(len, prepared.prompts)), 0
-    spend(prompt_tokens)
+    told.spend(prompt_tokens)
     writers = [prepared.writer(index) for index in range(len(prepared.prompts) * prepared.samples)]
     completions: list[Completion] = []
     events = service.llm.stream(
@@ -183,11 +201,14 @@ async def stream[A: GeneratedResponse](
     async with contextlib.aclosing(events):
         async for event in events:
             if isinstance(event, Completion):
-                choices = [writers[len(completions)].last(event)]
+                writer = writers[len(completions)]
                 completions.append(event)
+                if len(completions) == len(writers):
+                    told.ended(prepared, completions)
+                choices = [writer.last(event)]
             else:
                 generated += len(event.token_ids)
-                spend(len(event.token_ids))
+                told.spend(len(event.token_ids))
                 choices = writers[event.index].chunks(event)
             for choice in choices:
                 response = prepared.response([choice], chunk=True)

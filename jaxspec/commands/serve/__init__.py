@@ -79,6 +79,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "paths, such as /llm (default: none)")  # fmt: skip
     add("--access-log", action="store_true", help="a line for each request, with its id, which "
         "answers have as X-Request-Id, too")  # fmt: skip
+    add("--otlp-traces-endpoint", metavar="URL", help="collector that gets a span of each request, "
+        "such as http://localhost:4318/v1/traces (extra otel; default: none)")  # fmt: skip
     add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
         "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
     add("--max-body", type=size, default=size("8MiB"), help="largest request (default: 8MiB)")
@@ -122,8 +124,8 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=int, default=16, help="requests that run together, in each engine")
     add("--max-queue", type=int, default=1024, help="requests that may wait, in each engine; "
         "beyond them clients get status 429")  # fmt: skip
-    add("--max-length", type=int, help="most tokens of a request, prompt included (default: what "
-        "the model allows, at most 2048)")  # fmt: skip
+    add("--max-length", type=number, metavar="N", help="most tokens of a request, its prompt "
+        "included (default: what the model allows, if it fits; on CPUs at most 2048)")  # fmt: skip
     add("--kv-memory", type=size, metavar="BYTES", help="of each KV cache, such as 2GiB "
         "(default: as the rows need, or as fit)")  # fmt: skip
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")

@@ -16,6 +16,7 @@ from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.commands.generate.generation import local_program_folder
 from jaxspec.commands.shared.engine_config import engine_config, llm_options, with_memory
+from jaxspec.commands.shared.importing import import_command
 from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs
 from jaxspec.commands.shared.several_processes import processes_of
@@ -24,8 +25,10 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.compiled import logger as programs_logger
+from jaxspec.engine.programs.sizes import SMALLEST_TABLE, Kind, ReadKey
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
+from jaxspec.llm.request_length import length_text
 from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.parallel.processes import Processes
 from jaxspec.serving.app import make_app
@@ -38,7 +41,9 @@ from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.request_ids import logger as access_logger
 from jaxspec.serving.service import Service
+from jaxspec.serving.tracing import Spans
 
+CHAT_TOKENS = 128  # of a short conversation, with what its template adds
 SAMPLED = SamplingParams(temperature=1.0)
 EVERYTHING = (
     SamplingParams(),
@@ -66,6 +71,7 @@ def make_llm(
     )
     options = dataclasses.replace(
         llm_options(arguments, mesh),
+        max_length=arguments.max_length or "model",
         kv_memory=arguments.kv_memory,
         tokenizer=tokenizer,
         engine=engine,
@@ -87,6 +93,11 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
             show(f"compiling for {rows} rows")
             engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
     if what == "background":  # greedy and sampled requests share programs
+        show("compiling for prompts of chats")
+        sizes = engine.programs.sizes
+        width, columns = sizes.width_for(CHAT_TOKENS), sizes.columns_for(SMALLEST_TABLE)
+        key = ReadKey(sizes.rows_for(1), columns, width, sizes.kind_for(Kind.SAMPLED))
+        engine.programs.prepare_reading(key)
         engine.programs.sealed = True
 
 
@@ -144,6 +155,14 @@ def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
     )
 
 
+def spans_of(arguments: argparse.Namespace) -> Spans:
+    """Where spans of requests go. Raises MissingExtra without the packages for that."""
+    if arguments.otlp_traces_endpoint is None:
+        return Spans()
+    otel = import_command("jaxspec.serving.otel", "jaxspec serve")
+    return otel.spans_to(arguments.otlp_traces_endpoint)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
     keep_compiled_programs(local_program_folder(arguments))
@@ -196,6 +215,7 @@ async def _serve(
     console = progress_console()
     default_key = os.environ.get("JAXSPEC_API_KEY")
     keys = arguments.api_key or ([default_key] if default_key else [])
+    spans = spans_of(arguments)
     app = make_app(
         service,
         metrics,
@@ -205,6 +225,7 @@ async def _serve(
         rates=Rates(arguments.requests_per_minute, arguments.tokens_per_minute),
         cors_origins=arguments.cors_origin,
         access_log=arguments.access_log,
+        spans=spans,
     )
     if arguments.access_log:
         show_lines(access_logger)
@@ -224,6 +245,8 @@ async def _serve(
             engines = f"{len(meshes)} engines of " if len(meshes) > 1 else ""
             rows = f"{engines}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
             console.print(f"serving {service.name} ({rows}) at {address}/v1")
+            config = service.llm.llm.params.target.config
+            console.print(length_text(arguments.max_length, service.max_length, config))
             if service.sampling_defaults:
                 text = as_text(service.sampling_defaults)
                 console.print(f"requests are sampled with {text}, as {FILE} says, unless they ask")
@@ -250,3 +273,4 @@ async def _serve(
             )
         finally:
             await asyncio.gather(*background)
+            await asyncio.to_thread(spans.close)

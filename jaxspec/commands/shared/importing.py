@@ -11,6 +11,7 @@ INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
 # Packages that a plain installation lacks, and the extra that has them.
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {"matplotlib": "train", "optax": "train", "fastapi": "serve", "prometheus_client": "serve"}
+    | {"opentelemetry": "otel", "opentelemetry.exporter": "otel", "opentelemetry.sdk": "otel"}
     | {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
 )
 

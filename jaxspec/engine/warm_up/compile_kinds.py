@@ -14,7 +14,6 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.compiled import cheapest
-from jaxspec.engine.programs.programs import ADMISSIONS
 from jaxspec.engine.programs.sizes import (
     SMALLEST_CHUNK,
     Kind,
@@ -63,8 +62,8 @@ class RequestKind(NamedTuple):
 class CompilesKinds:
     """Compiles the programs of kinds of requests in threads of its own.
 
-    They have as many rows as the engine, so that they serve any load, and draft nothing where the
-    engine chooses its trees: the engine compiles others when it wants them.
+    Rounds have as many rows as the engine, so that they serve any load, and draft nothing where the
+    engine chooses its trees: it compiles others when it wants them. Prompts are read one by one.
     """
 
     def __init__(self) -> None:
@@ -107,9 +106,8 @@ def _needed(engine: Engine, kind: RequestKind) -> list[ReadKey | RoundsKey]:
     programs, runnable = engine.programs, engine.programs.runnable()
     sizes = programs.sizes
     most = sizes.num_rows // programs.shards
-    few = sizes.rows_for(min(ADMISSIONS, most))
-    reading = ReadKey(few, kind.columns, kind.width, kind.reads, kind.masked)
-    found = cheapest(runnable, reading._replace(rows=1))
+    reading = ReadKey(sizes.rows_for(1), kind.columns, kind.width, kind.reads, kind.masked)
+    found = cheapest(runnable, reading)
     reads = found is not None and found.width <= max(SMALLEST_CHUNK, WIDER * kind.width)
     shapes = engine.shapes.compiled_ahead(engine.shape)
     shape = PLAIN if kind.plain or PLAIN in shapes else shapes[-1]
