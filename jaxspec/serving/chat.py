@@ -174,7 +174,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         max_tokens=1,
         logprobs=logprobs,
         structured=structured,
-        reasoning_budget=reasoning_budget(reasoning, request),
+        reasoning_budget=reasoning_budget(reasoning, request, structured),
         model_stops=(*service.llm.llm.params.target.config.stop_token_ids, *turn_end),
         further_stop_token_ids=turn_end,
         trees=service.shows_trees and request.return_speculation,

@@ -81,18 +81,23 @@ def chat_reasoning(
 
 
 def reasoning_budget(
-    reasoning: ChatReasoning | None, request: ChatRequest
+    reasoning: ChatReasoning | None, request: ChatRequest, structured: StructuredOutput | None
 ) -> ReasoningBudget | None:
-    """The budget that a request asks for. Raises FieldError for two, and if nothing reasons."""
+    """The budget that a request asks for. Raises FieldError for two, if nothing reasons, and for a
+    grammar that holds the reasoning: it may forbid the end where the budget wants it."""
     names = ("thinking_token_budget", "max_thinking_tokens")
     given = {name: tokens for name in names if (tokens := getattr(request, name)) is not None}
     if len(given) > 1:
         raise FieldError(names[1], f"give {' or '.join(names)}")
     for name, tokens in given.items():
-        if tokens >= 0 and reasoning is None:
+        if tokens < 0:
+            return None
+        if reasoning is None:
             raise FieldError(name, f"{name} needs a model that reasons; see --reasoning-format")
-        if tokens >= 0 and reasoning is not None:
-            return reasoning.budget(tokens)
+        if structured is not None and len(reasoning.end) > 1:
+            problem = "needs a model whose reasoning ends with one token, beside structured output"
+            raise FieldError(name, f"{name} {problem}")
+        return reasoning.budget(tokens)
     return None
 
 

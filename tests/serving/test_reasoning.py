@@ -271,3 +271,16 @@ def test_messages_have_it_as_a_block(llm: LLM):
     off, events = both(llm, "/v1/messages", {**body, "thinking": {"type": "disabled"}})
     assert {block["type"] for block in off["content"]} == {"text"}
     assert not [event for event in events if "thinking" in str(event)]
+
+
+def test_a_budget_beside_structured_output_needs_an_end_of_one_token(llm: LLM):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
+    body = {"thinking_token_budget": 3}
+
+    async def test(client: Any) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            fields = {**REQUEST, "response_format": schema, "extra_body": body}
+            await client.chat.completions.create(**fields)
+        assert caught.value.param == "thinking_token_budget"
+
+    with_client(llm, test, chat_template=TEMPLATE, reasoning_format="seed")
