@@ -164,7 +164,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     if structured is not None and reasoning is not None:
         trigger = form.form.trigger if form and free else ""
         [marker] = service.llm.llm.tokenize([trigger], special=False) if trigger else [[]]
-        structured = reasoning.before(structured, tuple(marker))
+        structured = reasoning.before(structured, marker)
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens

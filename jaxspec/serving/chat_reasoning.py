@@ -36,10 +36,10 @@ class ChatReasoning:
     begins: tuple[tuple[int, ...], ...]
     hidden: bool
 
-    def before(self, structured: StructuredOutput, call: tuple[int, ...]) -> StructuredOutput:
+    def before(self, structured: StructuredOutput, call: Sequence[int]) -> StructuredOutput:
         """A structured output that begins after the reasoning; see Reasoning.
 
-        ``call``: the tokens that begin a call which may end the reasoning; empty: none may.
+        ``call``: the tokens of the marker of a call, which may end the reasoning; empty: none may.
         """
         if self.closed:
             return structured
@@ -51,7 +51,7 @@ class ChatReasoning:
             optional=bool(call),
             dropped=form.dropped,
             begin_ids=self.begins,
-            end_ids=(*self.end, *call[:1]) if len(self.end) == 1 else (),
+            end_ids=(*self.end, *call) if len(self.end) == 1 and len(call) < 2 else (),
         )
         return dataclasses.replace(structured, reasoning=reasoning)
 
@@ -97,7 +97,10 @@ def reasoning_budget(
         if structured is not None and len(reasoning.end) > 1:
             problem = "needs a model whose reasoning ends with one token, beside structured output"
             raise FieldError(name, f"{name} {problem}")
-        return reasoning.budget(tokens)
+        try:
+            return reasoning.budget(tokens)
+        except ValueError as error:  # a marker of too many tokens
+            raise FieldError(name, f"{name}: {error}") from error
     return None
 
 
