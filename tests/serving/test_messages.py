@@ -7,13 +7,16 @@ import httpx
 import pytest
 
 from jaxspec import LLM
+from jaxspec.commands.serve import make_parser
 from jaxspec.llm.completion import Completion
 from jaxspec.serving import results
 from jaxspec.serving.anthropic.conversation import messages_of
+from jaxspec.serving.anthropic.prepare import chat_request
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol.messages import MessagesRequest
+from jaxspec.serving.service import Service
 from tests.helpers.events import CITY, SCRIPTS, scripted, stream_of
-from tests.helpers.served import MODEL, with_http
+from tests.helpers.served import MODEL, Served, run, with_http
 
 PATH = "/v1/messages"
 SAYS = [{"role": "user", "content": "abcabc"}]
@@ -163,6 +166,18 @@ def test_the_assistants_text_is_gone_on_with(llm: LLM):
     assert sum(answer["usage"].values()) == count + 12
 
 
+def test_a_model_may_have_several_names(llm: LLM):
+    options = ["--served-model-name", MODEL, "claude", "--port", "0"]
+    names = make_parser().parse_args(options).served_model_name
+
+    async def test() -> httpx.Response:
+        async with Served(llm) as server, server.http() as http:
+            server.service.names = tuple(names)
+            return await http.post(PATH, json={**ASKED, "model": "claude"})
+
+    assert run(test()).json()["model"] == MODEL
+
+
 def test_tokens_are_counted(llm: LLM):
     body = {name: CALL[name] for name in ("model", "messages", "tools")}
     count = posted(llm, body, f"{PATH}/count_tokens?beta=true").json()
@@ -213,6 +228,22 @@ def test_blocks_become_messages():
         {"role": "tool", "tool_call_id": "2", "content": "Error: y"},
         {"role": "user", "content": "and"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "is_on", "budget"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, True, 1024),
+        ({"type": "disabled"}, False, None),
+        ({"type": "adaptive"}, None, None),
+    ],
+)
+def test_thinking_is_what_chats_call_it(thinking: Any, is_on: bool | None, budget: int | None):
+    request = MessagesRequest.model_validate({**ASKED, "thinking": thinking})
+    found = run(chat_request(Service((MODEL,)), request, {}))
+    assert found.thinking_token_budget == budget
+    expected = None if is_on is None else {"enable_thinking": is_on, "thinking": is_on}
+    assert found.chat_template_kwargs == expected
 
 
 LATE = "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"

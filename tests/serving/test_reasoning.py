@@ -262,6 +262,7 @@ def test_responses_have_it_as_an_item(llm: LLM, budget: int | None):
     assert more > whole["usage"]["total_tokens"], "it comes back to the template"
 
 
+@pytest.mark.slow
 def test_messages_have_it_as_a_block(llm: LLM):
     long = [{"role": "user", "content": "a" * 180}]
     body = {"messages": long, "max_tokens": 2000, "temperature": 0}
