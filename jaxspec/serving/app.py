@@ -292,7 +292,7 @@ def _add_tokens(app: APIRouter, service: Service) -> None:
             eos_token=tokenizer.eos_token,
             pad_token=tokenizer.pad_token,
             unk_token=tokenizer.unk_token,
-            chat_template=chat.known_template(service),
+            chat_template=service.template(),
         )
 
 

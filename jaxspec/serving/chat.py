@@ -149,14 +149,15 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     """The request as the engine takes it. Raises ApiError for one that cannot be served."""
     service.check(request.model)
     _check_together(request)
-    tools, template = offered_tools(request), chat_template(service)
+    tools = offered_tools(request)
+    template = chat_template(service, bool(tools))
     structured = structured_output(request)
     is_json = structured is not None and structured.kind in JSON_KINDS
     if structured is not None and is_json:
         structured = dataclasses.replace(structured, blank_line=True)
     form, free = None, bool(tools) and structured is None and is_free(request)
     if tools:
-        calls = _tool_grammar(service, request, tools, structured)
+        calls = await _tool_grammar(service, request, tools, structured)
         form, structured = calls.syntax(), await _compiled(service, calls)
     prompt = await prompt_ids(service, request)
     marks = reasoning_format(service.reasoning_format, template)
@@ -198,7 +199,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     )
 
 
-def _tool_grammar(
+async def _tool_grammar(
     service: Service,
     request: ChatRequest,
     tools: Sequence[Tool],
@@ -207,7 +208,13 @@ def _tool_grammar(
     """What the text must look like. Raises FieldError for what does not go together."""
     if structured is not None and structured.kind not in JSON_KINDS:
         raise FieldError("tools", "tools go together with JSON: use response_format")
-    form = tool_format(service.tool_format, chat_template(service))
+    if await asyncio.to_thread(lambda: service.ignores_tools):
+        raise FieldError(
+            "tools",
+            f"the chat template of {service.name} does not show tools to the model: start the "
+            "server with another one, see --chat-template",
+        )
+    form = tool_format(service.tool_format, chat_template(service, tools=True))
     return ToolGrammar(request, tools, form, structured)
 
 
@@ -229,9 +236,9 @@ def _check_together(request: ChatRequest) -> None:
         )
 
 
-def chat_template(service: Service) -> str:
+def chat_template(service: Service, tools: bool = False) -> str:
     """The template of chats. Raises ApiError if there is none."""
-    template = known_template(service)
+    template = service.template(tools)
     if not template:
         raise ApiError(
             400,
@@ -243,17 +250,9 @@ def chat_template(service: Service) -> str:
     return template
 
 
-def known_template(service: Service) -> str | None:
-    """The template of chats, if there is one."""
-    template = service.chat_template or service.llm.llm.tokenizer.chat_template
-    if isinstance(template, dict):  # templates of several uses, by name
-        template = template.get("default")
-    return None if template is None else str(template)
-
-
 async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     """The tokens of a conversation, up to where the answer begins."""
-    template = chat_template(service)
+    template = chat_template(service, bool(request.tools) and request.tool_choice != "none")
     if len(request.messages) > service.max_length:  # each has a token at least
         raise FieldError("messages", f"too many: at most {service.max_length} tokens fit")
     messages, variables = (

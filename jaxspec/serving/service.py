@@ -14,6 +14,18 @@ from jaxspec.serving.errors import ApiError, NotReady
 from jaxspec.serving.fingerprint import fingerprint
 from jaxspec.serving.results import TokenTexts, now
 
+# A tool whose name no template has of itself.
+TRIAL_NAME = "qzx_trial_tool"
+TRIAL_TOOL = {
+    "type": "function",
+    "function": {
+        "name": TRIAL_NAME,
+        "description": "a trial",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+TRIAL_CHAT = ({"role": "user", "content": "a trial"},)
+
 State = Literal["loading", "ready", "ending"]
 
 
@@ -95,6 +107,28 @@ class Service:
         """The programs that are compiled now, as people call them."""
         engines = [llm.llm.engine for llm in self.llm.replicas]
         return [name for engine in engines for name in engine.programs.compiled_now()]
+
+    def template(self, tools: bool = False) -> str | None:
+        """The template of chats, if there is one. A model may have one of its own for ``tools``."""
+        template = self.chat_template or self.llm.llm.tokenizer.chat_template
+        if isinstance(template, dict):  # templates of several uses, by name
+            default = template.get("default")
+            template = template.get("tool_use", default) if tools else default
+        return None if template is None else str(template)
+
+    @functools.cached_property
+    def ignores_tools(self) -> bool:
+        """Whether the template of chats does not show a model the tools that it may call.
+
+        It is tried with one tool. A template that refuses the trial is taken to show them.
+        """
+        template, llm = self.template(tools=True), self.llm.llm
+        variables = {**self.template_variables, "tools": [TRIAL_TOOL]}
+        try:
+            [prompt] = llm.chat_prompts(TRIAL_CHAT, template, variables)
+        except ValueError:
+            return False
+        return TRIAL_NAME not in llm.detokenize(prompt)
 
     def turn_end(self) -> tuple[int, ...]:
         """The token that ends a turn of chats, beside the model's stop tokens."""

@@ -13,7 +13,11 @@ MOST_OF_GRAMMAR = 30_000  # characters: no limit of the compiler is on reading t
 
 
 def structured_output(request: SamplingFields) -> StructuredOutput | None:
-    """What the text of a request must look like. Raises FieldError, which names the field."""
+    """What the text of a request must look like. Of a response_format that is not ``strict``, what
+    cannot be enforced is left out.
+
+    Raises FieldError, which names the field.
+    """
     given = request.response_format
     if given is not None and given.get("type") == "text":
         given = None
@@ -32,8 +36,10 @@ def _of_format(given: dict[str, Any]) -> StructuredOutput:
     match given:
         case {"type": "json_object"}:
             return StructuredOutput(json_object=True)
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), "strict": True}}:
             return _checked(StructuredOutput(json_schema=schema))
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return _checked(StructuredOutput(json_schema=read_schema(schema).schema))
         case {"type": "json_schema"}:
             raise ValueError("json_schema must be an object with a schema")
         case {"type": kind}:

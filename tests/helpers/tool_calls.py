@@ -1,13 +1,21 @@
 """Texts that call tools, as each format has them, and what is parsed out of texts."""
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from jaxspec.engine.structured import Matcher
 from jaxspec.serving.parts import Part
 from jaxspec.serving.tool_formats.arguments import Kind
 from jaxspec.serving.tool_formats.parser import ToolParser
 from jaxspec.serving.tool_formats.syntax import CallSyntax
+from tests.helpers.structured_outputs import legal
+
+MOST_WALKED = 600  # tokens
+CLOSING = '"}])<Ċ/'  # letters of a byte-level tokenizer, which writes a line break as Ċ
 
 type Call = tuple[str, dict[str, Any]]
 
@@ -61,3 +69,37 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     """A text in pieces, cut at these places (of any size)."""
     ends = sorted({place % (len(text) + 1) for place in places} | {len(text)})
     return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def walk(
+    matcher: Matcher, tokenizer: Tokenizer, end: int, seed: int, phrase: str = ""
+) -> str | None:
+    """A text at random that a grammar allows; None: it does not come to an end, or is no UTF-8.
+
+    Args:
+      tokenizer: one_token_a_byte, and perhaps further tokens.
+      end: the token that ends a text.
+      phrase: what is written now and then, as far as it is allowed.
+    """
+    rng, matcher = random.Random(seed), matcher.copy()
+    letters = {token: text for text, token in tokenizer.get_vocab().items()}
+    planned = tokenizer.encode(phrase).ids
+    pending: list[int] = []
+    ids: list[int] = []
+    while len(ids) < MOST_WALKED:
+        may = legal(matcher)
+        if end in may and (rng.random() < 0.8 or len(may) == 1):
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            return None if "\ufffd" in text else text
+        # What may close something is as likely as all else together, so that texts end.
+        may = [token for token in may if token != end]
+        last = [token for token in may if letters[token] in CLOSING or len(letters[token]) > 2]
+        if not pending and rng.random() < 0.1:
+            pending = planned.copy()
+        if pending and pending[0] in may:
+            ids.append(pending.pop(0))
+        else:
+            pending = []
+            ids.append(rng.choice(last if last and rng.random() < 0.5 else may))
+        matcher.advance(ids[-1:])
+    return None

@@ -32,7 +32,7 @@ SET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": Tr
 
 
 def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
 
 
 @pytest.mark.parametrize(

@@ -250,8 +250,22 @@ async def _serve(
             if service.sampling_defaults:
                 text = as_text(service.sampling_defaults)
                 console.print(f"requests are sampled with {text}, as {FILE} says, unless they ask")
+            background.append(asyncio.create_task(tell_of_tools()))
             if arguments.warm_up == "background":
                 background.extend(map(asyncio.create_task, map(compile_rest, service.llm.replicas)))
+
+        async def tell_of_tools() -> None:
+            def ignores_tools() -> bool:
+                try:
+                    return service.template() is not None and service.ignores_tools
+                except ValueError:  # there is no tokenizer
+                    return False
+
+            if await asyncio.to_thread(ignores_tools):
+                console.print(
+                    "requests with tools are refused: the chat template does not show them to the "
+                    "model; see --chat-template"
+                )
 
         async def compile_rest(llm: AsyncLLM) -> None:
             try:

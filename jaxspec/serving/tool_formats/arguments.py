@@ -106,8 +106,6 @@ def _writable(arguments: Arguments, form: Parameters) -> Arguments:
     """Without names that would be read in another way."""
 
     def is_writable(name: str) -> bool:
-        if form.python:
-            return name.isidentifier()
         return bool(name) and f"{name}{form.between}".index(form.between) == len(name)
 
     kept = {name: one for name, one in arguments.properties.items() if is_writable(name)}

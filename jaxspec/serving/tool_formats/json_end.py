@@ -8,15 +8,17 @@ NO_WORD = re.compile(r"[^\w.+\-]")  # what ends a number, true, false and null
 
 
 class JsonEnd:
-    """Finds the end of one JSON value, which comes in pieces, without white space before it."""
+    """Finds the end of one JSON value, which comes in pieces."""
 
     def __init__(self):
+        self._begun = False  # there was more than white space
         self._depth = 0
         self._in_string = self._escaped = False
 
     def find(self, piece: str) -> int | None:
         """Where the value ends in this piece, which follows those before; None: not in it."""
-        place = 0
+        place = 0 if self._begun else len(piece) - len(piece.lstrip())
+        self._begun |= place < len(piece)
         if self._escaped and piece:
             place, self._escaped = 1, False
         while place < len(piece):

@@ -167,6 +167,7 @@ class ToolParser:
 
     def _word(self, last: bool) -> list[Part] | None:
         """A value may be a word, which Python writes in another way than JSON."""
+        self._pending = self._pending.lstrip()
         if not self._pending:
             return None
         is_word = self._pending[0].isalpha()
