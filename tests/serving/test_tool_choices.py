@@ -79,8 +79,8 @@ def test_only_allowed_tools_are_called(llm: LLM):
 def test_ids_of_mistral_and_kimi_are_theirs(llm: LLM):
     [call] = answer(llm, "mistral", tool_choice="required").message.tool_calls
     assert len(call.id) == 9 and call.id.isalnum()
-    earlier = {"id": "functions.time:0", "type": "function"}
-    earlier["function"] = {"name": "time", "arguments": '{"city": "Rome"}'}
+    function = {"name": "time", "arguments": '{"city": "Rome"}'}
+    earlier = {"id": "functions.time:0", "type": "function", "function": function}
     messages = [
         *REQUEST["messages"],
         {"role": "assistant", "content": None, "tool_calls": [earlier]},
@@ -90,6 +90,9 @@ def test_ids_of_mistral_and_kimi_are_theirs(llm: LLM):
     [call] = found.message.tool_calls
     name, number = call.id.removeprefix("functions.").split(":")
     assert name == call.function.name and int(number) >= 1
+
+
+WRONG = {"type": "any"}
 
 
 @pytest.mark.parametrize(
@@ -106,13 +109,13 @@ def test_ids_of_mistral_and_kimi_are_theirs(llm: LLM):
             "tools go together with JSON",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "any"}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": WRONG}}},
             "response_format",
             "json_schema",
         ),
     ],
     ids=["unknown", "mode", "empty", "kind", "twice", "regex", "schema"],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused_by_name(
     llm: LLM, fields: dict[str, Any], param: str, words: str
 ):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config.reasoning import ReasoningBudget
-from jaxspec.config.sampling_params import SamplingParams, check_requests
+from jaxspec.config.requests import check_requests
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.sampling import History, control_logits, make_controls
 from jaxspec.decoding.sampling.budgets import forced_tokens, make_budgets
 from jaxspec.decoding.sampling.controls import with_budgets
