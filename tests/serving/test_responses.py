@@ -94,6 +94,15 @@ def test_a_tool_is_called(llm: LLM):
     assert other["tool_choice"] == named and other["tools"][0]["name"] == "weather"
 
 
+def test_only_allowed_tools_are_called(llm: LLM):
+    tools = [{"type": "function", "name": "time"}]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": tools}
+    [found] = posted(llm, {**CALL, "tool_choice": allowed})
+    [call] = found["output"]
+    assert call["name"] == "time" and found["tool_choice"] == allowed
+    assert [tool["name"] for tool in found["tools"]] == ["weather", "time"]
+
+
 def test_text_matches_a_schema(llm: LLM):
     form = {"type": "json_schema", "name": "a", "schema": CITY, "strict": True}
     asked = {**ASKED, "max_output_tokens": 100, "text": {"format": form, "verbosity": "low"}}

@@ -113,7 +113,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 def _beginning(request: ResponsesRequest, prepared: chat.PreparedChat) -> ResponseObject:
     [sampling] = prepared.sampling
-    choice, reasoning = request.tool_choice, request.reasoning
+    reasoning = request.reasoning
     form = None if request.text is None else request.text.format
     return ResponseObject(
         id=new_id("resp"),
@@ -134,12 +134,20 @@ def _beginning(request: ResponsesRequest, prepared: chat.PreparedChat) -> Respon
         store=request.store is not False,
         temperature=sampling.temperature,
         text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
-        tool_choice=choice if isinstance(choice, str) else _dumped(choice),
+        tool_choice=_told(request.tool_choice),
         tools=[tool.model_dump() for tool in request.tools or []],
         top_p=sampling.top_p,
         user=request.user,
     )
 
 
-def _dumped(choice: NamedTool | AllowedTools | None) -> str | dict[str, Any]:
-    return "auto" if choice is None else choice.model_dump()
+def _told(choice: ToolChoice | None) -> str | dict[str, Any]:
+    match choice:
+        case None:
+            return "auto"
+        case AllowedTools():
+            tools = [tool.model_dump() for tool in choice.tools]
+            return {"type": choice.type, "mode": choice.mode, "tools": tools}
+        case NamedTool():
+            return choice.model_dump()
+    return choice
