@@ -24,6 +24,7 @@ IDS = TOKENIZER.get_vocab()
 END, THINK, UNTHINK = IDS["<|im_end|>"], IDS["<think>"], IDS["</think>"]
 # In the manner of Qwen3's: the prompt may begin or end the reasoning, or leave it to the model.
 TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}"
