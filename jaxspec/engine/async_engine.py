@@ -63,7 +63,7 @@ class AsyncEngine:
         most_rounds: int | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ):
-        self.failures = 0
+        self.failures, self._paused = 0, False
         self._engine, self._most_rounds, self._on_chunk = engine, most_rounds, on_chunk
         engine.watch.on_warning = logger.warning
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -165,6 +165,23 @@ class AsyncEngine:
         # Shielded: the job runs even if nobody waits for it any more.
         return await asyncio.shield(asyncio.wrap_future(future))
 
+    async def pause(self, paused: bool = True) -> None:
+        """Let all requests, and those that come, stay as they are until it is called with False."""
+
+        def keep(engine: Engine) -> None:
+            self._paused = paused
+
+        await self.run(keep)
+
+    def abort_all(self) -> None:
+        """End all requests soon, with what they have."""
+
+        def abort() -> None:
+            for request in self._requests.values():
+                self._engine.cancel(request.generation, "abort")
+
+        self._post(abort)
+
     async def close(self) -> None:
         """Cancel what is under way, and end the thread. May be called more than once."""
         with self._lock:
@@ -199,14 +216,14 @@ class AsyncEngine:
 
     def _waiting_jobs(self) -> list[Callable[[], None] | None]:
         """All that there are now. Sleeps for one if there is nothing else to do."""
-        jobs = [self._jobs.get()] if self._is_idle else []
+        jobs = [self._jobs.get()] if self._is_idle or self._paused else []
         while not self._jobs.empty():  # only this thread takes from it
             jobs.append(self._jobs.get())
         return jobs
 
     def _step(self) -> None:
         try:
-            if not self._is_idle:
+            if not (self._is_idle or self._paused):
                 self._engine.step(self._most_rounds)
         except Exception:  # the engine has ended its requests with it, and starts anew
             self.failures += 1
@@ -235,6 +252,7 @@ class AsyncEngine:
                     self._cancel(stream)
 
     def _end(self) -> None:
+        self._paused = False
         for request in self._requests.values():
             self._engine.cancel(request.generation)
         while not self._is_idle:

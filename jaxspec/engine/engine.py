@@ -378,6 +378,14 @@ class Engine:
         """From the next request on, draft with other weights: see use_target."""
         self._use(self.params.replace(drafter=replacement(self.params.drafter, drafter)))
 
+    def forget_texts(self) -> None:
+        """Forget what the prefix cache holds, and the texts that the drafter looks up.
+
+        Raises RuntimeError while requests are under way.
+        """
+        self._restart()
+        self.programs.reset()
+
     def _use(self, params: EngineParams) -> None:
         self._restart()
         self.watch.restart(params.drafter)

@@ -15,7 +15,7 @@ from jaxspec.engine.structured import Matcher
 from jaxspec.engine.structured.phases import Phases, new_phases
 from jaxspec.scheduling.sequence import Request
 
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+FinishReason = Literal["stop", "length", "abort", "cancelled", "timeout", "error"]
 _REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
 
 

@@ -1,10 +1,12 @@
 """LLM: text generation from text prompts and chats."""
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxspec.checkpoints.load import load_params
@@ -58,6 +60,7 @@ class LLM:
     @method_takes_fields_of(LLMOptions)
     def __init__(self, options: LLMOptions):
         params = load_params(options)
+        self._options = dataclasses.replace(options, target=None)  # for other weights
         self._text = options.tokenizer or open_tokenizer(options.model)
         length = request_length(options, params)
         self.engine = Engine(
@@ -108,6 +111,22 @@ class LLM:
     def use_target(self, target: Decoder) -> None:
         """The same as use_drafter, for the target."""
         self.engine.use_target(target)
+
+    def load_weights(
+        self, model: str | Path, drafter: str | None = None
+    ) -> tuple[Decoder, Drafter | None]:
+        """The weights of another directory, and of a drafter, for use_target and use_drafter.
+
+        They are loaded as these were, beside those in use. Raises ValueError for what cannot be
+        loaded, and where several processes share the model.
+        """
+        if self._options.processes is not None:
+            raise ValueError("weights that several processes share cannot be changed")
+        wanted: dict[str, Any] = {"drafter": drafter}
+        if drafter is None:
+            wanted = {"drafter": "none", "drafter_bits": None, "speculation": None}
+        params = load_params(dataclasses.replace(self._options, model=model, **wanted))
+        return params.target, None if drafter is None else params.drafter
 
     def generate(
         self,

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec._version import __version__
 from jaxspec.serving import answers, chat, completions, prepared
+from jaxspec.serving.admin import Admin, make_admin
 from jaxspec.serving.anthropic import prepare as messages
 from jaxspec.serving.draining import Draining
 from jaxspec.serving.errors import MESSAGES, REQUEST_ID, add_handlers, ascii_json
@@ -87,6 +88,7 @@ def make_app(
     cors_origins: Sequence[str] = (),
     access_log: bool = False,
     spans: Spans | None = None,
+    admin_key: str | None = None,
 ) -> FastAPI:
     """The application of a service.
 
@@ -101,6 +103,7 @@ def make_app(
         "*": all. None: pages of this server alone.
       access_log: write a line for each request; see RequestIds.
       spans: told of each request that generates; None: nobody is.
+      admin_key: with which the server may be paused, and given other weights; None: it may not.
     """
     rates = rates or Rates()
     app = FastAPI(
@@ -122,6 +125,8 @@ def make_app(
     app.add_middleware(Draining, service=service)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
+    if admin_key is not None:
+        app.add_middleware(Admin, admin=make_admin(service), key=admin_key)
     if cors_origins:  # outside of the keys: browsers ask without one before they send it
         methods = ("DELETE", "GET", "POST")
         headers = ("Authorization", "Content-Type", "X-Api-Key", HEADER)

@@ -72,6 +72,7 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
             created=self.created,
             model=self.service.name,
             system_fingerprint=self.service.fingerprint,
+            weight_version=self.service.weight_version,
             choices=choices,
         )
 

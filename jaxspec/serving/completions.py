@@ -44,6 +44,7 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
             created=self.created,
             model=self.service.name,
             system_fingerprint=self.service.fingerprint,
+            weight_version=self.service.weight_version,
             choices=choices,
         )
 

@@ -22,7 +22,8 @@ PAUSE = 0.05  # seconds between two looks whether requests are under way
 
 
 class Draining:
-    """Middleware that refuses requests of a server that ends, and cuts those under way in the end.
+    """Middleware that refuses requests of a server that ends or is paused, and cuts those under way
+    in the end.
 
     A request that has no answer yet then gets status 503; a stream gets an event with the error,
     and its last one.
@@ -35,9 +36,10 @@ class Draining:
         service = self._service
         if scope["type"] != "http" or is_open(scope):
             await self._app(scope, receive, send)
-        elif service.state == "ending":
+        elif service.state == "ending" or service.paused:
             await take_rest(receive)
-            error = NotReady(service.state, {"Connection": "close"})
+            ends = service.state == "ending"
+            error = NotReady("ending", {"Connection": "close"}) if ends else NotReady("paused")
             await error.response(scope)(scope, receive, send)
         else:
             service.under_way += 1
@@ -97,14 +99,14 @@ async def drain(service: Service, seconds: float) -> None:
     """
     service.state = "ending"
     limit = max(seconds - CUT_SECONDS, seconds / 2)
-    if not await _all_end(service, limit):
+    if not await all_end(service, limit):
         count = service.under_way
         service.cut.set()
         logger.warning("after %g s requests under way were cut: %d", limit, count)
-        await _all_end(service, CUT_SECONDS)
+        await all_end(service, CUT_SECONDS)
 
 
-async def _all_end(service: Service, seconds: float) -> bool:
+async def all_end(service: Service, seconds: float) -> bool:
     """Whether no request is under way, at the latest after so many seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):

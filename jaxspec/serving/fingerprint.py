@@ -6,12 +6,12 @@ from jaxspec._version import __version__
 from jaxspec.decoding.functional import EngineParams
 
 
-def fingerprint(name: str, params: EngineParams) -> str:
+def fingerprint(name: str, params: EngineParams, weight_version: str | None) -> str:
     """A hash of the model's name and configuration, its dtype, the drafter's kind and tree, and the
-    version of jaxspec: the same in every process that serves alike."""
+    versions of jaxspec and of the weights: the same in every process that serves alike."""
     parts = (
         *(__version__, name, params.target.config, params.target.dtype),
-        *(params.speculation, params.drafter_name),
+        *(params.speculation, params.drafter_name, weight_version),
     )
     digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
     return f"fp_{digest[:16]}"

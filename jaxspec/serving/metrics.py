@@ -31,7 +31,8 @@ BY_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
 WAITING = "num_requests_waiting_by_reason"
 # How requests end, by vLLM's names where it has one.
 REASONS: Mapping[str, str] = MappingProxyType(
-    {name: name for name in ("stop", "length", "error", "timeout")} | {"cancelled": "abort"}
+    {name: name for name in ("stop", "length", "error", "timeout", "abort")}
+    | {"cancelled": "abort"}
 )
 # What each metric is, or the buckets of a histogram; what it says; its label beside LABELS.
 METRICS: Mapping[str, tuple[Any, ...]] = MappingProxyType(

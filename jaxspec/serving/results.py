@@ -72,9 +72,10 @@ def speculation(completion: Completion) -> Speculation:
 
 
 def finish_reason(completion: Completion) -> str:
-    """``stop`` or ``length``. Raises ApiError for a request that could not end so."""
+    """``stop``, ``length``, or ``abort`` by who runs the server. Raises ApiError for a request that
+    could not end so."""
     match completion.finish_reason:
-        case "stop" | "length":
+        case "stop" | "length" | "abort":
             return completion.finish_reason
         case "timeout":
             kind, code = "timeout_error", "timeout"

@@ -46,6 +46,8 @@ class Service:
       sampling_defaults: fields of SamplingParams for requests that lack them.
       under_way: requests that have begun and not ended.
       fingerprint: of model and configuration, see fingerprint; empty while it loads.
+      weight_version: of the weights, where an admin may change them; None: nobody may.
+      paused: whether new requests are refused until an admin lets them come again.
       warm_up: how far compiling in the background is.
       cut: set when those that are still under way must end, see draining.
     """
@@ -63,14 +65,21 @@ class Service:
     cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     created: int = dataclasses.field(default_factory=now)
     fingerprint: str = ""
+    weight_version: str | None = None
+    paused: bool = False
     warm_up: WarmUp = dataclasses.field(default_factory=WarmUp)
     _llm: AsyncLLM | ReplicatedLLM | None = None
 
     def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
         """From now on requests are served."""
         self._llm = llm
-        self.fingerprint = fingerprint(self.name, llm.llm.params)
+        self.use_version(self.weight_version)
         self.state = "ready" if self.state == "loading" else self.state
+
+    def use_version(self, weight_version: str | None) -> None:
+        """From now on the weights are of this version."""
+        self.weight_version = weight_version
+        self.fingerprint = fingerprint(self.name, self.llm.llm.params, weight_version)
 
     @property
     def name(self) -> str:

@@ -83,6 +83,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "such as http://localhost:4318/v1/traces (extra otel; default: none)")  # fmt: skip
     add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
         "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
+    add("--admin-key", metavar="KEY", help="key for pausing the server and giving it other weights "
+        "(default: $JAXSPEC_ADMIN_KEY, else nobody may)")  # fmt: skip
     add("--max-body", type=size, default=size("8MiB"), help="largest request (default: 8MiB)")
     add("--body-timeout", type=positive, default=60.0, metavar="SECONDS", help="until all of a "
         "request must have come (default: 60)")  # fmt: skip

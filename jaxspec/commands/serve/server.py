@@ -226,6 +226,7 @@ async def _serve(
         cors_origins=arguments.cors_origin,
         access_log=arguments.access_log,
         spans=spans,
+        admin_key=arguments.admin_key or os.environ.get("JAXSPEC_ADMIN_KEY"),
     )
     if arguments.access_log:
         show_lines(access_logger)

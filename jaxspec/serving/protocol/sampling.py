@@ -167,10 +167,16 @@ class Choice(ResponseBody):
 
 
 class GeneratedResponse(ResponseBody):
-    """Also a chunk of a stream; ``usage`` is in its last one, if it is asked for."""
+    """Also a chunk of a stream; ``usage`` is in its last one, if it is asked for.
+
+    ``weight_version`` is there where an admin may change the weights.
+    """
+
+    optional: ClassVar = frozenset({"weight_version"})
 
     id: str
     created: int
     model: str
     system_fingerprint: str | None = None
+    weight_version: str | None = None
     usage: Usage | None = None

@@ -1,0 +1,232 @@
+"""What who runs a server may do to it: pause it, and give it other weights.
+
+For reinforcement learning, under the names of vLLM and SGLang. The routes are an application of
+their own, which is there only if there is a key for it.
+"""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxspec.decoding.drafters import Drafter
+from jaxspec.engine.engine import Engine
+from jaxspec.models.decoder import Decoder
+from jaxspec.serving.draining import all_end
+from jaxspec.serving.errors import ApiError, add_handlers
+from jaxspec.serving.protocol.base import RequestBody, ResponseBody
+from jaxspec.serving.service import Service
+
+type Mode = Literal["abort", "wait", "keep"]
+
+FIRST_VERSION = "default"
+PAUSE = 0.05  # seconds between two looks whether requests have ended
+
+
+class WeightsFromDisk(RequestBody):
+    """SGLang's; ``draft_model_path`` is for a drafter, which else keeps its weights."""
+
+    model_path: str
+    draft_model_path: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+    flush_cache: Literal[True] = True  # what old weights have written would be wrong
+    is_async: Literal[False] = False
+
+
+class NewVersion(RequestBody):
+    new_version: str
+
+
+class Done(ResponseBody):
+    success: bool = True
+    message: str
+    weight_version: str | None = None
+
+
+class Paused(ResponseBody):
+    is_paused: bool
+
+
+class Control:
+    """Pauses a service, and changes its weights. One thing at a time is done."""
+
+    def __init__(self, service: Service):
+        self._service, self._lock = service, asyncio.Lock()
+        self._kept, self._updates = False, 0
+
+    @property
+    def is_paused(self) -> bool:
+        return self._service.paused or self._kept
+
+    async def pause(self, mode: Mode) -> None:
+        """Take no requests until ``resume``, and end those under way (``abort``), or wait for them.
+
+        ``keep``: they, and those that come, stay as they are.
+        """
+        async with self._lock:
+            await self._pause(mode)
+
+    async def resume(self) -> None:
+        """Take requests again; a ``pause`` that still waits ends."""
+        for llm in self._service.llm.replicas:
+            await llm.engine.pause(False)
+        self._kept = self._service.paused = False
+
+    async def reset_prefix_cache(self) -> None:
+        """Raises ApiError while requests are under way."""
+        async with self._lock:
+            await self._each(Engine.forget_texts)
+
+    async def update(self, asked: WeightsFromDisk) -> None:
+        """Serve other weights. They are loaded beside those in use, while these serve.
+
+        Raises ApiError for weights that cannot be used.
+        """
+        async with self._lock:
+            if self._kept:
+                message = "requests are kept under way: pause with mode wait or abort"
+                raise ApiError(409, message, code="requests_under_way")
+            llms = self._service.llm.replicas
+            for llm in llms:
+                loading = llm.llm.load_weights, asked.model_path, asked.draft_model_path
+                weights = await asyncio.to_thread(*loading)
+                async with self._while_paused(asked):
+                    await llm.run(lambda engine, weights=weights: _use(engine, *weights))
+                    if llm is llms[-1]:
+                        self._updates += 1
+                        version = asked.weight_version or str(self._updates)
+                        self._service.use_version(version)
+
+    def use_version(self, version: str) -> None:
+        self._service.use_version(version)
+
+    @contextlib.asynccontextmanager
+    async def _while_paused(self, asked: WeightsFromDisk) -> AsyncIterator[None]:
+        """No request is under way inside of the ``with`` block."""
+        was_paused = self._service.paused
+        await self._pause("abort" if asked.abort_all_requests else "wait")
+        try:
+            yield
+        finally:
+            if not (was_paused or asked.keep_pause):
+                await self.resume()
+
+    async def _pause(self, mode: Mode) -> None:
+        service = self._service
+        if mode == "keep":
+            for llm in service.llm.replicas:
+                await llm.engine.pause()
+            self._kept = True
+            return
+        if self._kept:  # else they would never end
+            await self.resume()
+        service.paused = True
+        while service.paused and not await all_end(service, PAUSE):
+            if mode == "abort":  # also those that were not in the engine yet
+                for llm in service.llm.replicas:
+                    llm.engine.abort_all()
+
+    async def _each(self, function: Any) -> None:
+        """Call a function of each engine. Raises ApiError if it may not be called now."""
+        for llm in self._service.llm.replicas:
+            try:
+                await llm.run(function)
+            except RuntimeError as error:
+                raise ApiError(409, str(error), code="requests_under_way") from error
+
+
+def _use(engine: Engine, target: Decoder, drafter: Drafter | None) -> None:
+    """Raises ValueError for weights of other shapes; then those in use stay."""
+    before = engine.params.target
+    engine.use_target(target)
+    try:
+        if drafter is not None:
+            engine.use_drafter(drafter)
+    except ValueError:
+        engine.use_target(before)
+        raise
+    engine.forget_texts()
+
+
+def make_admin(service: Service) -> FastAPI:
+    """The routes. Their errors are those of other routes."""
+    app, control = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), Control(service)
+    add_handlers(app, lambda: None)
+    service.weight_version = FIRST_VERSION
+
+    @app.post("/pause")
+    async def pause(mode: Mode = "abort", clear_cache: bool = True) -> Paused:
+        await control.pause(mode)
+        if clear_cache and mode != "keep":
+            await control.reset_prefix_cache()
+        return Paused(is_paused=True)
+
+    @app.post("/resume")
+    async def resume() -> Paused:
+        await control.resume()
+        return Paused(is_paused=False)
+
+    @app.get("/is_paused")
+    async def is_paused() -> Paused:
+        return Paused(is_paused=control.is_paused)
+
+    @app.post("/reset_prefix_cache")
+    async def reset() -> Done:
+        await control.reset_prefix_cache()
+        return _done("the prefix cache is empty")
+
+    @app.post("/update_weights_from_disk")
+    async def update(body: WeightsFromDisk) -> Done:
+        await control.update(body)
+        return _done(f"the weights are those of {body.model_path}")
+
+    @app.post("/update_weight_version")
+    async def update_version(body: NewVersion) -> Done:
+        control.use_version(body.new_version)
+        return _done("the weights have another version")
+
+    @app.get("/get_weight_version")
+    async def version() -> Done:
+        return _done("the version of the weights")
+
+    def _done(message: str) -> Done:
+        return Done(message=message, weight_version=service.weight_version)
+
+    return app
+
+
+class Admin:
+    """Middleware that passes on to the admin's routes who has the admin's key."""
+
+    PATHS = frozenset(
+        {
+            *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+            *("/update_weights_from_disk", "/update_weight_version", "/get_weight_version"),
+        }
+    )
+
+    def __init__(self, app: ASGIApp, admin: ASGIApp, key: str):
+        self._app, self._admin, self._key = app, admin, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or get_route_path(scope) not in self.PATHS:
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, token = given.partition(b" ")
+        is_equal = hmac.compare_digest(token.strip(), self._key)
+        if scheme.lower() == b"bearer" and is_equal:
+            await self._admin(scope, receive, send)
+            return
+        headers = {"WWW-Authenticate": "Bearer"}
+        kind, code = "authentication_error", "invalid_api_key"
+        error = ApiError(401, "the admin's key is needed", kind=kind, code=code, headers=headers)
+        await error.response(scope)(scope, receive, send)
