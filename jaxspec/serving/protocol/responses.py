@@ -138,8 +138,8 @@ class TextFormat(RequestBody):
 
 
 class JsonSchemaFormat(RequestBody):
-    """``schema`` is the JSON schema; ``name``, ``description`` and ``strict`` change nothing: the
-    text always matches."""
+    """``schema`` is the JSON schema. With ``strict`` it is an error to hold what cannot be
+    enforced; ``name`` and ``description`` change nothing."""
 
     model_config = ConfigDict(populate_by_name=True)
 

@@ -133,6 +133,21 @@ def test_the_outputs_of_random_schemas_parse_and_conform(name: str, count: int):
         assert conforms(json.loads(completion.text), schema), (schema, completion.text)
 
 
+@pytest.mark.slow
+def test_200_schemas_finish_at_temperature_0():
+    """No text is white space, or digits, up to its limit."""
+    rng = random.Random(1)
+    schemas = [random_schema(rng, 2) for _ in range(200)]
+    sampling = [
+        SamplingParams(0.0, max_tokens=400, structured=StructuredOutput(json_schema=schema))
+        for schema in schemas
+    ]
+    completions = llm("ngram").generate(["config = "] * len(schemas), sampling)
+    assert [completion.finish_reason for completion in completions] == ["stop"] * len(schemas)
+    for schema, completion in zip(schemas, completions, strict=True):
+        assert conforms(json.loads(completion.text), schema), (schema, completion.text)
+
+
 def test_the_check_of_schemas_can_fail():
     rng = random.Random(5)
     for _ in range(200):
