@@ -196,7 +196,10 @@ OPENAPI: dict[str, Schema] = {
             maxItems=2,
         ),
     ),
-    "draft 4": titled("n", n={"type": "integer", "minimum": 0, "exclusiveMinimum": True}),
+    "draft 4": {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        **titled("n", n={"type": "integer", "minimum": 0, "exclusiveMinimum": True}),
+    },
 }
 
 TOOLS: dict[str, Schema] = {
