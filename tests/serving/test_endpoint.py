@@ -1,5 +1,6 @@
 """Where a server listens, and the ids of requests."""
 
+import json
 import logging
 import socket
 import ssl
@@ -71,7 +72,9 @@ def test_a_unix_socket_and_a_prefix(llm: LLM, tmp_path: Path):
 
     url, *texts = run(test())
     assert url == f"unix:{tmp_path}/socket/llm"
-    assert texts == ['{"status":"ready"}'] * 2  # some proxies cut their prefix off
+    assert [json.loads(text)["status"] for text in texts] == [
+        "ready"
+    ] * 2  # some proxies cut their prefix off
     assert not (tmp_path / "socket").exists()
 
 
