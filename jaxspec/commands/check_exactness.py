@@ -21,6 +21,9 @@ from rich.table import Table
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.shared.engine_config import engine_config, with_memory
 from jaxspec.commands.shared.engine_options import (
+    DRAFTER_HELP,
+    DTYPE_HELP,
+    KERNELS_HELP,
     add_kv_options,
     add_memory_options,
     add_mode_options,
@@ -53,19 +56,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("check-exactness", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--drafter", action="append", help="as in generate; may be repeated (default: ngram)")
+    add("--drafter", action="append", help=f"{DRAFTER_HELP}; may be repeated (default: ngram)")
     add("--mode", action="append", help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: "
         "chain:5)")  # fmt: skip
     add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
         "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
-    add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add("--dtype", choices=("float32", "bfloat16"), help=DTYPE_HELP)
     add_kv_options(parser)
     add("--prompts", type=int, default=64, help="number of prompts")
     add("--prompt-tokens", type=int, default=96, help="tokens of a prompt")
     add("--max-tokens", type=int, default=256, help="new tokens of each prompt")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--kernels", default="auto", help=KERNELS_HELP)
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add_mode_options(parser)
     add_memory_options(parser)

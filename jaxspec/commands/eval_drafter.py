@@ -19,7 +19,7 @@ from rich.table import Table
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.load import resolve_dtype
 from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
-from jaxspec.commands.shared.engine_options import add_drafter_bits, add_kv_options
+from jaxspec.commands.shared.engine_options import DRAFTER_HELP, add_drafter_bits, add_kv_options
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
@@ -40,8 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("eval-drafter", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--drafter", default="auto", help="as in generate, but not none (default: the built-in "
-        "head for the built-in model, ngram for others)")  # fmt: skip
+    add("--drafter", default="auto", help=f"what to measure, not none: {DRAFTER_HELP} (default: "
+        "the built-in head for the built-in model, ngram for others)")  # fmt: skip
     add_data_options(parser)
     add("--modes", default="chain:5,tree:60:8:8", help="modes, separated by commas")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="sampling temperatures")

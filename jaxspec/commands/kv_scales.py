@@ -18,6 +18,7 @@ from rich.table import Table
 from jaxspec import LLM
 from jaxspec.checkpoints.kv_scale_file import KVScaleFile
 from jaxspec.checkpoints.load import resolve_dtype
+from jaxspec.commands.shared.engine_options import AUTO_DRAFTER_HELP
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
@@ -37,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("kv-scales", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--drafter", default="auto", help="as in generate; it gets scales, too")
+    add("--drafter", default="auto", help=f"it gets scales, too: {AUTO_DRAFTER_HELP}")
     add_data_options(parser)
     add("--rows", type=int, default=64, help="held-out rows; every second one is scored")
     add("--tokens", type=int, default=512, help="tokens of a row")

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.serving.protocol.base import ErrorDetails, ErrorResponse, FieldError
+from jaxspec.serving.protocol.unions import is_shape
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _problem(details: Mapping[str, Any]) -> ApiError:
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return api_error(cause)
-    names = [str(part) for part in details["loc"][1:]]  # after "body"
+    names = [str(part) for part in details["loc"][1:] if not is_shape(str(part))]  # after "body"
     # Up to where pydantic names the kinds of a union.
     names = list(itertools.takewhile(lambda name: name.isidentifier() or name.isdigit(), names))
     param = ".".join(names) or None

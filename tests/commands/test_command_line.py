@@ -56,6 +56,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
         assert f"  {name} " in printed and text in printed
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_help_is_complete_in_itself(command: str):
+    """Every option says what it is, and none sends to another command."""
+    parser = module_of(command).make_parser()
+    helps = {action.dest: action.help or "" for action in parser._actions}
+    assert not [name for name, text in helps.items() if not text.strip() or text.startswith("(")]
+    assert "as in " not in parser.format_help()
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
     assert ended(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"jaxspec {jaxspec.__version__}"

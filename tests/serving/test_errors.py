@@ -184,3 +184,31 @@ def test_before_it_is_ready_it_says_so(llm: LLM):
             assert (await http.get("/nothing")).json()["error"]["type"]
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("completions", {"prompt": {}}, "prompt: Input should be text, token ids, or a list of"),
+        ("completions", {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
+        ("completions", {"prompt": ["a", [1]]}, "prompt.1: Input should be a valid string"),
+        ("completions", {"prompt": [[1], ["a"]]}, "prompt.1.0: Input should be a valid integer"),
+        ("completions", {"stop": 5}, "stop: Input should be text, or a list of texts"),
+        ("chat/completions", {"stop": ["a", None]}, "stop.1: Input should be a valid string"),
+        ("chat/completions", {"stop": ["a"] * 65}, "stop: List should have at most 64 items"),
+        ("chat/completions", {"tool_choice": 5}, "tool_choice: Input should be 'none', 'auto'"),
+        ("chat/completions", {"response_format": 5}, "response_format: Input should be a valid d"),
+        (
+            "completions",
+            {"structured_outputs": {"json": 5}},
+            "structured_outputs.json: Input should be an object, or the text of one",
+        ),
+    ],
+)
+def test_of_fields_of_several_shapes_the_real_reason_is_told(
+    refuse: Any, path: str, fields: dict[str, Any], message: str
+):
+    body = {**(TEXT if path == "completions" else CHAT), **fields}
+    status, error = refuse(f"/v1/{path}", body)
+    assert status == 400 and error["message"].startswith(message)
+    assert ";" not in error["message"], "of a shape that the value does not have, too"

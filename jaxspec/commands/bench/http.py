@@ -21,6 +21,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec.commands.shared.engine_options import AUTO_DRAFTER_HELP
 from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
@@ -46,11 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench http", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--drafter", default="auto", help="as in generate")
+    add("--drafter", default="auto", help=AUTO_DRAFTER_HELP)
     add("--streams", type=number, default=32, help="requests at once; the engine has a row for "
         "each")  # fmt: skip
     add("--new-tokens", type=number, default=128, help="tokens that each generates")
-    add("--rounds-per-call", type=number, default=8, help="as in serve")
+    add(
+        "--rounds-per-call", type=number, default=8, help="most rounds between two looks at results"
+    )
     add("--repeats", type=number, default=5, help="runs of each, of which the median is shown")
     add("--json", action="store_true", help="print one JSON object")
     return parser

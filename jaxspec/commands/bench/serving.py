@@ -30,6 +30,7 @@ from jaxspec.commands.bench.serving_workloads import (
     make_matchers,
 )
 from jaxspec.commands.shared.engine_options import (
+    AUTO_DRAFTER_HELP,
     add_drafter_bits,
     add_kv_dtype,
     add_quantization_options,
@@ -76,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench serving", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--drafter", default="auto", help="as in generate; not with --shape")
+    add("--drafter", default="auto", help=f"not with --shape: {AUTO_DRAFTER_HELP}")
     add("--shape", choices=SHAPES, help="random weights of this shape instead of --model's, whose "
         "tokenizer then only counts the tokens of --lengths")  # fmt: skip
     add("--tree", help="draft tree: chain:K or NODES:DEPTH:TOPK, with --shape also @ACCEPTANCE; "

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.commands.shared.engine_options import (
+    AUTO_DRAFTER_HELP,
+    DTYPE_HELP,
+    KERNELS_HELP,
     add_kv_options,
     add_mode_options,
     add_pipeline_options,
@@ -38,22 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("generate", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--drafter", default="auto", help="none, ngram, suffix, mtp (the model's own layers for "
-        "multi-token prediction; mtp:1: the first alone; mtp:before, mtp:after, mtp:before-after, "
-        "mtp:after-before: the hidden states that they read, in place of the family's), directory "
-        "or hub id of an EAGLE head, of MTP layers, of a block head (DFlash, DSpark) or of a draft "
-        "model, or ngram+ or suffix+ and one of these but the first three: lookup's draft where it "
-        "finds a long match, else the other's; suffix:N and suffix:N+ look up the last N tokens of "
-        "past outputs, too, 65536 for example: others can tell from the speed what was written "
-        "before (default: ngram+ the head that comes with jaxspec for the built-in model and for "
-        "smollm2, mtp where there are such layers, else ngram)")  # fmt: skip
-    add("--dtype", choices=("float32", "bfloat16"), help="dtype of weights and cache (default: "
-        "float32 on CPU, else bfloat16)")  # fmt: skip
+    add("--drafter", default="auto", help=AUTO_DRAFTER_HELP)
+    add("--dtype", choices=("float32", "bfloat16"), help=DTYPE_HELP)
     add_kv_options(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_pipeline_options(parser)
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--kernels", default="auto", help=KERNELS_HELP)
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--verbose", action="store_true", help="also print the tokens that end the text")
     add("--show-trees", type=Path, metavar="FILE", help="write an HTML page that shows the draft "
@@ -88,7 +82,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "the part of this task of an array job")  # fmt: skip
     add("--max-rows", type=int, metavar="N", help="requests that run together, in each engine "
         f"(default: {BATCH_ROWS})")  # fmt: skip
-    add("--dp", type=int, metavar="N", help="engines side by side, as in serve (default: 1)")
+    add("--dp", type=int, metavar="N", help="engines side by side, each with the model on "
+        "--tp x --sp devices of its own (default: 1)")  # fmt: skip
     add("--token-ids", action="store_true", help="results also have token ids")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template for lines with messages "
         "(default: the model's)")  # fmt: skip

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.commands.shared.engine_options import (
+    AUTO_DRAFTER_HELP,
+    DTYPE_HELP,
+    KERNELS_HELP,
     add_kv_options,
     add_memory_options,
     add_mode_options,
@@ -47,8 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--served-model-name", nargs="+", metavar="NAME", help="the model's name, and further ones "
         "that clients may call it by (default: --model's)")  # fmt: skip
-    add("--drafter", default="auto", help="as in generate")
-    add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add("--drafter", default="auto", help=AUTO_DRAFTER_HELP)
+    add("--dtype", choices=("float32", "bfloat16"), help=DTYPE_HELP)
     add_kv_options(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
@@ -56,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
         "on --tp x --sp devices of its own; a request goes to the one that knows its beginning, "
         "or has the least to do (data parallel)")  # fmt: skip
-    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--kernels", default="auto", help=KERNELS_HELP)
     add_http_options(parser)
     add_chat_options(parser)
     add_capacity_options(parser)
@@ -79,8 +82,9 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "paths, such as /llm (default: none)")  # fmt: skip
     add("--access-log", action="store_true", help="a line for each request, with its id, which "
         "answers have as X-Request-Id, too")  # fmt: skip
-    add("--otlp-traces-endpoint", metavar="URL", help="collector that gets a span of each request, "
-        "such as http://localhost:4318/v1/traces (extra otel; default: none)")  # fmt: skip
+    add("--otlp-traces-endpoint", metavar="URL", help="collector of spans, such as "
+        "http://localhost:4318/v1/traces, which gets that of each request; needs the extra otel "
+        "(default: none)")  # fmt: skip
     add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
         "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
     add("--admin-key", metavar="KEY", help="key for pausing the server and giving it other weights "
@@ -90,11 +94,12 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "request must have come (default: 60)")  # fmt: skip
     add("--request-timeout", type=positive, metavar="SECONDS", help="after which a request ends "
         "(default: never)")  # fmt: skip
-    add("--requests-per-minute", type=number, metavar="N", help="of each API key, or, where "
-        "there are none, of each address; beyond them clients get status 429 (default: no "
+    add("--requests-per-minute", type=number, metavar="N", help="requests of each API key, "
+        "or, where there are none, of each address; beyond them clients get status 429 (default: "
+        "no limit)")  # fmt: skip
+    add("--tokens-per-minute", type=number, metavar="N", help="tokens of each API key or "
+        "address, read and generated; beyond them, too, clients get status 429 (default: no "
         "limit)")  # fmt: skip
-    add("--tokens-per-minute", type=number, metavar="N", help="the same for tokens, read and "
-        "generated (default: no limit)")  # fmt: skip
     add("--max-tokens-per-request", type=number, metavar="N", help="most tokens that one text may "
         "have (default: all that fit)")  # fmt: skip
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help="another origin whose "
@@ -137,9 +142,9 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time")  # fmt: skip
     add("--warm-up", choices=("none", "quick", "background", "full"), default="background",
-        help="what is compiled before the first request: two sizes of short requests (quick), "
-        "these, and then the rest while no request runs (background), or all sizes of all that "
-        "requests may ask (full)")  # fmt: skip
+        help="what is compiled before the first request: nothing (none), two sizes of short "
+        "requests (quick), these, and then the rest while no request runs (background), or all "
+        "sizes of all that requests may ask (full)")  # fmt: skip
     add_program_options(group)
 
 

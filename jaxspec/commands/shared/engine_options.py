@@ -8,6 +8,25 @@ from jaxspec.config.quantization import SCHEMES
 
 PREEMPTION = ("auto", "recompute", "swap")
 SWAP_MEMORY = SNAPSHOT_MEMORY = 4.0  # GiB, as EngineConfig has it
+# The help of options that commands have with defaults of their own.
+DRAFTER_HELP = (
+    "none, ngram, suffix, mtp (the model's own layers for multi-token prediction; mtp:1: the first "
+    "alone; mtp:before, mtp:after, mtp:before-after, mtp:after-before: the hidden states that they "
+    "read, in place of the family's), directory or hub id of an EAGLE head, of MTP layers, of a "
+    "block head (DFlash, DSpark) or of a draft model, or ngram+ or suffix+ and one of these but "
+    "the first three: lookup's draft where it finds a long match, else the other's; suffix:N and "
+    "suffix:N+ look up the last N tokens of past outputs, too, 65536 for example: others can tell "
+    "from the speed what was written before"
+)
+AUTO_DRAFTER_HELP = (
+    f"{DRAFTER_HELP} (default: ngram+ the head that comes with jaxspec for the built-in model and "
+    "for smollm2, mtp where there are such layers, else ngram)"
+)
+DTYPE_HELP = "dtype of weights and cache (default: float32 on CPU, else bfloat16)"
+KERNELS_HELP = (
+    "operations that run as kernels of jaxspec: auto (all on a Hopper GPU, attention on a TPU v5e "
+    "or v6e, else none), all, none, or names such as paged_attention,top_k"
+)
 
 
 def add_tensor_parallel_option(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +97,9 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
         help="acceptance rule: match keeps the text of plain decoding, rejection its "
         "distribution")  # fmt: skip
     group.add_argument("--proposal", choices=("top_k", "coupled", "sampled"), help="how draft "
-        "tokens are chosen (default: the best that the rule allows)")  # fmt: skip
+        "tokens are chosen: the drafter's likeliest (top_k), its likeliest under the noise that "
+        "draws the target's (coupled), or drawn from its distribution (sampled) (default: the best "
+        "that the rule allows: match coupled; rejection sampled, in trees top_k)")  # fmt: skip
     group.add_argument("--verify-width", type=int, metavar="N", help="nodes that every "
         "verification is padded to, plain decoding's too, so that all round alike (default: not "
         "padded)")  # fmt: skip

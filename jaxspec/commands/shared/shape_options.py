@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxspec.commands.shared.engine_options import (
+    KERNELS_HELP,
     add_kv_dtype,
     add_quantization_options,
     add_sequence_parallel_option,
@@ -14,8 +15,6 @@ from jaxspec.commands.shared.shell import given_option
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
-
-KERNELS_HELP = "auto (all on a Hopper GPU), all, none or a comma list"
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field, Tag
 
 from jaxspec.serving.protocol.base import REFUSED, FieldError, Refused, ResponseBody
 from jaxspec.serving.protocol.sampling import (
@@ -14,6 +14,7 @@ from jaxspec.serving.protocol.sampling import (
     Texts,
     TokenIds,
 )
+from jaxspec.serving.protocol.unions import LIST, LISTS, TEXT, TOKENS, by_shape, prompt_shape
 
 type TokenIdLists = Annotated[list[TokenIds], FailFast()]
 DEFAULT_MAX_TOKENS = 16
@@ -41,8 +42,11 @@ class CompletionRequest(SamplingFields):
     )
 
     prompt: Annotated[
-        str | TokenIds | Texts | TokenIdLists,
-        Field(union_mode="left_to_right"),
+        Annotated[str, Tag(TEXT)]
+        | Annotated[TokenIds, Tag(TOKENS)]
+        | Annotated[Texts, Tag(LIST)]
+        | Annotated[TokenIdLists, Tag(LISTS)],
+        by_shape("Input should be text, token ids, or a list of either", prompt_shape),
         BeforeValidator(_few),
     ]
     best_of: int | None = Field(None, ge=1, le=128)

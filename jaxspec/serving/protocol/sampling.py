@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, Tag
 
 from jaxspec.serving.protocol.base import RequestBody, ResponseBody
+from jaxspec.serving.protocol.unions import LIST, OBJECT, TEXT, by_shape
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]  # no "1", and no true
 type TokenIds = Annotated[list[TokenId], FailFast()]
@@ -20,6 +21,14 @@ MOST_ALLOWED = 2**18
 MOST_SALT_CHARACTERS = 1000
 type Stop = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
 type Stops = Annotated[list[Stop], FailFast(), Field(max_length=MOST_STOPS)]
+type StopOrStops = Annotated[
+    Annotated[Stop, Tag(TEXT)] | Annotated[Stops, Tag(LIST)],
+    by_shape("Input should be text, or a list of texts"),
+]
+type ObjectOrText = Annotated[
+    Annotated[dict[str, Any], Tag(OBJECT)] | Annotated[str, Tag(TEXT)],
+    by_shape("Input should be an object, or the text of one"),
+]
 
 
 def _bias(value: Any) -> Any:
@@ -45,7 +54,7 @@ class StructuredOutputs(RequestBody):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), populate_by_name=True)
 
-    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_schema: ObjectOrText | None = Field(None, alias="json")
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
@@ -62,7 +71,7 @@ class SamplingControls(RequestBody):
     min_p: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: Stop | Stops | None = None
+    stop: StopOrStops | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
     presence_penalty: float | None = None
