@@ -1,6 +1,7 @@
 """The server's page and the page of --show-trees, in headless Chromium."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,10 +149,75 @@ def check_picture(page: Page, number: int) -> None:
     assert set(rounds) == {str(number - 1)}
 
 
+def test_what_the_token_limit_has_cut_is_said(stub: tuple[Stub, str], open_page: Open):
+    page = open_page(stub[1])
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#send")).to_be_enabled()
+    last, whole = ROUNDS[-1], ROUNDS[-2]
+    cut = len(last["path"]) - last["committed"]
+    assert cut and has_bonus(whole), "the recorded text ends otherwise"
+    expect(page.locator(".words")).to_contain_text(f", {cut} cut by the token limit")
+    expect(page.locator("svg.tree .node.cut")).to_have_count(cut)
+    expect(page.locator("#legend .cut")).to_contain_text("cut by the token limit")
+    page.get_by_role("button", name="Previous round").click()
+    expect(page.locator(".words")).not_to_contain_text("cut")
+
+
+def test_acceptance_by_depth_is_a_picture(stub: tuple[Stub, str], open_page: Open):
+    page = open_page(stub[1])
+    expect(page.locator("svg.depths")).to_have_count(0)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#send")).to_be_enabled()
+    depths = max(len(tree["path"]) - 1 for tree in ROUNDS)
+    picture = page.get_by_role("img", name="accepted by depth")
+    expect(picture.locator("rect")).to_have_count(depths)
+    share = sum(len(tree["path"]) > 1 for tree in ROUNDS) / len(ROUNDS)
+    expect(picture).to_have_attribute("aria-label", re.compile(f"1: {100 * share:.0f}%"))
+    assert page.title() == "python-lm · jaxspec"
+
+
+WRAPPED = """() => [...document.querySelectorAll("label, legend, dt, li, button, h1, h2, .who")]
+    .filter((element) => {
+        const range = document.createRange();
+        range.selectNodeContents(element);
+        const words = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+        const tops = [];
+        while (words.nextNode()) {
+            if (!words.currentNode.textContent.trim()) continue;
+            range.selectNodeContents(words.currentNode);
+            tops.push(...[...range.getClientRects()].map((rect) => Math.round(rect.top)));
+        }
+        return new Set(tops).size > 1 || element.scrollWidth > element.clientWidth + 1;
+    })
+    .map((element) => element.textContent.trim())"""
+
+
+IN_ROWS = """() => [...document.querySelectorAll("fieldset, .fields, .actions")]
+    .filter((element) => {
+        const bottoms = [...element.querySelectorAll("label, button")]
+            .map((child) => Math.round(child.getBoundingClientRect().bottom));
+        return new Set(bottoms).size > 1;
+    })
+    .map((element) => element.textContent.trim())"""
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_no_label_is_wrapped_or_cut_off(
+    size: tuple[int, int], stub: tuple[Stub, str], open_page: Open
+):
+    page = open_page(stub[1], size)
+    page.get_by_label("both, and compare").check()
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#verdict")).to_be_visible()
+    assert page.evaluate(WRAPPED) == []
+    assert size == PHONE or page.evaluate(IN_ROWS) == []
+    assert no_sideways_scrolling(page)
+
+
 def test_plain_decoding_gives_the_same_text(stub: tuple[Stub, str], open_page: Open):
     server, url = stub
     page = open_page(url)
-    page.get_by_label("both ways, and compare").check()
+    page.get_by_label("both, and compare").check()
     page.get_by_role("button", name="Generate").click()
     verdict = page.locator("#verdict")
     expect(verdict).to_contain_text("Plain decoding gives the same text")

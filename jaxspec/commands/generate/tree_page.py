@@ -31,6 +31,7 @@ def tree_page(completion: Completion, decode: Callable[[list[int]], str], about:
         "about": about,
         "prompt": decode(prompt),
         "text": completion.text,
+        "ending": completion.finish_reason,
         "speculation": speculation,
     }
     page = (PAGE / "report.html").read_text(encoding="utf-8")

@@ -51,6 +51,7 @@ async function findModel() {
     if (!response.ok) throw new Error(await problem(response));
     state.model = (await response.json()).data[0].id;
     at("model").textContent = state.model;
+    document.title = `${state.model} · jaxspec`;
   } catch (error) {
     at("model").textContent = error.message;
   }
@@ -63,6 +64,7 @@ class Answer {
   constructor(label) {
     this.text = "";
     this.rounds = [];
+    this.ending = null; // its finish_reason
     this.started = null; // when the first chunk came, and the tokens that came with it
     this.before = 0;
     this.ended = null;
@@ -84,6 +86,7 @@ class Answer {
   add(chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
     const choice = chunk.choices?.[0];
+    this.ending = choice?.finish_reason ?? this.ending;
     this.text += choice?.delta?.content ?? choice?.text ?? "";
     const speculation = choice?.speculation ?? chunk.speculation;
     this.rounds.push(...(speculation?.trees ?? []));
@@ -129,13 +132,13 @@ function show(answer) {
   if (state.shown !== answer) {
     state.shown?.draw(null);
     state.shown = answer;
-    panel.show(answer.rounds);
+    panel.show(answer.rounds, answer.ending);
   }
   if (state.drawing) return;
   state.drawing = true;
   requestAnimationFrame(() => {
     state.drawing = false;
-    panel.show(state.shown.rounds);
+    panel.show(state.shown.rounds, state.shown.ending);
     state.shown.draw(panel.selected);
     drawFigures(state.shown);
   });

@@ -10,7 +10,13 @@ const KINDS = {
   accepted: "drafted and accepted",
   bonus: "bonus: the model's own token",
   rejected: "drafted and rejected",
+  cut: "cut by the token limit or the text's end",
 };
+
+/** What has cut the last round of a text, by its finish_reason. */
+function cutBy(ending) {
+  return ending === "stop" ? "the text's end" : "the token limit";
+}
 
 // ---- Text: which characters came from which token.
 
@@ -186,7 +192,7 @@ function svg(name, attributes, ...children) {
 }
 
 /** The picture of a round, at most `room` pixels wide where that is possible. */
-function treePicture(round, room) {
+function treePicture(round, room, ending) {
   const nodes = drawnNodes(round);
   const wide = columns(nodes);
   const plan = wide.width + 2 * BOX.margin <= room ? wide : outline(nodes);
@@ -203,7 +209,7 @@ function treePicture(round, room) {
     {
       class: "tree",
       role: "img",
-      "aria-label": describe(round),
+      "aria-label": describe(round, ending),
       width: size[0],
       height: size[1],
       viewBox: `${-BOX.margin} ${-BOX.margin} ${size[0]} ${size[1]}`,
@@ -229,14 +235,16 @@ function box({ text, chance, kind }, { x, y }) {
   );
 }
 
-/** A round in words. */
-function describe(round) {
+/** A round in words; `ending`: the finish_reason of its text, if that is known. */
+function describe(round, ending) {
   const drafted = round.nodes.length - 1;
   const accepted = round.path.length - 1;
   const quoted = committedTokens(round).map(({ text }) => JSON.stringify(text));
   const text = quoted.length ? `: ${quoted.join(" ")}` : "";
   const what = drafted ? `${drafted} drafted, ${accepted} accepted` : "nothing drafted";
-  return `${what}, ${round.committed} committed${text}`;
+  const cut = round.path.length - round.committed; // accepted ones, and the bonus
+  const left = cut > 0 ? `, ${cut} cut by ${cutBy(ending)}` : "";
+  return `${what}, ${round.committed} committed${text}${left}`;
 }
 
 // ---- The panel beside a text: stepping through its rounds.
@@ -249,6 +257,7 @@ class RoundPanel {
   /** `onSelect` is told the number of the round that is shown. */
   constructor(element, onSelect) {
     this.rounds = [];
+    this.ending = null;
     this.selected = null;
     this.following = true;
     this.onSelect = onSelect;
@@ -301,8 +310,9 @@ class RoundPanel {
     }
   }
 
-  /** The rounds of a text so far; another list is another text. */
-  show(rounds) {
+  /** The rounds of a text so far, and its finish_reason; another list is another text. */
+  show(rounds, ending = null) {
+    this.ending = ending;
     if (rounds !== this.rounds) {
       this.rounds = rounds;
       this.selected = null;
@@ -336,8 +346,9 @@ class RoundPanel {
       this.words.textContent = "";
       return;
     }
-    this.picture.replaceChildren(treePicture(rounds[selected], this.picture.clientWidth));
-    this.words.textContent = describe(rounds[selected]);
+    const [round, width] = [rounds[selected], this.picture.clientWidth];
+    this.picture.replaceChildren(treePicture(round, width, this.ending));
+    this.words.textContent = describe(round, this.ending);
   }
 }
 
@@ -372,12 +383,34 @@ function legend() {
   });
 }
 
-/** Entries of a <dl>: a pair of nodes for each [name, value]; null is shown as a dash. */
+/** A bar for each depth: the share of rounds that accepted so many drafted tokens or more. */
+function depthPicture(shares) {
+  const [width, gap, most, line] = [34, 6, 48, 16];
+  const bars = shares.flatMap((share, index) => {
+    const [x, height] = [index * (width + gap), Math.max(1, most * share)];
+    const [top, middle] = [line + most - height, x + width / 2];
+    return [
+      svg("rect", { x, y: top, width, height, rx: 3 }),
+      svg("text", { x: middle, y: top - 4 }, `${Math.round(100 * share)}%`),
+      svg("text", { class: "depth", x: middle, y: line + most + line - 3 }, `${index + 1}`),
+    ];
+  });
+  const size = [shares.length * (width + gap) - gap, line + most + line];
+  const words = shares.map((share, index) => `${index + 1}: ${Math.round(100 * share)}%`);
+  const label = `accepted by depth: ${words.join(", ")}`;
+  const [box, role] = [`0 0 ${size[0]} ${size[1]}`, "img"];
+  return svg("svg", { class: "depths", role, "aria-label": label, width: size[0], viewBox: box }, ...bars);
+}
+
+/**
+ * Entries of a <dl>: a pair of nodes for each [name, value], which may be a picture; null is shown
+ * as a dash.
+ */
 function figures(entries) {
   return entries.map(([name, value]) => {
     const [pair, term, description] = ["div", "dt", "dd"].map((tag) => document.createElement(tag));
     term.textContent = name;
-    description.textContent = value ?? "–";
+    description.replaceChildren(value ?? "–");
     pair.append(term, description);
     return pair;
   });
@@ -385,11 +418,10 @@ function figures(entries) {
 
 function totalFigures(rounds) {
   const { rounds: count, drafted, length, shares } = totals(rounds);
-  const depths = shares.map((share) => `${Math.round(100 * share)}%`).join(" ");
   return [
     ["rounds", count],
     ["tokens a round", length?.toFixed(2)],
     ["drafted", drafted],
-    ["accepted by depth", depths || null],
+    ["accepted by depth", shares.length ? depthPicture(shares) : null],
   ];
 }
