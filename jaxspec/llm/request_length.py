@@ -30,7 +30,7 @@ def request_length(options: LLMOptions, params: EngineParams) -> int:
     config = params.target.config
     if options.max_length != "model":
         return allowed_length(options.max_length, config)
-    if params.target.embed.sharding.device_set.pop().platform == "cpu":
+    if next(iter(params.target.embed.devices())).platform == "cpu":
         return allowed_length(None, config)
     engine = options.engine or EngineConfig()
     fitting = most_tokens(params, options.page_size, engine.max_rows, options.kv_memory)
