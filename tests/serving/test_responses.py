@@ -298,6 +298,9 @@ def test_all_that_is_wrong_is_told_at_once(llm: LLM):
         assert part in message
 
 
+SCHEMA = {"type": "json_schema", "name": "a", "schema": {"not": {"a": 1}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -307,7 +310,7 @@ def test_all_that_is_wrong_is_told_at_once(llm: LLM):
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content"),
         ({"max_output_tokens": 9999}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"type": "any"}}}}, "text.format"),
+        ({"text": {"format": {**SCHEMA, "strict": True}}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"tools": [{**STRICT, "parameters": {"not": {}}}]}, "tools.0.parameters"),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name"),
