@@ -14,7 +14,15 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
 from jaxspec.models.heads.block import Confidence
-from tests.helpers.random_models import CONFIG, noisy, random_arrays, random_target
+from tests.helpers.random_models import (
+    CONFIG,
+    as_dtype,
+    noisy,
+    random_arrays,
+    random_target,
+    scaled,
+    times,
+)
 
 MASK = 95  # a token of the target's
 KINDS = ("dflash", "dspark")
@@ -25,8 +33,9 @@ def block_target(config: ModelConfig = CONFIG, seed: int = 0, mark: float = 2.0)
     """A random target. Embeddings have one coordinate by which the mask differs from all others:
     ``mark``, which must be clearer the wider the model is."""
     target = random_target(config, seed)
-    marks = jnp.where(jnp.arange(config.vocab_size) == MASK, -mark, mark)
-    return target.replace(embed=target.embed.at[: config.vocab_size, 0].set(marks))
+    embed = np.array(target.embed)
+    embed[: config.vocab_size, 0] = np.where(np.arange(config.vocab_size) == MASK, -mark, mark)
+    return target.replace(embed=jnp.asarray(embed))
 
 
 def random_head(
@@ -60,35 +69,34 @@ def random_head(
 def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
     """Masks attend to the last token, more than to others, and copy its embedding: so the first
     guess is often right. DSpark's Markov head knows what mostly follows a token.
+
+    Computed by NumPy: of jax each step would be a program.
     """
     head = random_head(target.config, kind, layers=1)
     [layer] = head.layers
     mixer: Any = layer.mixer
     hidden, groups, per_group, head_dim = mixer.qkv.weight.shape
-    slow, copies = head_dim // 2 - 1, jnp.eye(hidden).reshape(groups, 1, head_dim, hidden)
-    weight = 0.3 * mixer.qkv.weight  # what is left of keys makes the context matter
-    weight = weight.at[:, :, :-2].set(0).at[0, :, :-2, slow].set(-1.0)
-    weight = weight.at[0, :, -2, slow].set(1.0)
-    weight = weight.at[:, :, -1].set(jnp.eye(hidden).reshape(hidden, groups, head_dim))
-    o = 12 * jnp.repeat(copies, per_group - 2, axis=1).reshape(-1, hidden) / (per_group - 2)
+    slow, copies = head_dim // 2 - 1, np.eye(hidden).reshape(groups, 1, head_dim, hidden)
+    weight = 0.3 * np.asarray(mixer.qkv.weight)  # what is left of keys makes the context matter
+    weight[:, :, :-2] = 0
+    weight[0, :, :-2, slow], weight[0, :, -2, slow] = -1, 1
+    weight[:, :, -1] = np.eye(hidden).reshape(hidden, groups, head_dim)
+    o = 12 * np.repeat(copies, per_group - 2, axis=1).reshape(-1, hidden) / (per_group - 2)
     mixer = mixer.replace(
-        qkv=mixer.qkv.replace(weight=weight),
-        o=mixer.o.replace(weight=o),
-        q_norm=jnp.full_like(mixer.q_norm, 4.0),
+        qkv=mixer.qkv.replace(weight=jnp.asarray(weight)),
+        o=mixer.o.replace(weight=as_dtype(o, np.float32)),
+        q_norm=jnp.asarray(np.full(mixer.q_norm.shape, 4, np.float32)),
     )
     mlp: Any = layer.mlp
-    layer = layer.replace(
-        mixer=mixer, mlp=mlp.replace(down=mlp.down.replace(weight=0.1 * mlp.down.weight))
-    )
+    layer = layer.replace(mixer=mixer, mlp=mlp.replace(down=scaled(mlp.down, 0.1)))
     head = head.replace(layers=(layer,))
     if head.markov is not None:
         assert target.lm_head is not None
-        embed = target.embed[: target.config.vocab_size]
-        size = jnp.sqrt(jnp.mean(embed * embed, axis=1, keepdims=True))
-        after = target.lm_head.weight.T[: target.config.vocab_size]
-        head = head.replace(
-            markov=head.markov.replace(before=embed / size, after=after), norm=0.2 * head.norm
-        )
+        embed = np.asarray(target.embed)[: target.config.vocab_size]
+        size = np.sqrt(np.mean(embed * embed, axis=1, keepdims=True))
+        after = np.asarray(target.lm_head.weight).T[: target.config.vocab_size]
+        markov = head.markov.replace(before=jnp.asarray(embed / size), after=jnp.asarray(after))
+        head = head.replace(markov=markov, norm=times(0.2, head.norm))
     return noisy(head, noise)
 
 

@@ -57,6 +57,7 @@ def _repeat_kv_heads(layer: Layer, repeats: int) -> Layer:
     def repeat(x: Any) -> Any:  # [..., G, R, D]
         if x is None:
             return None
+        x = np.asarray(x)
         *lead, groups, _, head_dim = x.shape
         queries = x[..., :-2, :].reshape(*lead, groups * repeats, -1, head_dim)
         return np.concatenate([queries, np.repeat(x[..., -2:, :], repeats, axis=-3)], axis=-2)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +13,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.mix import LocalExperts
 from jaxspec.models.mlps.routing import Routes
-from tests.helpers.random_models import random_target, tiny_config
+from tests.helpers.random_models import as_dtype, random_target, tiny_config
 
 EXPERTS = ExpertsConfig(16, RoutingConfig(8, 2, normalize=True))
 
@@ -53,9 +54,9 @@ def random_own(
 
     def linear(inputs: int, *out: int) -> ExpertLinear:
         weight = rng.standard_normal((num_experts, inputs, *out)) / math.sqrt(inputs)
-        own = jnp.asarray(rng.standard_normal((num_experts, *out)), jnp.float32)
+        own = as_dtype(rng.standard_normal((num_experts, *out)), np.float32)
         return ExpertLinear(
-            weight=jnp.asarray(weight, jnp.float32), bias=own if bias else None, axes=()
+            weight=as_dtype(weight, np.float32), bias=own if bias else None, axes=()
         )
 
     gate_up, down = linear(hidden, 2, units), linear(units, hidden)
@@ -75,12 +76,12 @@ def random_rows(
 
 def written_out(own: LocalExperts, x: np.ndarray, routes: Routes) -> np.ndarray:
     """What experts add to rows, choice by choice: float64 [N, H]."""
-    result = np.zeros(x.shape)
+    result, host = np.zeros(x.shape), jax.device_get(own)
     for row, (ids, weights) in enumerate(zip(*map(np.asarray, routes), strict=True)):
         for expert, weight in zip(ids, weights, strict=True):
-            gate, up = _product(own.gate_up, expert, x[row].astype(np.float64))
+            gate, up = _product(host.gate_up, expert, x[row].astype(np.float64))
             units = _activated(own.activation, gate, up)
-            result[row] += weight * _product(own.down, expert, units)
+            result[row] += weight * _product(host.down, expert, units)
     return result
 
 

@@ -84,6 +84,11 @@ jit_prefill, jit_decode = _programs(FAST_COMPILE)
 _fixed_prefill, _fixed_decode = _programs({**FAST_COMPILE, **DETERMINISTIC})
 
 
+def as_dtype(values: np.ndarray, dtype: Any) -> Array:
+    """Rounded as jnp.asarray rounds doubles, but by NumPy: of jax each shape would be a program."""
+    return jnp.asarray(values.astype(np.float32).astype(dtype))
+
+
 def random_arrays(shapes: Any, seed: int) -> Any:
     """Arrays for a tree of ShapeDtypeStructs: matrices keep a vector's size, norms are near 1."""
     rng = np.random.default_rng(seed)
@@ -91,7 +96,7 @@ def random_arrays(shapes: Any, seed: int) -> Any:
     def fill(leaf: jax.ShapeDtypeStruct) -> Array:
         noise = rng.standard_normal(leaf.shape)
         values = 1 + 0.1 * noise if len(leaf.shape) == 1 else noise / math.sqrt(leaf.shape[0])
-        return jnp.asarray(values, leaf.dtype)
+        return as_dtype(values, leaf.dtype)
 
     return jax.tree.map(fill, shapes)
 
@@ -103,9 +108,9 @@ def random_target(
     model = random_arrays(decoder_shapes(config, jnp.dtype(jnp.float32)), seed)
     assert model.lm_head is not None
     return model.replace(
-        embed=_times(math.sqrt(config.vocab_size), model.embed),
+        embed=times(math.sqrt(config.vocab_size), model.embed),
         layers=tuple(_quieted(layer, context, context) for layer in model.layers),
-        lm_head=_scaled(model.lm_head, sharpness),
+        lm_head=scaled(model.lm_head, sharpness),
     )
 
 
@@ -116,21 +121,21 @@ def save_random_target(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def _times(factor: float, x: Array) -> Array:
+def times(factor: float, x: Array) -> Array:
     """Computed by numpy, as all of these weights are: of jax each shape would be a program."""
     return jnp.asarray(factor * np.asarray(x), x.dtype)
 
 
-def _scaled(linear: Linear, factor: float) -> Linear:
-    return linear.replace(weight=_times(factor, linear.weight))
+def scaled(linear: Linear, factor: float) -> Linear:
+    return linear.replace(weight=times(factor, linear.weight))
 
 
 def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
     """A Layer whose blocks add less to the residual stream."""
     layer_: Any = layer
     return layer_.replace(
-        mixer=layer_.mixer.replace(o=_scaled(layer_.mixer.o, mixer)),
-        mlp=layer_.mlp.replace(down=_scaled(layer_.mlp.down, mlp)),
+        mixer=layer_.mixer.replace(o=scaled(layer_.mixer.o, mixer)),
+        mlp=layer_.mlp.replace(down=scaled(layer_.mlp.down, mlp)),
     )
 
 
@@ -143,7 +148,7 @@ def noisy[T](model: T, noise: float, seed: int = 1) -> T:
             return leaf
         values = np.asarray(leaf)
         noisy_values = values + noise * values.std() * rng.standard_normal(leaf.shape)
-        return jnp.asarray(noisy_values, leaf.dtype)
+        return as_dtype(noisy_values, leaf.dtype)
 
     return jax.tree.map(perturb, model)
 
@@ -232,7 +237,7 @@ def eagle3_head(
     ids = np.random.default_rng(seed).permutation(config.vocab_size)[:vocab]
     own = np.asarray(target.lm_head.weight)[:, ids if draft_vocab_size else slice(None)]
     head = head.replace(
-        front=head.front.replace(fc=_scaled(head.front.fc, 0.1)),
+        front=head.front.replace(fc=scaled(head.front.fc, 0.1)),
         layers=(_quieted(layer.replace(mixer=mixer), 1.0, 0.1),),
         lm_head=target.lm_head.replace(weight=own),
         token_ids=jnp.asarray(ids, jnp.int32) if draft_vocab_size else None,

@@ -78,7 +78,10 @@ def example(
     tokens[2:] %= 7
     roots = tokens[np.arange(ROWS), lens - 1]
     tree = random_tree(rng, roots, SIZES, NODES, 3)
-    tree = tree.replace(tokens=tree.tokens.at[2:].set(tree.tokens[2:] % 7).at[:, 0].set(roots))
+    drafted = np.array(tree.tokens)
+    drafted[2:] %= 7
+    drafted[:, 0] = roots
+    tree = tree.replace(tokens=drafted)
     logits = 3 * rng.standard_normal((ROWS, NODES, VOCAB)).astype(np.float32)
     history = History(jnp.asarray(tokens), jnp.asarray(lens), path_tokens(tree))
     return logits, controls, history, tree, jnp.array([[1, 5, -1]] * ROWS)
