@@ -29,8 +29,9 @@ jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 read_tree, read_run = jit(DeltaState.read_tree), jit(DeltaState.read_run)
 read_in_order = jit(DeltaState.read_in_order, static_argnames=("implementation",))
 commit = jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
-convolved, fold = jit(DeltaState.convolved), jit(delta_rule.fold)
+convolved = jit(DeltaState.convolved)
 defined_read, defined_commit = jit(delta_read), jit(delta_commit)
+unpack = jit(unpack_mask, static_argnames="size")
 
 
 def random_inputs(
@@ -61,24 +62,36 @@ def random_inputs(
 
 
 def as_nodes(inputs: DeltaInputs) -> DeltaNodes:
-    shape = (*inputs.k.shape[:2], GROUPS, CHANNELS)
-    return DeltaNodes(inputs=inputs, channels=jnp.zeros(shape))
+    zeros: Any = np.zeros((*inputs.k.shape[:2], GROUPS, CHANNELS), np.float32)
+    return DeltaNodes(inputs=inputs, channels=zeros)
+
+
+def with_channels(rng: np.random.Generator, inputs: DeltaInputs) -> DeltaNodes:
+    nodes = as_nodes(inputs)
+    return nodes.replace(channels=rng.standard_normal(nodes.channels.shape).astype(np.float32))
 
 
 def empty(rows: int) -> DeltaState:
     heads = (GROUPS, VALUES, K_DIM, V_DIM)
     geometry = Geometry(num_pages=1, page_size=1, num_rows=rows)
-    return DeltaState.create(geometry, heads, TAPS, FOLDED, jnp.dtype(jnp.float32), Layout())
+    create = functools.partial(DeltaState.create, geometry, heads, TAPS, FOLDED)
+    shapes = jax.eval_shape(lambda: create(jnp.dtype(jnp.float32), Layout()))
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
-def run(state: DeltaState, lens: Array, counts: Array, q: Array, inputs: DeltaInputs):
-    return read_run(state, jnp.arange(len(lens)), lens, counts, q, as_nodes(inputs))
+def run(state: DeltaState, lens: Any, counts: Any, q: Any, inputs: DeltaInputs):
+    return read_run(state, np.arange(len(lens)), lens, counts, q, as_nodes(inputs))
 
 
-def whole_state(state: DeltaState, lens: Array) -> np.ndarray:
+@jit
+def folded(state: DeltaState, held: Array) -> Array:
+    return delta_rule.fold(state.s, state.window.where(held))
+
+
+def whole_state(state: DeltaState, lens: np.ndarray) -> np.ndarray:
     """S after ``lens`` tokens, those in the window included."""
-    held = jnp.arange(FOLDED) < (lens % FOLDED)[:, None]
-    return np.asarray(fold(state.s, state.window.where(held))).swapaxes(-1, -2)
+    held = np.arange(FOLDED) < (lens % FOLDED)[:, None]
+    return np.asarray(folded(state, held)).swapaxes(-1, -2)
 
 
 def in_numpy(q: Array, inputs: DeltaInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -100,9 +113,9 @@ def tree_errors(trees: int) -> tuple[float, float]:
     """Largest errors of outputs and of committed states over random trees after random prompts."""
     rng, rows, worst = np.random.default_rng(0), 4, [0.0, 0.0]
     for _ in range(trees // rows):
-        lens = jnp.asarray(rng.integers(0, 2 * FOLDED, rows))
+        lens = rng.integers(0, 2 * FOLDED, rows)
         prompt = random_inputs(rng, rows, 2 * FOLDED)
-        _, state = run(empty(rows), jnp.zeros_like(lens), lens, *prompt)
+        _, state = run(empty(rows), np.zeros_like(lens), lens, *prompt)
         sizes = rng.integers(1, NODES + 1, rows).tolist()
         tree = random_tree(rng, np.zeros(rows, int), sizes, NODES, DEPTH)
         nodes = random_inputs(rng, rows, NODES)
@@ -114,7 +127,7 @@ def tree_errors(trees: int) -> tuple[float, float]:
         ]
         paths = [own[rng.integers(len(own))] for own in every]
         after = commit(waiting, committed(lens, paths))
-        ends = whole_state(after, lens + jnp.asarray([len(path) for path in paths]))
+        ends = whole_state(after, lens + [len(path) for path in paths])
         for row, length in enumerate(lens.tolist()):
             for path in every[row]:
                 parts = [
@@ -128,22 +141,23 @@ def tree_errors(trees: int) -> tuple[float, float]:
     return worst[0], worst[1]
 
 
-def verified(state: DeltaState, lens: Array, tree: DraftTree, q: Array, inputs: DeltaInputs):
-    ancestors = unpack_mask(tree.ancestors, tree.tokens.shape[1])
-    rows = jnp.arange(len(lens))
+def verified(state: DeltaState, lens: Any, tree: DraftTree, q: Any, inputs: DeltaInputs):
+    ancestors = unpack(tree.ancestors, size=tree.tokens.shape[1])
+    rows = np.arange(len(lens))
     return read_tree(state, rows, lens, q, as_nodes(inputs), ancestors, tree.depth)
 
 
-def committed(lens: Array, paths: list[list[int]]) -> CommittedPath:
+def committed(lens: Any, paths: list[list[int]]) -> CommittedPath:
+    array: Any = functools.partial(np.array, dtype=np.int32)
     padded = np.zeros((len(paths), DEPTH + 1), np.int32)
     for row, path in zip(padded, paths, strict=True):
         row[: len(path)] = path
     return CommittedPath(
-        rows=jnp.arange(len(paths)),
-        page_table=jnp.zeros((len(paths), 1), jnp.int32),
+        rows=array(range(len(paths))),
+        page_table=array([[0]] * len(paths)),
         context_lens=lens,
-        path=jnp.asarray(padded),
-        counts=jnp.asarray([len(path) for path in paths]),
+        path=array(padded),
+        counts=array([len(path) for path in paths]),
         is_chain=False,
     )
 
@@ -164,13 +178,13 @@ def test_prompts_read_in_chunks_agree_with_the_recurrence_and_leave_the_same_bit
         while done < size:
             count = min(width, size - done)
             part = jax.tree.map(lambda x, a=done, n=count: x[:, a : a + n], (q, inputs))
-            lens = jnp.full(2, done)
-            one, state = run(state, lens, jnp.full(2, count), *part)
+            lens = np.full(2, done)
+            one, state = run(state, lens, np.full(2, count), *part)
             out.append(one)
             done += count
         states.append(state)
         outputs.append(np.concatenate(out, axis=1))
-    end = whole_state(states[0], jnp.full(2, size))
+    end = whole_state(states[0], np.full(2, size))
     for row in range(2):
         want, s = in_numpy(*jax.tree.map(lambda x, row=row: x[row], (q, inputs)))
         assert np.abs(want - outputs[0][row]).max() < TOLERANCE
@@ -219,6 +233,7 @@ def test_sequences_of_like_keys_that_hardly_decay_agree_with_the_recurrence():
 
 def assert_same_bits(state: DeltaState, other: DeltaState, lens: int) -> None:
     """Of all that later tokens read."""
+    state, other = jax.device_get((state, other))
     np.testing.assert_array_equal(state.s, other.s)
     np.testing.assert_array_equal(state.channels, other.channels)
     for one, two in zip(jax.tree.leaves(state.window), jax.tree.leaves(other.window), strict=True):
@@ -242,7 +257,7 @@ def test_rounds_of_any_trees_leave_the_bits_of_single_tokens(tokens: int):
             nodes = noise
             for x, y in zip(jax.tree.leaves(nodes), jax.tree.leaves((q, inputs)), strict=True):
                 x[:, place] = y[:, at]
-            lens = jnp.full(1, done)
+            lens = np.full(1, done)
             one, waiting = verified(state, lens, tree, *nodes)
             state = commit(waiting, committed(lens, [path]))
             out.append(np.asarray(one)[:, place])
@@ -254,19 +269,19 @@ def test_rounds_of_any_trees_leave_the_bits_of_single_tokens(tokens: int):
     assert_same_bits(trees, plain, tokens)
     assert np.abs(trees_out - plain_out).max() < TOLERANCE
     # Reading a prompt is another program: XLA may round its loop's body otherwise.
-    _, read = run(empty(1), jnp.zeros(1, int), jnp.full(1, tokens), q, inputs)
-    assert np.abs(read.s - plain.s).max() < TOLERANCE
+    _, read = run(empty(1), np.zeros(1, int), np.full(1, tokens), q, inputs)
+    assert np.abs(np.subtract(read.s, plain.s)).max() < TOLERANCE
     _, s = in_numpy(*jax.tree.map(lambda x: x[0, :tokens], (q, inputs)))
-    drift = np.abs(whole_state(trees, jnp.full(1, tokens))[0] - s).max()
+    drift = np.abs(whole_state(trees, np.full(1, tokens))[0] - s).max()
     print(f"{tokens} tokens: drift of the state {drift:.1e}")
     assert drift < 1e-4
 
 
 def test_noise_of_padding_other_branches_and_other_rows_stays_there():
     rng = np.random.default_rng(3)
-    lens, sizes = jnp.asarray([5, 9, 0]), [6, 4, 1]
+    lens, sizes = np.array([5, 9, 0]), [6, 4, 1]
     prompt = random_inputs(rng, 3, 16)
-    _, clean = run(empty(3), jnp.zeros_like(lens), lens, *prompt)
+    _, clean = run(empty(3), np.zeros_like(lens), lens, *prompt)
     tree = random_tree(rng, np.zeros(3, int), sizes, 8, 3)
     nodes = random_inputs(rng, 3, 8)
     path = path_from_root(np.asarray(tree.parents[0]), 5)
@@ -276,7 +291,7 @@ def test_noise_of_padding_other_branches_and_other_rows_stays_there():
 
     on_path = np.zeros((3, 8), bool)
     on_path[0, path], on_path[1, :4] = True, True
-    held = np.arange(FOLDED) < np.asarray(lens % FOLDED)[:, None]
+    held = np.arange(FOLDED) < (lens % FOLDED)[:, None]
     bad_nodes = jax.tree.map(lambda x: spoiled(x, on_path), nodes)
     dirty = clean.replace(window=jax.tree.map(lambda x: spoiled(x, held), clean.window))
     got, waiting = verified(dirty, lens, tree, *bad_nodes)
@@ -284,9 +299,9 @@ def test_noise_of_padding_other_branches_and_other_rows_stays_there():
     np.testing.assert_array_equal(np.asarray(got)[on_path], np.asarray(want)[on_path])
     np.testing.assert_array_equal(after_noise.s, after.s)
 
-    padded = jax.tree.map(lambda x: spoiled(x, np.arange(16) < np.asarray(lens)[:, None]), prompt)
-    _, read = run(dirty, jnp.zeros_like(lens), lens, *padded)
-    _, again = run(clean, jnp.zeros_like(lens), lens, *prompt)
+    padded = jax.tree.map(lambda x: spoiled(x, np.arange(16) < lens[:, None]), prompt)
+    _, read = run(dirty, np.zeros_like(lens), lens, *padded)
+    _, again = run(clean, np.zeros_like(lens), lens, *prompt)
     np.testing.assert_array_equal(read.s, again.s)
 
 
@@ -297,30 +312,31 @@ def spoiled(x: Any, kept: np.ndarray) -> np.ndarray:
 
 def test_what_kernels_are_held_against_agrees():
     """Reading and committing trees as pallas_kernels.delta_rule defines them."""
-    rng, rows = np.random.default_rng(6), jnp.asarray([2, 0, 1])
-    lens, sizes = jnp.asarray([5, 14, 7]), [6, 4, 8]
-    _, state = run(empty(3), jnp.zeros(3, int), lens[jnp.argsort(rows)], *random_inputs(rng, 3, 16))
+    rng, rows = np.random.default_rng(6), np.array([2, 0, 1])
+    lens, sizes = np.array([5, 14, 7]), [6, 4, 8]
+    _, state = run(empty(3), np.zeros(3, int), lens[np.argsort(rows)], *random_inputs(rng, 3, 16))
     tree = random_tree(rng, np.zeros(3, int), sizes, 8, 4)
-    q, inputs = jax.tree.map(jnp.asarray, random_inputs(rng, 3, 8))
-    nodes = as_nodes(inputs)
-    nodes = nodes.replace(channels=jnp.asarray(rng.standard_normal(nodes.channels.shape)))
-    ancestors = unpack_mask(tree.ancestors, 8)
+    q, inputs = random_inputs(rng, 3, 8)
+    nodes = with_channels(rng, inputs)
+    ancestors = unpack(tree.ancestors, size=8)
     out, waiting = read_tree(state, rows, lens, q, nodes, ancestors, tree.depth)
     paths = [path_from_root(np.asarray(tree.parents[row]), sizes[row] - 1) for row in range(3)]
     paths[1] = []
     path = committed(lens, paths).replace(rows=rows)
     after = commit(waiting, path)
 
-    held, window = lens % FOLDED, state.window.tokens
-    states = RowStates(state.s, window, rows, held)
-    errors = np.abs(defined_read(states, q, inputs.tokens, ancestors, tree.depth) - out)
+    held: Any = lens % FOLDED
+    states = RowStates(state.s, state.window.tokens, path.rows, held)
+    read = defined_read(states, q, inputs.tokens, ancestors, tree.depth)
+    errors = np.abs(np.subtract(read, out))
     assert errors[np.arange(8) < np.asarray(sizes)[:, None]].max() < TOLERANCE
     arguments = state.channels, inputs.tokens, nodes.channels, path.path, path.counts
-    s, window, channels = defined_commit(states, *arguments)
+    s, window, channels = jax.device_get(defined_commit(states, *arguments))
+    after = jax.device_get(after)
     assert np.abs(s - after.s).max() < TOLERANCE
     np.testing.assert_array_equal(channels, after.channels)
     left = np.zeros(3, int)
-    left[np.asarray(rows)] = (lens + path.counts) % FOLDED
+    left[rows] = (lens + path.counts) % FOLDED
     for one, other in zip(window, after.window.tokens, strict=True):
         for row, count in enumerate(left):
             np.testing.assert_array_equal(one[row, :count], other[row, :count])
@@ -330,22 +346,21 @@ def test_what_kernels_are_held_against_agrees():
 def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
     """Reading prompts as pallas_kernels.delta_rule defines it."""
     rng = np.random.default_rng(7)
-    rows, lens = jnp.asarray([2, 0, 3, 1]), jnp.asarray([5, 14, 7, 0])
-    _, state = run(empty(4), jnp.zeros(4, int), lens[jnp.argsort(rows)], *random_inputs(rng, 4, 16))
+    rows, lens = np.array([2, 0, 3, 1]), np.array([5, 14, 7, 0])
+    _, state = run(empty(4), np.zeros(4, int), lens[np.argsort(rows)], *random_inputs(rng, 4, 16))
     q, inputs = random_inputs(rng, 4, size)
-    nodes = as_nodes(inputs)
-    nodes = nodes.replace(channels=jnp.asarray(rng.standard_normal(nodes.channels.shape)))
-    counts = jnp.asarray([size, size - 1, 0, 1])
-    out, after = read_run(state, rows, lens, counts, q, nodes)
-    found, own = read_in_order(
+    nodes, counts = with_channels(rng, inputs), np.array([size, size - 1, 0, 1])
+    out, after = jax.device_get(read_run(state, rows, lens, counts, q, nodes))
+    in_order = read_in_order(
         state, rows, lens % FOLDED, counts, q, nodes, implementation="reference"
     )
-    valid = np.arange(size) < np.asarray(counts)[:, None]
+    found, own = jax.device_get(in_order)
+    valid = np.arange(size) < counts[:, None]
     assert np.abs(found - out)[valid].max() < TOLERANCE
-    assert not np.asarray(found)[~valid].any()
+    assert not found[~valid].any()
     assert np.abs(own.s - after.s).max() < TOLERANCE
     np.testing.assert_array_equal(own.channels, after.channels)
-    left = ((lens + counts) % FOLDED)[jnp.argsort(rows)]
+    left = ((lens + counts) % FOLDED)[np.argsort(rows)]
     for one, other in zip(own.window.tokens, after.window.tokens, strict=True):
         for row, count in enumerate(left):
             np.testing.assert_array_equal(one[row, :count], other[row, :count])
@@ -354,35 +369,35 @@ def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
 def test_convolution_takes_the_ancestors():
     rng, size = np.random.default_rng(4), 10
     tree = random_tree(rng, np.zeros(2, int), [10, 7], size, 5)
-    ancestors = unpack_mask(tree.ancestors, size)
+    ancestors = unpack(tree.ancestors, size=size)
     state = empty(2)
     before, nodes = (
-        jnp.asarray(rng.standard_normal((2, n, GROUPS, CHANNELS)), jnp.float32)
-        for n in (TAPS - 1, size)
+        rng.standard_normal((2, n, GROUPS, CHANNELS)).astype(np.float32) for n in (TAPS - 1, size)
     )
-    weight = jnp.asarray(rng.standard_normal((TAPS, GROUPS, CHANNELS)), jnp.float32)
+    weight = rng.standard_normal((TAPS, GROUPS, CHANNELS)).astype(np.float32)
     state = state.replace(channels=before)
-    got = convolved(state, jnp.arange(2), nodes, weight, ancestors, tree.depth)
+    rows = np.arange(2)
+    got = np.asarray(convolved(state, rows, nodes, weight, ancestors, tree.depth))
     for row, count in ((0, 10), (1, 7)):
         for node in range(count):
             path = path_from_root(np.asarray(tree.parents[row]), node)
             own = np.concatenate([before[row], nodes[row, np.array(path)]])[-TAPS:]
             want = np.einsum("kgc,kgc->gc", own.astype(np.float64), weight)
             assert np.abs(got[row, node] - want).max() < TOLERANCE
-    chain = convolved(state, jnp.arange(2), nodes, weight, None, None)
+    chain = np.asarray(convolved(state, rows, nodes, weight, None, None))
     want = np.concatenate([before, nodes], axis=1)[:, 4 : 4 + TAPS]
     assert np.abs(chain[:, 4] - np.einsum("bkgc,kgc->bgc", want, weight)).max() < TOLERANCE
 
 
 def test_rows_are_cleared_copied_and_put_back():
     rng = np.random.default_rng(5)
-    lens = jnp.asarray([13, 6, 11])
-    _, state = run(empty(3), jnp.zeros_like(lens), lens, *random_inputs(rng, 3, 16))
-    none = jnp.zeros(0, jnp.int32)
-    saved = state.take(none, jnp.asarray([2]))
-    cleared = state.reset(jnp.asarray([2, 7]))
+    lens, none = np.array([13, 6, 11]), np.zeros(0, np.int32)
+    _, state = run(empty(3), np.zeros_like(lens), lens, *random_inputs(rng, 3, 16))
+    saved = jit(DeltaState.take)(state, none, np.array([2]))
+    cleared = jit(DeltaState.reset)(state, np.array([2, 7]))
+    back = jit(DeltaState.put)(cleared, saved, none, np.array([0]))
+    state, cleared, back = jax.device_get((state, cleared, back))
     assert not np.any(cleared.s[2]) and np.array_equal(cleared.s[:2], state.s[:2])
-    back = cleared.put(saved, none, jnp.asarray([0]))
     for one, two in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(one[0], two[2])
         np.testing.assert_array_equal(one[1], two[1])
