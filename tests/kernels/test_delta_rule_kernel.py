@@ -2,6 +2,7 @@
 the recurrence with a state per node."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from pallas_kernels.delta_rule.mosaic_gpu import (
 )
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import first_is_fast
+from tests.helpers.programs import FAST_COMPILE
 
 TOLERANCE = 2e-5
 RUNS = (
@@ -28,6 +30,17 @@ RUNS = (
 )
 
 
+# The references and their arguments, each in one program instead of one for each operation.
+read, commit, run = (
+    jax.jit(function, compiler_options=FAST_COMPILE)
+    for function in (delta_read, delta_commit, delta_run)
+)
+
+
+def made(make: Callable[[Case], Any], case: Case) -> Any:
+    return jax.jit(functools.partial(make, case))()
+
+
 def assert_close(found: Any, expected: Any) -> None:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         difference = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64)).max()
@@ -36,18 +49,18 @@ def assert_close(found: Any, expected: Any) -> None:
 
 @first_is_fast(TEST_CASES)
 def test_interpreted_they_are_the_reference(case: Case):
-    reading, committing = make_arguments(case)
+    reading, committing = made(make_arguments, case)
     out = interpreted(delta_read_mosaic, *reading, detect_races=True)
-    assert_close(out, delta_read(*reading))
+    assert_close(out, read(*reading))
     after = interpreted(delta_commit_mosaic, *committing, detect_races=True)
-    assert_close(after, delta_commit(*committing))
+    assert_close(after, commit(*committing))
 
 
 @first_is_fast(RUNS)
 def test_interpreted_a_run_is_the_reference(case: Case):
-    arguments = make_run_arguments(case)
+    arguments = made(make_run_arguments, case)
     found = interpreted(delta_run_mosaic, *arguments, detect_races=True)
-    assert_close(found, delta_run(*arguments))
+    assert_close(found, run(*arguments))
 
 
 @pytest.mark.parametrize("case", RUNS, ids=str)
@@ -59,15 +72,17 @@ def test_a_run_lowers_for_cuda(case: Case):
 def test_runs_and_rounds_leave_the_same_state():
     """A run, and the same tokens accepted from a tree that is a chain."""
     case = Case(2, 7, groups=1, v_dim=64)
-    states, _, q, tokens = make_run_arguments(case)
-    states, whole = states._replace(held=jnp.array([3, 6])), jnp.array([7, 7])
-    out, after = delta_run(states, whole, q, tokens)
-    channels = jnp.zeros((len(states.s), 3, 1, 8)), jnp.zeros((2, 7, 1, 8))
-    path = jnp.broadcast_to(jnp.arange(7), (2, 7))
-    committed, _, _ = delta_commit(states, channels[0], tokens, channels[1], path, whole)
+    states, _, q, tokens = made(make_run_arguments, case)
+    states, whole = states._replace(held=np.array([3, 6])), np.array([7, 7])
+    out, after = run(states, whole, q, tokens)
+    before, new = (
+        np.zeros(shape, np.float32) for shape in ((len(states.s), 3, 1, 8), (2, 7, 1, 8))
+    )
+    path = np.broadcast_to(np.arange(7), (2, 7))
+    committed, _, _ = commit(states, before, tokens, new, path, whole)
     assert_close(after, committed)
-    chain, depth = jnp.tri(7, dtype=bool)[None].repeat(2, 0), path
-    assert_close(out, delta_read(states, q, tokens, chain, depth))
+    chain = np.tri(7, dtype=bool)[None].repeat(2, 0)
+    assert_close(out, read(states, q, tokens, chain, path))
 
 
 @pytest.mark.gpu
@@ -114,15 +129,16 @@ def test_on_the_device_they_are_the_reference(case: Case):
     ids=["keys", "values", "nodes"],
 )
 def test_unsupported_arguments_are_named(case: Case, message: str):
-    reading, _ = make_arguments(case)
+    reading, _ = jax.eval_shape(lambda: make_arguments(case))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
-        delta_read(*reading, implementation="mosaic_gpu")
+        jax.eval_shape(functools.partial(delta_read, implementation="mosaic_gpu"), *reading)
 
 
 def test_paths_longer_than_the_window_are_refused():
-    (states, *_), committing = make_arguments(Case(1, 6, capacity=4))
+    case = Case(1, 6, capacity=4)
+    (states, *_), committing = jax.eval_shape(lambda: make_arguments(case))
     longer = list(committing)
-    longer[4] = jnp.zeros((1, 5), jnp.int32)  # the path
+    longer[4] = jax.ShapeDtypeStruct((1, 5), jnp.int32)  # the path
     with pytest.raises(ValueError, match="paths of 5 tokens: at most 4, the window's size"):
-        delta_commit(*longer, implementation="mosaic_gpu")
+        jax.eval_shape(functools.partial(delta_commit, implementation="mosaic_gpu"), *longer)
     assert misfit(states.s, capacity=4, num_nodes=6, longest_path=4) is None
