@@ -73,8 +73,9 @@ def test_many_rows_are_those_of_smaller_pieces(rows, monkeypatch):
     found = jax.jit(mix.every_expert)(own, x, routes)
     [part] = asked  # traced once
     assert 2 * mix.ROW_STEP < part.shape[0] <= mix.MOST_ROWS
+    piece = jax.jit(whole)
     pieces = [
-        whole(own, x[start : start + 200], Routes(*(one[start : start + 200] for one in routes)))
+        piece(own, x[start : start + 200], Routes(*(one[start : start + 200] for one in routes)))
         for start in range(0, rows, 200)
     ]
     np.testing.assert_allclose(found, np.concatenate(pieces), rtol=0, atol=1e-5)
