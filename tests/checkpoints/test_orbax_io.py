@@ -1,6 +1,7 @@
 """Pytrees to disk and back."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.checkpoints.orbax_io import CHOICES, restore_pytree, save_pytree, static_choices
 from jaxspec.config.rope import RopeConfig
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.state import EngineState
 from jaxspec.functional import init_state
+from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import MODEL_AXIS, Layout, make_mesh
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from tests.helpers.random_models import CONFIG, eagle3_head, make_params, random_target
@@ -124,30 +127,39 @@ def theta(config: Any, value: float) -> Any:
     )
 
 
-HEAD = eagle3_head(random_target())
+@functools.cache
+def head() -> DraftHead:
+    return eagle3_head(random_target())
+
+
+def rows_of(drafter: str, *rule: Any) -> EngineState:
+    return init_state(make_params(drafter, SpeculationConfig.chain(3, *rule)), 1, 32)
+
+
+# What is saved, what is restored, made when they are asked for, and what is said.
 OTHERS = {
     "another capture list": (
-        HEAD, HEAD.replace(capture=(0, 1, 3)), r"capture was \(0, 1, 2\), not \(0, 1, 3\)$",
+        lambda: (head(), head().replace(capture=(0, 1, 3))),
+        r"capture was \(0, 1, 2\), not \(0, 1, 3\)$",
     ),
     "another output": (
-        HEAD, HEAD.replace(recycle_normed=True), "recycle_normed was False, not True$",
+        lambda: (head(), head().replace(recycle_normed=True)),
+        "recycle_normed was False, not True$",
     ),
     "another rope": (
-        HEAD, HEAD.replace(config=theta(HEAD.config, 5.0)),
+        lambda: (head(), head().replace(config=theta(head().config, 5.0))),
         r"layers\[0\].mixer.rope.theta was 10000.0, not 5.0$",
     ),
     "another stop token": (
-        random_target(), random_target(dataclasses.replace(CONFIG, stop_token_ids=(3,))),
+        lambda: (random_target(), random_target(dataclasses.replace(CONFIG, stop_token_ids=(3,)))),
         r"config.stop_token_ids was \(\), not \(3,\)$",
     ),
     "a state of another rule": (
-        init_state(make_params("ngram", SpeculationConfig.chain(3)), 1, 32),
-        init_state(make_params("ngram", SpeculationConfig.chain(3, "rejection")), 1, 32),
+        lambda: (rows_of("ngram"), rows_of("ngram", "rejection")),
         "capacity.acceptance was 'match', not 'rejection'$",
     ),
     "a state of another drafter": (
-        init_state(make_params("none", SpeculationConfig.chain(3)), 1, 32),
-        init_state(make_params("ngram", SpeculationConfig.chain(3)), 1, 32),
+        lambda: (rows_of("none"), rows_of("ngram")),
         "drafter was '.*NoDrafter', not '.*NGramDrafter'$",
     ),
 }  # fmt: skip
@@ -155,7 +167,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_static_choices_are_refused(tmp_path: Path, case: str):
-    tree, other, message = OTHERS[case]
+    make, message = OTHERS[case]
+    tree, other = make()
     save_pytree(tmp_path / "x", tree)
     with pytest.raises(ValueError, match=message) as caught:
         restore_pytree(tmp_path / "x", other)
@@ -165,15 +178,15 @@ def test_other_static_choices_are_refused(tmp_path: Path, case: str):
 
 
 def test_another_layout_may_be_restored(tmp_path: Path):
-    save_pytree(tmp_path / "x", HEAD)
-    split = HEAD.replace(layout=Layout(batch=("data",)))
+    save_pytree(tmp_path / "x", head())
+    split = head().replace(layout=Layout(batch=("data",)))
     assert restore_pytree(tmp_path / "x", split).layout == split.layout
 
 
 def test_a_snapshot_without_static_fields_is_an_error(tmp_path: Path):
-    save_pytree(tmp_path / "x", HEAD)
+    save_pytree(tmp_path / "x", head())
     (tmp_path / "x" / CHOICES).unlink()
     with pytest.raises(ValueError, match="static fields were is not known"):
-        restore_pytree(tmp_path / "x", HEAD)
-    restored = restore_pytree(tmp_path / "x", HEAD, check_choices=False)
-    np.testing.assert_array_equal(restored.front.fc.weight, HEAD.front.fc.weight)
+        restore_pytree(tmp_path / "x", head())
+    restored = restore_pytree(tmp_path / "x", head(), check_choices=False)
+    np.testing.assert_array_equal(restored.front.fc.weight, head().front.fc.weight)

@@ -21,6 +21,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import replica_meshes, stage_meshes
 from pallas_kernels.selection import OPERATIONS, Kernels
 from tests.helpers.layouts import in_stages, on_mesh
@@ -30,9 +31,13 @@ from tests.helpers.random_models import make_params, random_prompts, random_targ
 
 # As narrow as the kernel allows in which devices sum their products.
 SIZES = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_layers": 4}
-TARGET = random_target(tiny_config(num_heads=8, num_kv_heads=4, **SIZES))
 PROMPTS = [prompt.tolist() for prompt in random_prompts((90, 33, 5), seed=1)]
 CLOSE = 0.1  # bound of the differences of log-probabilities: roundings of bfloat16
+
+
+@functools.cache
+def target() -> Decoder:
+    return random_target(tiny_config(num_heads=8, num_kv_heads=4, **SIZES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +69,7 @@ SIMULATED = [How(tp=2), How(tp=8), How(tp=4, pp=2), How(tp=4, sp=2), How(tp=2, d
 
 
 def one_device(kernels: Kernels) -> EngineParams:
-    params = make_params("eagle3", SpeculationConfig.chain(3), TARGET)
+    params = make_params("eagle3", SpeculationConfig.chain(3), target())
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, params)
     return params.replace(kernels=kernels)
 

@@ -36,15 +36,19 @@ from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.marks import slow
 
 CONFIG, FLOAT32 = model_shape("tiny-experts", 2), jnp.dtype("float32")
-TARGET = random_decoder(CONFIG, FLOAT32, None, 0)
 EXPERTS, TOP_K, ROUNDS = 8, 2, 3
+
+
+@functools.cache
+def target() -> Decoder:
+    return random_decoder(CONFIG, FLOAT32, None, 0)
 
 
 def params_of(mode: str) -> EngineParams:
     head = None
     if mode != "plain":
         head = random_head(CONFIG, FLOAT32, None, seed=1, kind="mtp")
-    return make_params(parse_mode(mode), TARGET, head, None, NO_KERNELS)
+    return make_params(parse_mode(mode), target(), head, None, NO_KERNELS)
 
 
 def filled_state(mode: str, batch: int, params: EngineParams) -> Any:
@@ -84,13 +88,13 @@ def count_by_hand(state: Any, emitted: Any) -> np.ndarray:
     read = [np.asarray(one)[:12].tolist() for one in state.rows.tokens]
     counts = []
     for index in range(ROUNDS):
-        seen: list[set[int]] = [set() for _ in TARGET.layers]
+        seen: list[set[int]] = [set() for _ in target().layers]
         for row, text in enumerate(read):
             tails = paths(emitted.trees, index, row)
             for tail in tails:
                 whole, length = np.zeros((1, 40), np.int32), len(text) + len(tail)
                 whole[0, :length] = text + tail
-                chosen = chosen_by_last(TARGET, whole, length)
+                chosen = chosen_by_last(target(), whole, length)
                 for layer, experts in enumerate(np.asarray(chosen)):
                     seen[layer].update(experts.tolist())
             # Synthetic acceptance keeps what was drafted, whatever the text is.
@@ -150,12 +154,12 @@ def test_the_floor_takes_what_was_counted(mode: str):
         floor_bytes(params, batch=5, context=100, chosen=chosen)
         for chosen in (None, ChosenExperts((3.5, 4.5), (2.0, 3.0, 4.0)))
     )
-    mlp: Any = TARGET.layers[0].mlp
+    mlp: Any = target().layers[0].mlp
     expert = local_bytes((mlp.gate_up, mlp.down)) / EXPERTS
     tokens = 5 if mode == "plain" else 20
     expected = EXPERTS * (1 - (1 - TOP_K / EXPERTS) ** tokens)
     assert expected_choice(mlp, tokens) == pytest.approx(expected)
-    assert expected_of_a_layer(TARGET, tokens) == pytest.approx(expected)
+    assert expected_of_a_layer(target(), tokens) == pytest.approx(expected)
     fewer = independent.target_weights - counted.target_weights
     assert fewer == pytest.approx(expert * (2 * expected - 8), abs=2)
     fewer = independent.draft_weights - counted.draft_weights
