@@ -103,23 +103,29 @@ def commit_pairs(
     """The first two tokens committed in each row [ROWS, 2], and the mean accepted depth."""
 
     @jax.jit
-    def one_round(sampling: Sampling, roots: Array, context_lens: Array) -> Accepted:
+    def one_round(sampling: Sampling, roots: Any, context_lens: Any) -> Accepted:
         tree = distort(draft_tree(spec, sampling, roots, context_lens, token_ids))
         logits = process_logits(TARGET[tree.tokens], sampling)
         return rule.accept(Verified(tree, logits, sampling, context_lens, WHOLE))
 
-    sampling = make_sampling(ROWS, seeds=jnp.arange(ROWS), **options)
-    context_lens = jnp.full(ROWS, CONTEXT, jnp.int32)
-    first = one_round(sampling, jnp.full(ROWS, ROOT, jnp.int32), context_lens)
-    second = one_round(sampling, first.tokens[:, 0], context_lens + 1)
+    sampling = make_sampling(ROWS, seeds=np.arange(ROWS, dtype=np.uint32), **options)
+    context_lens, roots = np.full(ROWS, CONTEXT, np.int32), np.full(ROWS, ROOT, np.int32)
+    first = jax.device_get(one_round(sampling, roots, context_lens))
+    second = jax.device_get(one_round(sampling, first.tokens[:, 0], context_lens + 1))
     after = np.where(first.depth > 0, first.tokens[:, 1], second.tokens[:, 0])
     return np.stack([first.tokens[:, 0], after], axis=1), float(first.depth.mean())
+
+
+@jax.jit
+def target_after(sampling: Sampling) -> Array:
+    """Probabilities [V, V] of the next token after each."""
+    return jax.nn.softmax(process_logits(TARGET[None], sampling)[0])
 
 
 def p_value(pairs: np.ndarray, options: dict[str, Any]) -> float:
     """Chi-square test of all pairs against the target; 0 if an impossible one was seen."""
     sampling = make_sampling(1, **options)
-    after = np.asarray(jax.nn.softmax(process_logits(TARGET[None], sampling)[0]), np.float64)
+    after = np.asarray(target_after(sampling), np.float64)
     expected = (ROWS * after[ROOT][:, None] * after).ravel()
     found = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2)
     return chi_square(found, expected)
