@@ -162,7 +162,7 @@ def draft_after(
         slow("deepseek", BEFORE, COUNT, 32, 2),
         slow("deepseek", AFTER_BEFORE, COUNT, 7, 3),
         slow("deepseek", AFTER, COUNT, 1, 7),
-        ("mimo", BEFORE_AFTER, 1, 5, 2),
+        slow("mimo", BEFORE_AFTER, 1, 5, 2),
         slow("mimo", BEFORE_AFTER, COUNT, 5, 2),
         slow("mimo", BEFORE_AFTER, COUNT, 32, 0),
         slow("mimo", BEFORE, COUNT, 3, 4),
@@ -190,8 +190,9 @@ def test_draft_logits_are_those_of_transformers(
     """Over pages of five slots, of prompts read in pieces, and after rounds that rejected drafts;
     one layer reads what it wrote itself. Drafts over other states are far from them.
 
-    By default of two layouts. Other bodies differ in the layer, whose logits over pages
-    test_logits_are_those_of_transformers compares (deepseek_v3, glm4_moe, qwen3_next)."""
+    By default of one layout. Other bodies differ in the layer, whose logits over pages
+    test_logits_are_those_of_transformers compares (deepseek_v3, glm4_moe, qwen3_next, mimo), and
+    MiMo in what it reads, of which test_training_unrolls_the_same_steps compares each step."""
     path, model, mtp = checkpoint(name, count)
     drafter = "mtp" if states == BODIES[name][2] else f"mtp:{states.name}"
     params = load(path, drafter, speculation=DRAWN, dtype="float32")
