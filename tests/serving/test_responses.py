@@ -26,6 +26,7 @@ CALL = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_output_tokens":
 CALL |= {"parallel_tool_calls": False}
 ITEM_EVENTS = ("output_item.added", "content_part.added", "output_text.delta")
 ITEM_ENDS = ("output_text.done", "content_part.done", "output_item.done")
+STRICT_FORM = {"type": "json_schema", "strict": True}
 
 
 def posted(llm: LLM, *bodies: Any, path: str = PATH, **options: Any) -> list[dict[str, Any]]:
@@ -298,9 +299,6 @@ def test_all_that_is_wrong_is_told_at_once(llm: LLM):
         assert part in message
 
 
-SCHEMA = {"type": "json_schema", "name": "a", "schema": {"not": {"a": 1}}}
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -310,7 +308,10 @@ SCHEMA = {"type": "json_schema", "name": "a", "schema": {"not": {"a": 1}}}
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content"),
         ({"max_output_tokens": 9999}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {**SCHEMA, "strict": True}}}, "text.format"),
+        (
+            {"text": {"format": {**STRICT_FORM, "schema": {"not": {"a": 1}}}}},
+            "text.format",
+        ),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"tools": [{**STRICT, "parameters": {"not": {}}}]}, "tools.0.parameters"),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name"),

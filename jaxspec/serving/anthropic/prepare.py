@@ -132,7 +132,8 @@ def _response_format(request: CountRequest) -> dict[str, Any] | None:
     form = of_config or request.output_format
     if form is None:
         return None
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.json_schema}}
+    output = {"name": "output", "schema": form.json_schema, "strict": True}  # as Anthropic has it
+    return {"type": "json_schema", "json_schema": output}
 
 
 def _thinking(request: CountRequest) -> dict[str, Any]:
