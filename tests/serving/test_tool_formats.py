@@ -254,6 +254,7 @@ def test_what_is_written_is_read(
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@settings(max_examples=30, deadline=None)
 @given(
     places=st.lists(st.integers(0, 999), max_size=9),
     end=st.integers(0, 999),
