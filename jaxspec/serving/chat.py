@@ -152,7 +152,7 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     _check_together(request)
     tools = offered_tools(request)
     template = chat_template(service, bool(tools))
-    structured = structured_output(request)
+    structured = structured_output(request, whitespace=service.json_whitespace)
     is_json = structured is not None and structured.kind in JSON_KINDS
     if structured is not None and is_json:
         structured = dataclasses.replace(structured, blank_line=True)

@@ -154,7 +154,7 @@ async def prepare(service: Service, request: CompletionRequest) -> PreparedCompl
     tokens = await service.llm.tokenize(_prompts(request, service.max_length))
     if request.truncate_prompt_tokens is not None:
         tokens = [ids[-request.truncate_prompt_tokens :] for ids in tokens]
-    structured = structured_output(request)
+    structured = structured_output(request, whitespace=service.json_whitespace)
     stops = service.llm.llm.params.target.config.stop_token_ids
     other: dict[str, Any] = {"trees": service.shows_trees and request.return_speculation}
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:

@@ -40,6 +40,8 @@ class Service:
         template tells.
       reasoning_format: what stands around its reasoning, see reasoning.FORMATS, or ``none``; None:
         as its chat template tells.
+      json_whitespace: whether answers that must be JSON may have white space, see
+        StructuredOutput.whitespace.
       template_variables: of the chat template, for requests that lack them.
       request_timeout: seconds after which a request ends; None: never.
       max_new_tokens: most tokens that one text may have; None: all that fit.
@@ -56,6 +58,7 @@ class Service:
     chat_template: str | None = None
     tool_format: str | None = None
     reasoning_format: str | None = None
+    json_whitespace: bool = True
     template_variables: Mapping[str, Any] = MappingProxyType({})
     request_timeout: float | None = None
     max_new_tokens: int | None = None

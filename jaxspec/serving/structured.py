@@ -1,9 +1,10 @@
 """From response_format and structured_outputs to StructuredOutput."""
 
+import dataclasses
 import json
 from typing import Any
 
-from jaxspec.config.structured_output import StructuredOutput
+from jaxspec.config.structured_output import JSON_KINDS, StructuredOutput
 from jaxspec.engine.structured.json_schema import read_schema
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields, StructuredOutputs
@@ -12,9 +13,11 @@ MOST_CHARACTERS = 100_000  # of a schema, regular expression or list of choices
 MOST_OF_GRAMMAR = 30_000  # characters: no limit of the compiler is on reading them
 
 
-def structured_output(request: SamplingFields) -> StructuredOutput | None:
+def structured_output(
+    request: SamplingFields, *, whitespace: bool = True
+) -> StructuredOutput | None:
     """What the text of a request must look like. Of a response_format that is not ``strict``, what
-    cannot be enforced is left out.
+    cannot be enforced is left out. Without ``whitespace`` JSON has none.
 
     Raises FieldError, which names the field.
     """
@@ -26,10 +29,16 @@ def structured_output(request: SamplingFields) -> StructuredOutput | None:
     name = "structured_outputs" if given is None else "response_format"
     try:
         if given is not None:
-            return _of_format(given)
-        return None if request.structured_outputs is None else _of(request.structured_outputs)
+            spec = _of_format(given)
+        elif request.structured_outputs is not None:
+            spec = _of(request.structured_outputs)
+        else:
+            return None
     except ValueError as error:
         raise FieldError(name, f"{name}: {error}") from error
+    if spec.kind in JSON_KINDS and not whitespace:
+        return dataclasses.replace(spec, whitespace=False)
+    return spec
 
 
 def _of_format(given: dict[str, Any]) -> StructuredOutput:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
 import jsonschema.validators
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -24,7 +25,7 @@ from jaxspec.serving.tools import offered_tools
 from tests.helpers.engines import CHAIN
 from tests.helpers.marks import slow
 from tests.helpers.real_schemas import REAL, Schema
-from tests.helpers.served import MODEL, with_client
+from tests.helpers.served import MODEL, with_client, with_http
 from tests.helpers.small_tokenizers import one_token_a_byte
 from tests.helpers.tool_calls import parts_of, text_and_calls, walk
 
@@ -141,3 +142,19 @@ async def _served(client: Any, names: list[str]) -> list[tuple[str, str]]:
     asked = [ask(name, tools=[tool(REAL[name])], **called) for name in names]
     asked += [ask(name, response_format=answer_format(REAL[name])) for name in names]
     return await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("whitespace", [True, False])
+def test_white_space_of_json_is_as_the_server_says(llm: LLM, whitespace: bool):
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    spaces = {"logit_bias": {str(ord(" ")): 100}, "temperature": 0, "max_tokens": 240}
+    fields = {"prompt": "a", "response_format": {**form}, **spaces}
+
+    async def test(http: httpx.AsyncClient) -> str:
+        answer = await http.post("/v1/completions", json=fields)
+        return answer.json()["choices"][0]["text"]
+
+    text = with_http(llm, test, json_whitespace=whitespace)
+    assert text.startswith('{"a":1') != whitespace
+    assert json.loads(text) == {"a": 1}

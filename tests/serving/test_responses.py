@@ -51,7 +51,7 @@ def without_ids(value: Any) -> Any:
     if isinstance(value, list):
         return [without_ids(one) for one in value]
     if isinstance(value, dict):
-        names = {"id", "call_id", "item_id", "created_at", "completed_at"}
+        names = {"id", "call_id", "item_id", "created_at", "completed_at", "cached_tokens"}
         return {name: without_ids(one) for name, one in value.items() if name not in names}
     return value
 

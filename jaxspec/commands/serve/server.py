@@ -187,6 +187,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
         chat_template=read_template(arguments.chat_template),
         tool_format=arguments.tool_format,
         reasoning_format=arguments.reasoning_format,
+        json_whitespace=arguments.json_whitespace == "bounded",
         template_variables=template_variables(arguments),
         request_timeout=arguments.request_timeout,
         max_new_tokens=arguments.max_tokens_per_request,
