@@ -86,7 +86,7 @@ _fixed_prefill, _fixed_decode = _programs({**FAST_COMPILE, **DETERMINISTIC})
 
 def as_dtype(values: np.ndarray, dtype: Any) -> Array:
     """Rounded as jnp.asarray rounds doubles, but by NumPy: of jax each shape would be a program."""
-    return jnp.asarray(values.astype(np.float32).astype(dtype))
+    return jax.device_put(values.astype(np.float32).astype(dtype))
 
 
 def random_arrays(shapes: Any, seed: int) -> Any:
@@ -123,7 +123,7 @@ def save_random_target(directory: Path, **changes: Any) -> Path:
 
 def times(factor: float, x: Array) -> Array:
     """Computed by numpy, as all of these weights are: of jax each shape would be a program."""
-    return jnp.asarray(factor * np.asarray(x), x.dtype)
+    return jax.device_put((factor * np.asarray(x)).astype(x.dtype))
 
 
 def scaled(linear: Linear, factor: float) -> Linear:
