@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
 from jaxspec.models.quantized.schemes import rounded
 from tests.decoding.test_exactness import sampling_of
 from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import generate, make_params, random_prompts, random_target
 
 PROMPTS = random_prompts((5, 17, 30))
@@ -44,13 +46,18 @@ def float8_groups(linear: Linear) -> Float8Linear:
     return rounded_to_float8(linear, linear.in_size // 16)
 
 
-ROUNDINGS: dict[str, Callable[[Linear], Any]] = {
+PLAIN_ROUNDINGS: dict[str, Callable[[Linear], Any]] = {
     "4 bits": four_bits,
     "mixed groups": mixed_groups,
     "4 bits, rounded inputs": functools.partial(four_bits, rounds=True),
     "8 bits": functools.partial(rounded_to_groups, bits=8, group=16),
     "float8": rounded_to_float8,
     "float8 groups": float8_groups,
+}
+# In one program each, instead of one for each operation.
+ROUNDINGS = {
+    name: jax.jit(function, compiler_options=FAST_COMPILE)
+    for name, function in PLAIN_ROUNDINGS.items()
 }
 
 
