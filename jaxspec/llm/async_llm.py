@@ -144,6 +144,11 @@ class AsyncLLM(AsyncTexts):
         self._compilers = ThreadPoolExecutor(GRAMMAR_THREADS, "jaxspec grammar")
 
     @property
+    def holds(self) -> bool:
+        """Whether requests are held back until their programs are there."""
+        return self._held > 0
+
+    @property
     def replicas(self) -> "tuple[AsyncLLM, ...]":
         """Those that generate: this one alone; see ReplicatedLLM."""
         return (self,)

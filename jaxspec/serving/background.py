@@ -123,7 +123,7 @@ async def _compile(llm: AsyncLLM, compiler: CompilesKinds, key: Key | None) -> b
     move rows and pages; False: the engine is busy."""
 
     def begin(engine: Engine) -> list[Future[Any]] | None:
-        if not (engine.is_idle and engine.scheduler.is_idle):
+        if llm.holds or not (engine.is_idle and engine.scheduler.is_idle):
             return None
         if key is None:
             cover = _cover(engine, FULL, engine.limits.max_length, [1])

@@ -19,7 +19,7 @@ from jaxspec.engine.plans.timer import PlanTimer
 from jaxspec.engine.programs.arguments import NewRow
 from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
-from jaxspec.engine.programs.sizes import Load
+from jaxspec.engine.programs.sizes import Kind, Load
 from jaxspec.scheduling.plan import Plan, RowResult
 from jaxspec.scheduling.preemption_costs import PreemptionCosts
 from jaxspec.scheduling.sequence import Sequence
@@ -122,9 +122,20 @@ class PlanRunner:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
-        masks = self.structured.first_masks(plan)
-        kind = kind_of(sequences, reads=True)
-        return self.programs.read(reads_of(plan), load, masks, kind=kind)
+        masks, reads = self.structured.first_masks(plan), reads_of(plan)
+        kinds = {kind_of([sequence], reads=True) for sequence in sequences}
+        if len(kinds) == 1 or self.programs.can_read(reads, load, set(masks), max(kinds)):
+            return self.programs.read(reads, load, masks, kind=max(kinds))
+        calls = []  # each in programs that are there, so that none waits for another's
+        for kind in sorted(kinds):
+            own = [read for read in reads if self._reads_as(plan, read[0]) is kind]
+            rows = {row for row, *_ in own}
+            parts = {row: mask for row, mask in masks.items() if row in rows}
+            calls += self.programs.read(own, load, parts, kind=kind)
+        return calls
+
+    def _reads_as(self, plan: Plan, row: int) -> Kind:
+        return kind_of([plan.sequences[row]], reads=True)
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         if not plan.decode_rows:

@@ -261,6 +261,14 @@ class Programs(CompiledPrograms):
                 part = {row for shard in shards for row in shard[start : start + key.rows]}
                 yield key, [read for read in group if read[0] in part]
 
+    def can_read(self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind) -> bool:
+        """Whether these tokens are read together: by programs that are there, or that may be
+        compiled while the calls wait."""
+        if not self.sealed:
+            return True
+        runnable = self.runnable()
+        return all(key in runnable for key, _ in self.readings(reads, load, masked_rows, kind))
+
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.sizes.columns_for(load.tokens))
         rows, kind = self.sizes.rows_for(wanted.rows), max(wanted.kind, load.kind)
