@@ -64,8 +64,13 @@ def test_a_workload_is_served_and_measured():
     assert list(result.rounds_by_shape) == ["chain:2"]
 
 
+@pytest.mark.slow
 def test_engines_side_by_side_share_a_workload():
-    """Each on a device of its own, with about half of the requests."""
+    """Each on a device of its own, with about half of the requests.
+
+    By default test_a_workload_is_served_and_measured has one engine,
+    test_a_request_goes_to_an_engine_when_its_time_has_come places requests on two, and
+    serving/test_replicas.py runs two."""
     wide = make_params("ngram", SpeculationConfig.chain(2))
     engines = [
         Engine(
