@@ -45,7 +45,9 @@ def test_each_node_counts_the_reasoning_of_its_own_path(seed: int):
     sizes = rng.integers(1, NODES + 1, size=ROWS).tolist()
     roots = tokens[np.arange(ROWS), lens - 1]
     tree = random_tree(rng, roots, sizes, NODES, 4)
-    tree = tree.replace(tokens=(tree.tokens % KINDS).at[:, 0].set(roots))
+    drafted = np.array(tree.tokens) % KINDS
+    drafted[:, 0] = roots
+    tree = tree.replace(tokens=drafted)
     history = History(jnp.asarray(tokens), jnp.asarray(lens), path_tokens(tree))
     found = np.asarray(jit_forced(make_budgets(budgets), history, jnp.asarray(prompts)))
     for row, budget in enumerate(budgets):
