@@ -106,7 +106,11 @@ def test_a_new_kind_is_compiled_beside_the_work(model: Path, compilations: Compi
             usual = own.generate(["abc"] * 2, SAMPLED)
             texts = await asyncio.gather(usual, *(own.generate(["ab"], each) for each in KINDS))
             long = await own.generate(["ab"], dataclasses.replace(SAMPLED, max_tokens=290))
-            assert all(one.finish_reason == "length" for [one, *_] in [*texts[:4], long])
+            # Both are read in one plan, and the long one is of the usual kind.
+            both = [SAMPLED, dataclasses.replace(SAMPLED, logprobs=2)]
+            mixed = await own.generate(["a" * 200, "ab"], both)
+            ended = {one.finish_reason for found in (*texts, long, mixed) for one in found}
+            assert ended <= {"stop", "length"}
 
     compilations.clear()
     run(test())
