@@ -70,6 +70,7 @@ def make_server(app: FastAPI, endpoint: Endpoint | None = None) -> uvicorn.Serve
         ssl_certfile=endpoint.certificate,
         ssl_keyfile=endpoint.key,
         http=Connection,
+        log_config=None,  # uvicorn's own closes all handlers that the process has
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=LAST_SECONDS,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from jaxspec.__main__ import main
 from jaxspec.commands.serve import size
@@ -149,6 +151,13 @@ def unfinished_request(address: str) -> socket.socket:
     connection = socket.create_connection((host, int(port)))
     connection.sendall(HEAD % 100 + b"{")
     return connection
+
+
+def test_a_server_closes_no_log_of_its_process(monkeypatch: pytest.MonkeyPatch):
+    closed, kept = [], logging.NullHandler()
+    monkeypatch.setattr(kept, "close", lambda: closed.append(kept))
+    lifecycle.make_server(FastAPI())
+    assert not closed
 
 
 def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
