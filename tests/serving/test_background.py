@@ -95,7 +95,7 @@ def test_programs_have_names_that_people_know():
 def test_a_new_kind_is_compiled_beside_the_work(model: Path, compilations: Compilations):
     """The engine's thread waits for no program that reads, drafts or decodes."""
     config = EngineConfig(max_rows=2, rounds_per_call=4)
-    speculation = SpeculationConfig.chain(2)
+    speculation = SpeculationConfig.chain(3)  # no other test of this file compiles its programs
     llm = LLM(model, "ngram", speculation=speculation, max_length=300, page_size=8, engine=config)
     for rows in (1, 2):
         llm.engine.prepare(rows, 8, SAMPLED)
