@@ -21,12 +21,8 @@ from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.partial import (
-    PartialAttention,
-    merge_partials,
-    partial_attention,
-    with_sinks,
-)
+from pallas_kernels.paged_attention.partial import partial_attention
+from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials, with_sinks
 from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import einsum_f32

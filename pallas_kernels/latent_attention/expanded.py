@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.partial import PartialAttention, in_blocks
+from pallas_kernels.paged_attention.parts import PartialAttention, in_blocks
 from pallas_kernels.paged_attention.reference import MASKED, gather_pages, visible_slots
 from pallas_kernels.pages import AttentionOptions, QueryContext
 from pallas_kernels.products import einsum_f32, scores_f32, weighted_sum_f32

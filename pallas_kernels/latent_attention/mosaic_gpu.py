@@ -36,7 +36,7 @@ from pallas_kernels.paged_attention.blocks import (
     wait_until_all_free,
     wait_until_free,
 )
-from pallas_kernels.paged_attention.partial import PartialAttention, merge_partials
+from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials
 from pallas_kernels.paged_attention.rows import (
     LOWEST_PEAK,
     MASKED,

@@ -6,10 +6,11 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.float8 import check_scales, is_float8
 from pallas_kernels.gradients import with_reference_gradient
+from pallas_kernels.paged_attention.parts import attention_in_blocks, is_long
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import ROWS
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
@@ -82,6 +83,10 @@ def paged_attention(
         problem = misfit(q, pages.k, pages.v, order_invariant)
     problem = problem or softcap_misfit(options.softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
+    if mosaic is None and is_long(context.page_table, pages.k) and not order_invariant:
+        blocks = functools.partial(attention_in_blocks, options=options)
+        function = functools.partial(lax.platform_dependent, cpu=blocks, default=reference)
+        return with_reference_gradient(function, reference)(q, pages, context, sinks)
     if mosaic is None:
         return reference(q, pages, context, sinks)
     kernel = functools.partial(mosaic.paged_attention_mosaic, options=options)

@@ -17,7 +17,8 @@ from pallas_kernels.benchmark import (
     noise,
 )
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.partial import PartialAttention, partial_attention
+from pallas_kernels.paged_attention.partial import partial_attention
+from pallas_kernels.paged_attention.parts import PartialAttention
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.selection import Implementation
 

@@ -33,7 +33,7 @@ from pallas_kernels.float8 import BYTES
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.output import merge_and_store, store
-from pallas_kernels.paged_attention.partial import PartialAttention
+from pallas_kernels.paged_attention.parts import PartialAttention
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
 from pallas_kernels.paged_attention.rows import (
     LOWEST_PEAK,

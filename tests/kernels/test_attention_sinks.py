@@ -9,11 +9,8 @@ import pytest
 
 from jaxspec.models import attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.partial import (
-    merge_partials,
-    partial_attention,
-    with_sinks,
-)
+from pallas_kernels.paged_attention.partial import partial_attention
+from pallas_kernels.paged_attention.parts import merge_partials, with_sinks
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
 T, Q, G, D, K = 6, 4, 2, 8, 4

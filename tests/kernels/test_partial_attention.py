@@ -25,10 +25,10 @@ from pallas_kernels.paged_attention.cases import (
     poisoned,
 )
 from pallas_kernels.paged_attention.mosaic_gpu import partial_attention_mosaic
-from pallas_kernels.paged_attention.partial import (
+from pallas_kernels.paged_attention.partial import partial_attention
+from pallas_kernels.paged_attention.parts import (
     PartialAttention,
     merge_partials,
-    partial_attention,
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.tuning import AttentionTuning
