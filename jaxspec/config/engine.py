@@ -19,7 +19,8 @@ class EngineConfig:
       rounds_per_call: most rounds between two looks at the results; where programs run a fixed
         number (see ``fixed_rounds``), at most 8.
       prefill_budget: most prompt tokens that are read between two calls of rounds, so that a long
-        prompt does not hold up the requests that are running.
+        prompt does not hold up the requests that are running. None: 2048, or what the device is
+        estimated to read in half a second, if that is less.
       max_queue: most requests that may wait; None: any number.
       prefix_caching: keep the pages of earlier requests for prompts that begin alike.
       preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to
@@ -54,7 +55,7 @@ class EngineConfig:
 
     max_rows: int = 16
     rounds_per_call: int = 32
-    prefill_budget: int = 2048
+    prefill_budget: int | None = None
     max_queue: int | None = None
     prefix_caching: bool = True
     preemption: Preemption = "auto"
@@ -68,10 +69,11 @@ class EngineConfig:
     trees: bool = False
 
     def __post_init__(self):
-        for name in ("max_rows", "rounds_per_call", "prefill_budget", "max_programs"):
+        for name in ("max_rows", "rounds_per_call", "max_programs"):
             check_count(name, getattr(self, name))
-        if self.max_queue is not None:
-            check_count("max_queue", self.max_queue)
+        for name in ("prefill_budget", "max_queue"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'

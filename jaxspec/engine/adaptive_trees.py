@@ -192,8 +192,8 @@ class AdaptiveTrees:
 
     def _ready(self, targets: Mapping[TreeShape, RoundsKey]) -> dict[TreeShape, int] | None:
         """The shapes that can run at once, with the rows of their programs. None: all are taken as
-        ready, since no other thread compiles, or nothing can run yet."""
-        if self.programs.ask is None:
+        ready: they are compiled when they run, or nothing can run yet."""
+        if self.programs.ask is None and not self.programs.sealed:
             return None
         found = {shape: self.programs.stand_in(key) for shape, key in targets.items()}
         return {shape: key.rows for shape, key in found.items() if key is not None} or None

@@ -24,13 +24,16 @@ from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
-from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Sizes
+from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Sizes, power_of_two
 from jaxspec.scheduling.plan import Limits
 
 MOST_STOPS = 16
 # Prompt tokens of a row in a call, for each device that shares them. On GPUs a long prompt is read
 # faster in larger parts, above all where devices sum their products.
 LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
+# Prompt tokens between two calls of rounds, and the seconds that they may take; of a row that is
+# read slowly, tokens that are worth a call.
+LARGEST_BUDGET, READ_SECONDS, LEAST_READ = 2048, 0.5, 128
 # Seconds of the host for a call of an accelerator, and for each of its rows. A CPU's programs are
 # called in no time, and their rounds take the cores that plans would.
 HOST_CALL, HOST_ROW = 2e-3, 80e-6
@@ -79,7 +82,8 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
     largest = LARGEST_CHUNK_ON_GPUS if _platform(params) == "gpu" else LARGEST_CHUNK
     chunk = largest * params.sequence_parallel
     if config.deterministic:
-        chunk = fixed_chunk(num_rows, cache.max_length, config.prefill_budget, LARGEST_CHUNK)
+        budget = prefill_budget(params, config)
+        chunk = fixed_chunk(num_rows, cache.max_length, budget, LARGEST_CHUNK)
     return Sizes(
         num_rows=num_rows,
         shards=shards,
@@ -95,6 +99,21 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         trees=config.trees,
         read_call=read_call(params),
     )
+
+
+def prefill_budget(params: EngineParams, config: EngineConfig) -> int:
+    """EngineConfig.prefill_budget, as estimated where it is None: a power of two."""
+    if config.prefill_budget is not None:
+        return config.prefill_budget
+    tokens = prior_costs(params.target, params.drafter).tokens_as_long_as(READ_SECONDS)
+    return max(LEAST_READ, min(LARGEST_BUDGET, power_of_two(tokens + 1) // 2))
+
+
+def least_read(params: EngineParams, config: EngineConfig) -> int:
+    """Limits.least_read: of a device that reads slowly. Where calls of all rows have one size,
+    sharing costs nothing."""
+    is_slow = config.prefill_budget is None and prefill_budget(params, config) < LARGEST_BUDGET
+    return LEAST_READ if is_slow and not config.deterministic else 1
 
 
 def read_call(params: EngineParams) -> int:
@@ -151,7 +170,8 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         scratch_slots=params.speculation.scratch_slots,
         tokens_per_round=params.speculation.max_depth + 1,
         shards=shards,
-        prefill_budget=max(config.prefill_budget, sizes.num_rows),
+        prefill_budget=max(prefill_budget(params, config), sizes.num_rows),
+        least_read=least_read(params, config),
         largest_read=sizes.max_chunk,
         max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,

@@ -11,7 +11,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.structured import GrammarCompiler
-from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind, all_done
+from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind
 from jaxspec.llm.completion import (
     WHOLE_TEXT,
     Completion,
@@ -124,8 +124,9 @@ class AsyncLLM(AsyncTexts):
 
     Args:
       most_rounds, on_chunk: see AsyncEngine.
-      holds_back: in an engine whose programs are sealed, hold back requests of a kind whose
-        programs are not there, until they have been compiled beside the work of others.
+      holds_back: in an engine whose programs are sealed, hold back requests of a kind that no
+        program serves, until one has been compiled beside the work of others, and compile programs
+        of their own for kinds that come often.
     """
 
     def __init__(
@@ -138,15 +139,13 @@ class AsyncLLM(AsyncTexts):
     ):
         self.llm = llm
         self._kinds = CompilesKinds() if holds_back else None
-        self._known: set[RequestKind] = set()  # kinds whose programs are there
-        self._held = 0
         self.engine = AsyncEngine(llm.engine, most_rounds, on_chunk)
         self._compilers = ThreadPoolExecutor(GRAMMAR_THREADS, "jaxspec grammar")
 
     @property
     def holds(self) -> bool:
         """Whether requests are held back until their programs are there."""
-        return self._held > 0
+        return self._kinds is not None and self._kinds.held > 0
 
     @property
     def replicas(self) -> "tuple[AsyncLLM, ...]":
@@ -215,19 +214,8 @@ class AsyncLLM(AsyncTexts):
             return
         self.llm.engine.check(prompts, sampling)
         pairs = zip(prompts, sampling, strict=True)
-        kinds = {RequestKind.of(prompt, params, sizes) for prompt, params in pairs} - self._known
-        if not kinds:
-            return
-        most = self.llm.engine.config.max_queue
-        if most is not None and self._held + len(prompts) > most:
-            raise QueueFull("too many requests wait for their programs")
-        self._held += len(prompts)
-        try:
-            futures = await self.run(lambda engine: compiles.begin(engine, sorted(kinds)))
-            await all_done(futures)
-        finally:
-            self._held -= len(prompts)
-        self._known |= kinds
+        kinds = [RequestKind.of(prompt, params, sizes) for prompt, params in pairs]
+        await compiles.wait_for(kinds, self.run, self.llm.engine.config.max_queue)
 
     async def compile[T](self, work: Callable[[GrammarCompiler], T], name: str = "grammar") -> T:
         """The result of work that compiles grammars, in threads that nothing else waits for.

@@ -26,6 +26,8 @@ class Limits:
       tokens_per_round: most tokens that a round commits.
       prefill_budget: most prompt tokens that a plan reads, of all rows together.
       largest_read: most prompt tokens of a row that a plan reads; None: any number.
+      least_read: fewest of a row that wants more, so that a small budget is not cut to shreds; the
+        rows that get none wait for another plan.
       max_rounds: most rounds of a call.
       runs_all_rounds: a call runs all its rounds, even if every row ends before.
       crowded_rows: rows of a call for which the host needs as long as the device for a round; None:
@@ -60,6 +62,7 @@ class Limits:
     shards: int = 1
     prefill_budget: int = 2048
     largest_read: int | None = None
+    least_read: int = 1
     max_rounds: int = 16
     runs_all_rounds: bool = False
     crowded_rows: int | None = None

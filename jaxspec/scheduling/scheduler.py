@@ -286,10 +286,13 @@ class Scheduler:
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
         readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
+        readers.sort(key=lambda sequence: sequence.order)
         most = self.limits.largest_read or self.limits.prefill_budget
         wanted = [min(s.goal - s.read, most) for s in readers]
-        counts = fair_shares(wanted, self.limits.prefill_budget)
+        counts = fair_shares(wanted, self.limits.prefill_budget, self.limits.least_read)
         for sequence, most in zip(readers, counts, strict=True):
+            if not most:
+                continue
             shard = self._shard_of(sequence.row)
             count = shard.read_end(sequence, most) - sequence.read
             plan.reads.append(Read(sequence.row, count))
@@ -386,13 +389,17 @@ class Scheduler:
             self._end(sequence)
 
 
-def fair_shares(wanted: list[int], budget: int) -> list[int]:
+def fair_shares(wanted: list[int], budget: int, least: int = 1) -> list[int]:
     """A budget shared so that the smallest share is as large as possible, then the next, ...
 
-    Those who want little get it all; the others get equal shares of the rest.
+    Those who want little get it all; the others get equal shares of the rest. Nobody gets fewer
+    than ``least`` but who wants no more, or gets what is left, or nothing. The first always gets
+    some: it would wait as long as others come who want less.
     """
-    shares = [0] * len(wanted)
+    shares, kept = [0] * len(wanted), min([*wanted[:1], least])
     for place, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
-        shares[index] = min(wanted[index], budget // (len(wanted) - place))
+        kept = 0 if index == 0 else kept
+        share = max(least, budget // (len(wanted) - place))
+        shares[index] = min(wanted[index], share, budget - kept)
         budget -= shares[index]
     return shares

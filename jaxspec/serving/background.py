@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from jaxspec.config.sampling_params import SamplingParams
@@ -18,7 +17,7 @@ from jaxspec.config.speculation import PLAIN
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.sizes import SMALLEST_TABLE, ReadKey, RoundsKey
-from jaxspec.engine.programs.structured import prepare_masked
+from jaxspec.engine.programs.structured import prepare_program
 from jaxspec.engine.warm_up.compile_all import (
     Coverage,
     compile_small,
@@ -36,6 +35,7 @@ MASKED = dataclasses.replace(FULL, structured=StructuredOutput(json_object=True)
 PROMPT = dataclasses.replace(FULL, prompt_logprobs=1)
 SMALL = 16  # programs that move rows and pages, at most
 PAUSE = 0.2  # seconds between two looks whether the engine is idle
+IDLE = 2.0  # seconds without a request before a program is compiled: who comes next is not slowed
 
 type Key = ReadKey | RoundsKey
 
@@ -52,6 +52,7 @@ async def warm_in_background(
     llm: AsyncLLM,
     goes_on: Callable[[], bool] = lambda: True,
     progress: WarmUp | None = None,
+    idle: float = IDLE,
 ) -> bool:
     """Compile them all.
 
@@ -63,16 +64,23 @@ async def warm_in_background(
       goes_on: asked before each program. A server that ends compiles no more: its end would wait
         for the compiler.
       progress: is told how far it is.
+      idle: seconds without a request before it begins, or goes on after one.
 
     Returns whether all are compiled. Raises RuntimeError if the AsyncLLM is closed, or a program
     cannot be compiled.
     """
     keys, progress = [*await llm.run(missing_programs), None], progress or WarmUp()
     progress.programs += len(keys)
+    quiet = 0.0
     with contextlib.closing(CompilesKinds()) as compiler:
         for key in keys:
-            while goes_on() and not await _compile(llm, compiler, key):
+            while goes_on():
+                if llm.holds or not await llm.run(_is_idle):
+                    quiet = 0.0
+                elif quiet >= idle and await _compile(llm, compiler, key):
+                    break
                 await asyncio.sleep(PAUSE)
+                quiet += PAUSE
             if not goes_on():
                 return False
             progress.done += 1
@@ -90,6 +98,10 @@ def missing_programs(engine: Engine) -> list[Key]:
     programs = engine.programs
     missing = [key for key in dict.fromkeys(keys) if key not in programs.ready]
     return missing[: max(0, programs.max_programs - len(programs.ready) - SMALL)]
+
+
+def _is_idle(engine: Engine) -> bool:
+    return engine.is_idle and engine.scheduler.is_idle
 
 
 def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
@@ -123,7 +135,7 @@ async def _compile(llm: AsyncLLM, compiler: CompilesKinds, key: Key | None) -> b
     move rows and pages; False: the engine is busy."""
 
     def begin(engine: Engine) -> list[Future[Any]] | None:
-        if llm.holds or not (engine.is_idle and engine.scheduler.is_idle):
+        if llm.holds or not _is_idle(engine):
             return None
         if key is None:
             cover = _cover(engine, FULL, engine.limits.max_length, [1])
@@ -131,21 +143,11 @@ async def _compile(llm: AsyncLLM, compiler: CompilesKinds, key: Key | None) -> b
         elif engine.programs.compiles_beside and not engine.programs.is_ready(key):
             return [compiler.begin_program(engine, key)]
         else:
-            _prepare(engine, key)
+            prepare_program(engine.programs, key)
         return []
 
     futures = await llm.run(begin)
     if futures and key is not None:
         await all_done(futures)
-        await llm.run(partial(_prepare, key=key))
+        await llm.run(lambda engine: prepare_program(engine.programs, key))
     return futures is not None
-
-
-def _prepare(engine: Engine, key: Key) -> None:
-    """Raises what its compiler has raised."""
-    if isinstance(key, ReadKey):
-        engine.programs.prepare_reading(key)
-    elif key.masked:
-        prepare_masked(engine.programs, key)
-    else:
-        engine.programs.prepare_rounds(key)

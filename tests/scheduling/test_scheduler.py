@@ -159,6 +159,18 @@ def test_fair_shares(wanted: list[int], budget: int):
         assert share == want or all(other <= share + 1 for other in shares)
 
 
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(12, 90), st.integers(2, 30)
+)
+def test_shares_are_not_cut_to_shreds(wanted: list[int], budget: int, least: int):
+    shares = fair_shares(wanted, budget, least)
+    assert sum(shares) == min(sum(wanted), budget) or sum(shares) > budget - len(wanted)
+    assert shares[0] >= min(wanted[0], least, budget), "the first always comes on"
+    small = [share for share, want in zip(shares, wanted, strict=True) if share < min(want, least)]
+    assert all(share <= want for share, want in zip(shares, wanted, strict=True))
+    assert sum(share > 0 for share in small) <= 1, "what is left of the budget, if not nothing"
+
+
 def test_a_long_prompt_comes_through_beside_an_endless_stream_of_short_ones():
     run = Run(made(num_rows=2, num_pages=60, prefill_budget=8))
     long = run.add(prompt(100, 2), max_tokens=20)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.names import program_name
-from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
-from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind
+from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey
+from jaxspec.engine.warm_up.compile_general import general_keys
+from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind, lacking, needed
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import missing_programs, warm_in_background
 from tests.helpers.compilations import Compilations
-from tests.helpers.engines import tiny_llm
+from tests.helpers.engines import CHAIN, tiny_llm
 from tests.helpers.served import run
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=4)
@@ -57,7 +59,7 @@ def test_afterwards_no_request_waits_for_a_compiler(model: Path):
 
     async def test() -> tuple[int, int]:
         async with AsyncLLM(llm) as own:
-            await warm_in_background(own)
+            await warm_in_background(own, idle=0)
             before = llm.engine.programs.compiled
             for params in KINDS:
                 for prompts in (["abc"], ["xyz", "a" * 280]):
@@ -77,7 +79,33 @@ def test_only_a_new_kind_is_held_back(llm: LLM):
     assert len(set(usual)) == 1, "greedy and sampled requests share programs"
     others = {RequestKind.of([1] * 8, each, sizes) for each in KINDS} - set(usual)
     assert len(others) >= 5
-    assert CompilesKinds().begin(llm.engine, usual) == [], "their programs are there"
+    assert CompilesKinds().begin(llm.engine, usual, needed) == [], "their programs are there"
+
+
+def is_read(key: ReadKey | RoundsKey) -> bool:
+    return isinstance(key, ReadKey)
+
+
+def test_few_programs_serve_nearly_any_request_and_those_of_their_own_are_better(model: Path):
+    config = EngineConfig(max_rows=4)
+    engine = LLM(model, "ngram", speculation=CHAIN, max_length=300, engine=config).engine
+    programs, sizes = engine.programs, engine.programs.sizes
+    programs.sealed = True
+    for key in general_keys(engine):
+        programs.coming[key] = Future()
+        programs.coming[key].set_result(None)
+    longest = sizes.max_length - 4
+    scored = dataclasses.replace(SAMPLED, prompt_logprobs=1)
+    for params in (*KINDS, scored):
+        for tokens in (1, longest):
+            kind = RequestKind.of([1] * tokens, params, sizes)
+            asks_for_more = params.prompt_logprobs is not None or params.plain
+            assert bool(needed(engine, kind)) == asks_for_more, (params, tokens)
+    assert lacking(engine, RequestKind.of([1] * 8, SAMPLED, sizes))
+    reads = [(0, longest, sizes.max_length)]
+    calls = list(programs.readings(reads, Load(), {0}, Kind.FULL))
+    assert sum(read[1] for _, part in calls for read in part) == longest
+    assert {key for key, _ in calls} == set(filter(is_read, general_keys(engine)))
 
 
 def test_programs_have_names_that_people_know():
@@ -133,7 +161,7 @@ def test_a_request_goes_first(model: Path):
             await asyncio.sleep(0)
             while llm.engine.is_idle:
                 await asyncio.sleep(0.001)
-            warming = asyncio.create_task(warm_in_background(own))
+            warming = asyncio.create_task(warm_in_background(own, idle=0))
 
             def count(engine: Engine) -> None:
                 if not engine.is_idle:

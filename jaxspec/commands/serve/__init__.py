@@ -131,7 +131,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("capacity")
     add = group.add_argument
-    add("--max-rows", type=int, default=16, help="requests that run together, in each engine")
+    add("--max-rows", type=int, default=32, help="requests that run together, in each engine")
     add("--max-queue", type=int, default=1024, help="requests that may wait, in each engine; "
         "beyond them clients get status 429")  # fmt: skip
     add("--max-length", type=number, metavar="N", help="most tokens of a request, its prompt "
@@ -140,7 +140,8 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
         "(default: as the rows need, or as fit)")  # fmt: skip
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
-    add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
+    add("--prefill-budget", type=number, help="most prompt tokens between two calls (default: "
+        "2048, or what is read in half a second, if that is less)")  # fmt: skip
     add("--max-programs", type=int, default=192, help="compiled programs that are kept")
     add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time")  # fmt: skip

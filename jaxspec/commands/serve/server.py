@@ -26,6 +26,7 @@ from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.compiled import logger as programs_logger
 from jaxspec.engine.programs.sizes import SMALLEST_TABLE, Kind, ReadKey
+from jaxspec.engine.warm_up.compile_general import GeneralPrograms
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.llm.request_length import length_text
@@ -88,16 +89,20 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
         engine.warm_up(
             EVERYTHING, on_progress=lambda done, count: show(f"compiling program {done} of {count}")
         )
+    general = GeneralPrograms(engine) if what == "background" else None
     if what in ("quick", "background"):
-        for rows in sorted({1, engine.config.max_rows}):
+        most = engine.config.max_rows
+        for rows in sorted({1, max(1, most // 2), most}):
             show(f"compiling for {rows} rows")
             engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
-    if what == "background":  # greedy and sampled requests share programs
+    if general is not None:  # greedy and sampled requests share programs
         show("compiling for prompts of chats")
         sizes = engine.programs.sizes
         width, columns = sizes.width_for(CHAT_TOKENS), sizes.columns_for(SMALLEST_TABLE)
         key = ReadKey(sizes.rows_for(1), columns, width, sizes.kind_for(Kind.SAMPLED))
         engine.programs.prepare_reading(key)
+        show("compiling for requests of any kind")
+        general.finish()
         engine.programs.sealed = True
 
 

@@ -42,6 +42,7 @@ from jaxspec.engine.programs.sizes import (
     choose_reading,
     choose_rounds,
     groups_of_reads,
+    in_parts,
     page_list,
 )
 from jaxspec.engine.programs.weights import program_weights
@@ -253,13 +254,31 @@ class Programs(CompiledPrograms):
     ) -> Iterator[tuple[ReadKey, Reads]]:
         """The calls that read these tokens: the program of each, and what it reads."""
         for (width, masked), group in groups_of_reads(reads, self.sizes, masked_rows):
-            shards = self.sizes.by_shard([row for row, *_ in group])
-            longest, tokens = max(map(len, shards)), max(most for *_, most in group)
-            wanted = ReadKey(longest, self.sizes.columns_for(tokens), width, kind, masked)
-            key = self._read_key(wanted, load)
-            for start in range(0, longest, key.rows):
-                part = {row for shard in shards for row in shard[start : start + key.rows]}
-                yield key, [read for read in group if read[0] in part]
+            columns = self.sizes.columns_for(max(most for *_, most in group))
+            wanted = ReadKey(0, columns, width, kind, masked)
+            for part in in_parts(group, self._widest(wanted)):
+                yield from self._readings(part, wanted, load)
+
+    def _widest(self, wanted: ReadKey) -> int:
+        """Tokens of a row that are read at a time: if no program that is there is so wide, and none
+        is compiled any more, as many as the widest reads."""
+        if not self.sealed:
+            return wanted.width
+        keys = [key for key in self.runnable() if isinstance(key, ReadKey)]
+        widths = [key.width for key in keys if key.holds(wanted._replace(width=0))]
+        return min(wanted.width, max(widths, default=wanted.width))
+
+    def _readings(
+        self, reads: Reads, wanted: ReadKey, load: Load
+    ) -> Iterator[tuple[ReadKey, Reads]]:
+        """The calls that read these tokens, which are all masked or all not."""
+        shards = self.sizes.by_shard([row for row, *_ in reads])
+        longest = max(map(len, shards))
+        width = self.sizes.width_for(max(count for _, count, _ in reads))
+        key = self._read_key(wanted._replace(rows=longest, width=width), load)
+        for start in range(0, longest, key.rows):
+            part = {row for shard in shards for row in shard[start : start + key.rows]}
+            yield key, [read for read in reads if read[0] in part]
 
     def can_read(self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind) -> bool:
         """Whether these tokens are read together: by programs that are there, or that may be

@@ -8,7 +8,7 @@ deterministic mode all calls run in programs of the largest sizes.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -236,6 +236,13 @@ def groups_of_reads(
 def _read_cost(reads: Reads, width: int, sizes: Sizes) -> int:
     """Tokens that could be read in the time of a call that reads these; see Sizes.read_call."""
     return sizes.size_for([row for row, *_ in reads]) * width + sizes.read_call
+
+
+def in_parts(reads: Reads, most: int) -> Iterator[Reads]:
+    """The reads in calls of at most so many tokens of each row, one after the other."""
+    while reads:
+        yield [(row, min(count, most), tokens) for row, count, tokens in reads]
+        reads = [(row, count - most, tokens) for row, count, tokens in reads if count > most]
 
 
 def choose_reading(

@@ -9,7 +9,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
-from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
+from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey
 
 
 class Drafted(NamedTuple):
@@ -33,6 +33,17 @@ def run_draft(
     key = programs.rounds_key(rows, tokens, load, shape, kind, masked=True)
     prepare_masked(programs, key)
     return _draft(programs, key, programs.sizes.listed(rows, key.rows))
+
+
+def prepare_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
+    """Compile a program, by running it on nothing, unless it is ready. Raises what its compiler
+    raises."""
+    if isinstance(key, ReadKey):
+        programs.prepare_reading(key)
+    elif key.masked:
+        prepare_masked(programs, key)
+    else:
+        programs.prepare_rounds(key)
 
 
 def prepare_masked(programs: Programs, key: RoundsKey) -> None:

@@ -24,7 +24,7 @@ from jaxspec.engine.programs.sizes import (
     RoundsKey,
     power_of_two,
 )
-from jaxspec.engine.programs.structured import prepare_masked
+from jaxspec.engine.programs.structured import prepare_program
 from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
 from jaxspec.scheduling.plan import Limits
 
@@ -188,12 +188,7 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
                 on_progress(done, len(keys))
     programs.compile_seconds += time.perf_counter() - started
     for key in keys:
-        if isinstance(key, ReadKey):
-            programs.prepare_reading(key)
-        elif key.masked:
-            prepare_masked(programs, key)
-        else:
-            programs.prepare_rounds(key)
+        prepare_program(programs, key)
     compile_small(programs, cover)
     programs.sealed = True
 
