@@ -24,7 +24,7 @@ from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
-from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, Sizes, power_of_two
+from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, SMALLEST_TABLE, Sizes, power_of_two
 from jaxspec.scheduling.plan import Limits
 
 MOST_STOPS = 16
@@ -98,6 +98,8 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         fixed=config.deterministic,
         trees=config.trees,
         read_call=read_call(params),
+        # A CPU attends up to the longest context, however wide the table is.
+        least_table=cache.max_length if _platform(params) == "cpu" else SMALLEST_TABLE,
     )
 
 

@@ -59,22 +59,22 @@ def latent_attention(
         )
     context.check(batch, num_tokens)
     how = {"latent": latent, "scale": scale, "first_slot": first_slot}
-    if wants_tpu(implementation):
+    problem = misfit(q, pages, latent, order_invariant)
+    mosaic = None
+    if not wants_tpu(implementation):
+        mosaic = kernel_module("latent_attention", implementation, problem)
+    if mosaic is None:
         return paged_attention(
             q,
             LayerPages(pages, pages),
             context,
             options=AttentionOptions(scale=scale, first_slot=first_slot),
             order_invariant=order_invariant,
-            implementation=implementation,
+            implementation=implementation if wants_tpu(implementation) else "reference",
         )[..., :latent]
     reference = functools.partial(
         latent_attention_reference, order_invariant=order_invariant, **how
     )
-    problem = misfit(q, pages, latent, order_invariant)
-    mosaic = kernel_module("latent_attention", implementation, problem)
-    if mosaic is None:
-        return reference(q, pages, context)
     kernel = functools.partial(mosaic.latent_attention_mosaic, **how)
     return with_reference_gradient(kernel, reference)(q, pages, context)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from pallas_kernels.paged_attention.parts import BLOCK, LONG
 from pallas_kernels.pages import AttentionOptions
 from tests.helpers.kernels import attention_error, run_reference, widened
 
-WIDE = {"num_heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 16, "num_columns": 80}
+WIDE: Any = {"num_heads": 4, "kv_heads": 2, "head_dim": 16, "page_size": 16, "num_columns": 80}
 CASES = [
     Case("short", (3, 40), num_tokens=1, **WIDE),
     Case("a tree", (700, 255, 9), num_tokens=9, tree=True, **WIDE),

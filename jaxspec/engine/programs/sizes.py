@@ -43,6 +43,7 @@ class Sizes:
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
       read_call: prompt tokens that could be read while a call is launched and reads the weights.
+      least_table: tokens of the narrowest table that programs see.
     """
 
     num_rows: int
@@ -58,6 +59,7 @@ class Sizes:
     fixed: bool = False
     trees: bool = False
     read_call: int = 0
+    least_table: int = SMALLEST_TABLE
 
     @property
     def columns(self) -> int:
@@ -73,7 +75,7 @@ class Sizes:
         """Columns of the narrowest table that programs see for rows of so many tokens."""
         if self.fixed:
             return self.columns
-        table = max(SMALLEST_TABLE, power_of_two(tokens))
+        table = max(self.least_table, power_of_two(tokens))
         slots = table + self.scratch_slots + 1  # see functional.subset
         return min(pages_for(slots, self.page_size), self.columns)
 
