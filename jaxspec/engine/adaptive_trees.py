@@ -164,7 +164,9 @@ class AdaptiveTrees:
         if shape is not None or self.policy is None or not rows:
             return self._resolved(shape)
         calls = _Calls(rows, running, load, max(1, plan.rounds), masked=bool(plan.masked_rows))
-        targets = {each: self._program(calls, each) for each in self.policy.shapes}
+        by_readiness = self.programs.ask is not None or self.programs.sealed
+        shapes = self.policy.shapes if by_readiness else (PLAIN,)
+        targets = {each: self._program(calls, each) for each in shapes}
         chosen = self.policy.choose(
             [sequence.request_id for sequence in running],
             self.costs,
@@ -193,7 +195,7 @@ class AdaptiveTrees:
     def _ready(self, targets: Mapping[TreeShape, RoundsKey]) -> dict[TreeShape, int] | None:
         """The shapes that can run at once, with the rows of their programs. None: all are taken as
         ready: they are compiled when they run, or nothing can run yet."""
-        if self.programs.ask is None and not self.programs.sealed:
+        if len(targets) == 1:
             return None
         found = {shape: self.programs.stand_in(key) for shape, key in targets.items()}
         return {shape: key.rows for shape, key in found.items() if key is not None} or None

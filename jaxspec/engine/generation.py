@@ -94,8 +94,9 @@ class RequestStatistics:
         ran = counts > 0
         self.rounds += int(ran.sum())
         self.drafted += int(drafted[ran].sum())
-        for depth in range(len(self.accepted)):
-            self.accepted[depth] += int((accepted[ran] >= depth).sum())
+        exactly = np.bincount(accepted[ran], minlength=len(self.accepted))
+        at_least = exactly[::-1].cumsum()[::-1].tolist()  # a loop over depths is ten times slower
+        self.accepted = [sum(each) for each in zip(self.accepted, at_least, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
