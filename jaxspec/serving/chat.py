@@ -170,10 +170,12 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
+    if wanted is not None and wanted < 1:
+        raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
     sampling = sampling_params(
         request,
         service.sampling_defaults,
-        max_tokens=1,
+        max_tokens=tokens_left(prompt, wanted, service, None),
         logprobs=logprobs,
         structured=structured,
         reasoning_budget=reasoning_budget(reasoning, request, structured),
@@ -181,10 +183,6 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
         further_stop_token_ids=turn_end,
         trees=service.shows_trees and request.return_speculation,
     )
-    if wanted is not None and wanted < 1:
-        raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
-    most = tokens_left(prompt, wanted, service, None)
-    sampling = dataclasses.replace(sampling, max_tokens=most)
     sampling = without_bad_words(sampling, request, service)
     is_whole = structured is not None and not free
     trims = is_json or (form is not None and not free)

@@ -45,6 +45,16 @@ def test_an_answer_is_that_of_the_library(llm: LLM):
     assert first.message.role == "assistant" and first.finish_reason == "length"
 
 
+def test_no_answer_ends_before_its_least_tokens(llm: LLM):
+    [end] = llm.params.target.config.stop_token_ids
+    at_once = {**SAMPLED, "logit_bias": {end: 100}}
+    early, late = ask(llm, at_once, {**at_once, "extra_body": {"min_tokens": 5}})
+    assert [answer.usage.completion_tokens for answer in (early, late)] == [1, 6]
+    with pytest.raises(openai.BadRequestError, match="max_tokens") as caught:
+        ask(llm, {**SAMPLED, "extra_body": {"min_tokens": 31}})
+    assert caught.value.param == "min_tokens"
+
+
 def test_a_stream_is_the_whole_answer_in_pieces(llm: LLM):
     request = {**SAMPLED, "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["e"]}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
