@@ -46,9 +46,9 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
-from jaxspec.serving.tool_formats.table import tool_format
+from jaxspec.serving.tool_formats.table import FORMATS
 from jaxspec.serving.tool_grammar import ToolGrammar
-from jaxspec.serving.tools import is_free, offered_tools
+from jaxspec.serving.tools import earlier_calls, is_free, offered_tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,13 +207,21 @@ async def _tool_grammar(
     """What the text must look like. Raises FieldError for what does not go together."""
     if structured is not None and structured.kind not in JSON_KINDS:
         raise FieldError("tools", "tools go together with JSON: use response_format")
-    if await asyncio.to_thread(lambda: service.ignores_tools):
+    use = await asyncio.to_thread(lambda: service.tool_use)
+    if not use.shown:
         raise FieldError(
             "tools",
             f"the chat template of {service.name} does not show tools to the model: start the "
             "server with another one, see --chat-template",
         )
-    form = tool_format(service.tool_format, chat_template(service, tools=True))
+    name = service.tool_format or use.form
+    if name is None:
+        raise FieldError(
+            "tools",
+            f"the chat template of {service.name} writes calls in a format that is not known: "
+            "start the server with one that the model writes, too, see --tool-format",
+        )
+    form = dataclasses.replace(FORMATS[name], single=FORMATS[name].single or use.single)
     return ToolGrammar(request, tools, form, structured)
 
 
@@ -254,10 +262,11 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     template = chat_template(service, bool(request.tools) and request.tool_choice != "none")
     if len(request.messages) > service.max_length:  # each has a token at least
         raise FieldError("messages", f"too many: at most {service.max_length} tokens fit")
-    messages, variables = (
-        template_messages(request.messages),
-        template_variables(request, service.template_variables),
-    )
+    variables = template_variables(request, service.template_variables)
+    use = None
+    if earlier_calls(request):
+        use = await asyncio.to_thread(lambda: service.tool_use)
+    messages = template_messages(request.messages, use)
     most = service.max_length * MOST_CHARACTERS
     if sum(len(str(message.get("content") or "")) for message in messages) > most:
         raise FieldError("messages", f"too long: at most {service.max_length} tokens fit")

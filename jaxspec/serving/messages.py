@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
+from jaxspec.serving.template_trial import ToolUse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Arguments of apply_chat_template that are no variables of a template.
@@ -22,19 +23,23 @@ RESERVED = frozenset(
         *("load_audio_from_video", "sampling_rate"),
     }
 )
+REASONING = ("reasoning_content", "reasoning")
 # Variables that turn reasoning on: of Qwen3, GLM and others; of DeepSeek, Granite and Kimi.
 THINKING = ("enable_thinking", "thinking")
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with content as text, and arguments of calls as objects.
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], use: ToolUse | None = None
+) -> list[dict[str, Any]]:
+    """Messages with content as text, and arguments of calls as objects, or as ``use`` says that the
+    template takes them.
 
     Raises FieldError for what is no message, and for what is not text.
     """
-    return [_message(index, message) for index, message in enumerate(messages)]
+    return [_message(index, message, use) for index, message in enumerate(messages)]
 
 
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(index: int, message: Mapping[str, Any], use: ToolUse | None) -> dict[str, Any]:
     name, role = f"messages.{index}", message.get("role")
     if role not in ROLES:
         raise FieldError(f"{name}.role", f"{name}.role must be one of {', '.join(ROLES)}")
@@ -45,7 +50,27 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         found |= _reasoning(name, message)
     if "tool_calls" in found:
         found["tool_calls"] = _calls(f"{name}.tool_calls", found["tool_calls"])
+        found |= {} if use is None else _as_used(found, use)
     return found
+
+
+def _as_used(message: Mapping[str, Any], use: ToolUse) -> dict[str, Any]:
+    """What a template that uses calls so takes in another way."""
+    found: dict[str, Any] = {}
+    if use.as_text:
+        found["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+    texts = [text for key in ("reasoning", "content") if (text := message.get(key))]
+    if use.joins and len(texts) > 1:
+        found |= {"content": ""} | dict.fromkeys(REASONING, "\n".join(texts))
+    return found
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as text."""
+    function = call["function"]
+    given = function["arguments"]
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _content(name: str, content: Any, role: str) -> str:
@@ -68,12 +93,12 @@ def _content(name: str, content: Any, role: str) -> str:
 
 def _reasoning(name: str, message: Mapping[str, Any]) -> dict[str, str]:
     """The reasoning of an assistant's message, under both names: templates read either."""
-    for key in ("reasoning_content", "reasoning"):
+    for key in REASONING:
         text = message.get(key)
         if text is not None and not isinstance(text, str):
             raise FieldError(f"{name}.{key}", f"{name}.{key} must be text")
         if text:
-            return {"reasoning_content": text, "reasoning": text}
+            return dict.fromkeys(REASONING, text)
     return {}
 
 

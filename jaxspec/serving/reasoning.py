@@ -16,12 +16,16 @@ class ReasoningFormat:
       begin, end: before and after it. The prompt may have ``begin`` already.
       dropped: what may stand around the text after it, and is no part of the text.
       repeats: whether the model may reason again after some text.
+      told: what a chat template has that speaks of it, all of it; empty: begin or end.
+      elsewhere: what a template has that uses ``told`` for something else.
     """
 
     begin: str
     end: str
     dropped: tuple[str, ...] = ()
     repeats: bool = False
+    told: tuple[str, ...] = ()
+    elsewhere: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -29,8 +33,11 @@ class ReasoningFormat:
 
     def is_of(self, template: str) -> bool:
         """Whether a chat template speaks of it."""
-        told = self.begin in template or self.end in template
-        return told and (self.repeats or not self.dropped or self.dropped[0] in template)
+        if self.elsewhere and self.elsewhere in template:
+            return False
+        if self.told:
+            return all(words in template for words in self.told)
+        return self.begin in template or self.end in template
 
 
 # The more special ones first: the first that a template speaks of is taken.
@@ -44,17 +51,24 @@ FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
                 "<|channel|>commentary<|message|>",
             ),
             repeats=True,
+            told=("<|channel|>analysis",),
         ),
         "mm_think": ReasoningFormat("<mm:think>", "</mm:think>"),  # MiniMax-M3
+        "hy3": ReasoningFormat(  # whose template makes the words of it
+            "<think:opensource>", "</think:opensource>", told=(":opensource",)
+        ),
         "seed": ReasoningFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
         "kimi": ReasoningFormat("◁think▷", "◁/think▷"),  # Kimi before K2
         "mistral": ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
         "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),  # 3.2
         "think_response": ReasoningFormat(  # Granite 3.3, ERNIE 4.5
-            "<think>", "</think>", ("<response>", "</response>")
+            *("<think>", "</think>", ("<response>", "</response>")),
+            told=("think>", "<response>"),
+            elsewhere="minimax:",  # where results of tools stand in it
         ),
         "think_answer": ReasoningFormat(  # Hunyuan
-            "<think>", "</think>", ("<answer>", "</answer>")
+            *("<think>", "</think>", ("<answer>", "</answer>")),
+            told=("think>", "<answer>"),
         ),
         # Qwen3, QwQ, DeepSeek, GLM, Kimi K2, MiniMax-M2, Nemotron, Olmo 3, Step 3.5
         "think": ReasoningFormat("<think>", "</think>"),

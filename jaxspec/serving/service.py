@@ -9,22 +9,12 @@ from typing import Any, Literal
 
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
+from jaxspec.llm.tokenizer import render_chat
 from jaxspec.serving.background import WarmUp
 from jaxspec.serving.errors import ApiError, NotReady
 from jaxspec.serving.fingerprint import fingerprint
 from jaxspec.serving.results import TokenTexts, now
-
-# A tool whose name no template has of itself.
-TRIAL_NAME = "qzx_trial_tool"
-TRIAL_TOOL = {
-    "type": "function",
-    "function": {
-        "name": TRIAL_NAME,
-        "description": "a trial",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
-TRIAL_CHAT = ({"role": "user", "content": "a trial"},)
+from jaxspec.serving.template_trial import TOOL, ToolUse, tool_use
 
 State = Literal["loading", "ready", "ending"]
 
@@ -129,18 +119,14 @@ class Service:
         return None if template is None else str(template)
 
     @functools.cached_property
-    def ignores_tools(self) -> bool:
-        """Whether the template of chats does not show a model the tools that it may call.
-
-        It is tried with one tool. A template that refuses the trial is taken to show them.
-        """
-        template, llm = self.template(tools=True), self.llm.llm
-        variables = {**self.template_variables, "tools": [TRIAL_TOOL]}
-        try:
-            [prompt] = llm.chat_prompts(TRIAL_CHAT, template, variables)
-        except ValueError:
-            return False
-        return TRIAL_NAME not in llm.detokenize(prompt)
+    def tool_use(self) -> ToolUse:
+        """How the template of chats uses tools, found by a trial. Raises ValueError if there is no
+        tokenizer."""
+        template, tokenizer = self.template(tools=True) or "", self.llm.llm.tokenizer
+        variables = {**self.template_variables, "tools": [TOOL]}
+        return tool_use(
+            template, lambda messages: render_chat(tokenizer, messages, template, variables)
+        )
 
     def turn_end(self) -> tuple[int, ...]:
         """The token that ends a turn of chats, beside the model's stop tokens."""

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.structured import GrammarCompiler, Matcher
 from jaxspec.serving.protocol.chat import ChatRequest
-from jaxspec.serving.tool_formats.table import tool_format
+from jaxspec.serving.tool_formats.table import FORMATS, told_format
 from jaxspec.serving.tool_grammar import ToolGrammar
 from jaxspec.serving.tools import offered_tools
 from tests.helpers.structured_outputs import legal
@@ -63,7 +63,7 @@ def test_tools_are_called_as_the_template_of_qwen3_says(choice: str):
     body = BODY | {"tool_choice": named if choice == "now" else choice}
     config = json.loads(file_of("maxtext", "qwen3-tokenizer/tokenizer_config.json").read_text())
     request = ChatRequest.model_validate(body)
-    form = tool_format(None, config["chat_template"])
+    form = FORMATS[told_format(config["chat_template"])]
     spec = ToolGrammar(request, offered_tools(request), form).compiled(grammars())
     matcher, marker = grammars().matcher(spec), qwen3().get_vocab()["<tool_call>"]
     assert is_legal(matcher, marker)

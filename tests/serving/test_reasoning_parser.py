@@ -72,7 +72,7 @@ CASES = {
     "a second end": (INSIDE, "a</think>b</think>c", ("a", "bc", [])),
     "two ends": (INSIDE, "a</think>\n</think>\n\nb", ("a", "b", [])),
     "a call ends it": (TOOLS, f"Hm\n{CALL}", ("Hm", "", ['{"a": "</think>"}'])),
-    "a call after it": (TOOLS, f"a</think>\n\nb\n{CALL}", ("a", "b\n", ['{"a": "</think>"}'])),
+    "a call after it": (TOOLS, f"a</think>\n\nb\n{CALL}", ("a", "b", ['{"a": "</think>"}'])),
     "structured": (EXACT, '<think>a</think>\n\n{"a": "</think>"}', ("a", '{"a": "</think>"}', [])),
     "structured alone": (EXACT, '\n{"a": "</think>"}', ("", '{"a": "</think>"}', [])),
     "harmony": (
@@ -131,6 +131,7 @@ TEMPLATES = {
     "think_answer": "<think>\n\n</think>\n<answer>\n",
     "harmony": '{{- "<|start|>assistant<|channel|>analysis<|message|>" }}',
     "mistral": "[THINK]{{ thinking }}[/THINK]",
+    "hy3": "{%- set token = ':opensource' %}{{ '<think' ~ token ~ '>' }}",
     "seed": '{%- set think_begin_token = "<seed:think>" %}',
     "mm_think": "<mm:think>",
     "kimi": "◁think▷",
@@ -143,6 +144,20 @@ def test_the_format_is_found_in_the_template(name: str):
     assert reasoning_format(None, TEMPLATES[name]) is FORMATS[name]
     assert reasoning_format(name, "") is FORMATS[name]
     assert reasoning_format("none", TEMPLATES[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        # Phi's turns end as a channel of gpt-oss does.
+        ("<|assistant|>{{ m.content }}<|end|>", "none"),
+        # MiniMax-M2 has the results of tools in it.
+        ("<minimax:tool_call> <response>{{ m.content }}</response> <think>", "think"),
+        ("Give the end result as <answer>42</answer>.", "none"),
+    ],
+)
+def test_other_uses_of_the_words_tell_no_format(template: str, name: str):
+    assert reasoning_format(None, template) is reasoning_format(name, "")
 
 
 def test_a_template_without_reasoning_has_no_format():

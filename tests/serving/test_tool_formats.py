@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from jaxspec.engine.structured import GrammarCompiler, Matcher
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.tool_formats.syntax import CallSyntax
-from jaxspec.serving.tool_formats.table import FORMATS, tool_format
+from jaxspec.serving.tool_formats.table import FORMATS, told_format
 from jaxspec.serving.tool_grammar import ToolGrammar
 from jaxspec.serving.tools import offered_tools
 from tests.helpers.small_tokenizers import one_token_a_byte
@@ -41,6 +41,10 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
         f"[TOOL_CALLS]weather[ARGS]{A}",
         f"[TOOL_CALLS]weather[ARGS]{A}[TOOL_CALLS]now[ARGS]{{}}",
     ),
+    "mistral_ids": (
+        f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D40[ARGS]{A}",
+        f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D40[ARGS]{A}[TOOL_CALLS]now[CALL_ID]a1B2c3D41[ARGS]{{}}",
+    ),
     "mistral_v3": (
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {A}}}]',
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {A}}}, '
@@ -53,6 +57,22 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n"
         "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+    "seed": (
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
+    ),
+    "hy3": (
+        "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n"
+        "<arg_value:opensource>Oslo</arg_value:opensource>\n"
+        "<arg_key:opensource>days</arg_key:opensource>\n"
+        "<arg_value:opensource>3</arg_value:opensource>\n"
+        "</tool_call:opensource>\n</tool_calls:opensource>",
+    ),
+    "granite": (
+        f'<|tool_call|>[{{"name": "weather", "arguments": {A}}}]',
+        f'<|tool_call|>[{{"name": "weather", "arguments": {A}}}, {{"name": "now", "arguments": {{}}}}]',
     ),
     "glm45": (
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
@@ -91,7 +111,16 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 SPECIAL = [
-    *("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *(
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<seed:tool_call>",
+        "<|tool_call|>",
+        "<|channel|>",
+        "<|constrain|>",
+        "<|message|>",
+    ),
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *(
         f"<｜tool▁{word}｜>"
@@ -249,7 +278,7 @@ def test_what_is_written_is_read(
     text = before + written(syntax, calls)
     assert takes(form, text, special=special)
     said, found = text_and_calls(parts_of(syntax, cut(text, places)))
-    assert said == before
+    assert said == before.rstrip("\n")
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
@@ -304,12 +333,15 @@ def test_what_the_grammar_allows_is_read(form: str, special: bool):
         ("{% set dsml = '｜DSML｜' %}", "deepseek_v32"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("' to=functions.' ... '<|constrain|>json<|message|>'", "harmony"),
+        ("' to=functions.' + name", "harmony"),
+        ("<seed:tool_call>\n<function=", "seed"),
+        ("'[TOOL_CALLS]' + name + '[CALL_ID]'", "mistral_ids"),
+        ("<|tool_call|> ... <tool_response>", "granite"),
         ("{{ messages }}", "hermes"),
     ],
 )  # fmt: skip
 def test_the_format_is_told_from_the_template(template: str, form: str):
-    assert tool_format(None, template) == FORMATS[form]
-    assert tool_format("llama3_json", template) == FORMATS["llama3_json"]
+    assert told_format(template) == form
 
 
 def test_ids_are_as_the_formats_need_them():

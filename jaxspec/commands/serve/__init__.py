@@ -39,8 +39,8 @@ from jaxspec.serving.tool_formats.table import FORMATS as TOOL_FORMATS
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 REASONING_FORMATS = (
-    *("think", "think_response", "think_answer", "harmony", "mistral", "seed", "mm_think", "kimi"),
-    *("granite", "none"),
+    *("think", "think_response", "think_answer", "harmony", "mistral", "seed", "hy3", "kimi"),
+    *("granite", "mm_think", "none"),
 )
 
 

@@ -42,6 +42,7 @@ from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.request_ids import logger as access_logger
 from jaxspec.serving.service import Service
+from jaxspec.serving.template_trial import ToolUse
 from jaxspec.serving.tracing import Spans
 
 CHAT_TOKENS = 128  # of a short conversation, with what its template adds
@@ -262,16 +263,22 @@ async def _serve(
                 background.extend(map(asyncio.create_task, map(compile_rest, service.llm.replicas)))
 
         async def tell_of_tools() -> None:
-            def ignores_tools() -> bool:
+            def use() -> ToolUse | None:
                 try:
-                    return service.template() is not None and service.ignores_tools
+                    return None if service.template() is None else service.tool_use
                 except ValueError:  # there is no tokenizer
-                    return False
+                    return None
 
-            if await asyncio.to_thread(ignores_tools):
+            found = await asyncio.to_thread(use)
+            if found is not None and not found.shown:
                 console.print(
                     "requests with tools are refused: the chat template does not show them to the "
                     "model; see --chat-template"
+                )
+            elif found is not None and not (service.tool_format or found.form):
+                console.print(
+                    "requests with tools are refused: the chat template writes calls in a format "
+                    "that is not known; see --tool-format"
                 )
 
         async def compile_rest(llm: AsyncLLM) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxspec.llm.tokenizer.hugging_face import (
         Tokenizer,
         load_tokenizer,
+        render_chat,
         tokenize_chats,
         tokenizer_json,
         turn_end,
@@ -23,7 +24,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "jaxspec.llm.tokenizer.hugging_face": (
-            *("Tokenizer", "load_tokenizer", "tokenize_chats", "tokenizer_json", "turn_end"),
+            *("Tokenizer", "load_tokenizer", "render_chat", "tokenize_chats", "tokenizer_json"),
+            "turn_end",
         ),
         "jaxspec.llm.tokenizer.prompts": ("Conversation", "Message", "Prompt"),
         "jaxspec.llm.tokenizer.text": ("TextTokenizer", "tokenize"),
@@ -37,6 +39,7 @@ __all__ = [
     "TextTokenizer",
     "Tokenizer",
     "load_tokenizer",
+    "render_chat",
     "tokenize",
     "tokenize_chats",
     "tokenizer_json",

@@ -115,6 +115,27 @@ def tokenize_chats(
         raise ValueError(f"the chat template refuses these messages: {reason}") from error
 
 
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Conversation,
+    chat_template: str | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation, as the template writes it.
+
+    Raises ValueError for messages that the template refuses.
+    """
+    apply: Any = tokenizer.apply_chat_template
+    try:
+        return str(
+            apply(
+                messages, chat_template=chat_template, tokenize=False, **(template_variables or {})
+            )
+        )
+    except _REFUSALS as error:
+        raise ValueError(f"the chat template refuses: {' '.join(str(error).split())}") from error
+
+
 def turn_end(tokenizer: Tokenizer, chat_template: str | None = None) -> tuple[int, ...]:
     """The special or added token that follows the assistant's answer in the chat template.
 
@@ -126,10 +147,9 @@ def turn_end(tokenizer: Tokenizer, chat_template: str | None = None) -> tuple[in
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": _ANSWER},
     ]
-    apply: Any = tokenizer.apply_chat_template
     try:
-        text = str(apply(messages, chat_template=chat_template, tokenize=False))
-    except _REFUSALS:
+        text = render_chat(tokenizer, messages, chat_template)
+    except ValueError:
         return ()
     _, found, rest = text.rpartition(_ANSWER)
     after = rest.lstrip() if found else ""

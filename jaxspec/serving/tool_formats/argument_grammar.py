@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxspec.engine.structured.added_tokens import lark_string
 from jaxspec.engine.structured.json_schema import guided_text
 from jaxspec.serving.tool_formats.arguments import (
     Arguments,
     Kind,
     ReadArguments,
+    Texts,
     read_arguments,
     texts,
     value_schema,
@@ -21,6 +23,8 @@ from jaxspec.serving.tool_formats.table import Parameters
 NAME = r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}"
 
 
+# A text as Python writes it; escapes are those of JSON too.
+QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 # Python's words for values of these types.
 WORDS = MappingProxyType({"boolean": ('"True"', '"False"'), "null": ('"None"',)})
 
@@ -76,12 +80,21 @@ class ArgumentGrammar:
         return f"{head} ({' | '.join(choices)}) {rules.literal(form.after)}"
 
     def _json(self, read: ReadArguments, schema: Any, loose: bool) -> str:
+        own = texts(read.schema, schema)
         schema = {} if loose else value_schema(read.schema, schema)
         json = self._rules.json(guided_text(schema))
         if not self._form.python:
             return json
-        words = python_words(schema)
+        words = [*python_words(schema), *self._quoted(None if loose else own)]
         return f"({' | '.join([json, *words])})" if words else json
+
+    def _quoted(self, own: Texts | None) -> list[str]:
+        """How Python writes texts."""
+        if own is None:
+            return []
+        if own.choices is None:
+            return [self._rules.terminal(QUOTED)]
+        return [lark_string(repr(text)) for text in own.choices if "\\" not in repr(text)]
 
     def _further(self, read: ReadArguments, arguments: Arguments, loose: bool) -> str:
         """An argument that is not listed."""

@@ -11,6 +11,7 @@ from jaxspec.serving.tool_formats.rules import Rules
 from jaxspec.serving.tool_formats.table import ToolFormat
 
 NUMBER = "/:[0-9]{1,3}/"
+ID = "/[a-zA-Z0-9]{%d}/"
 
 
 class CallGrammar:
@@ -23,7 +24,7 @@ class CallGrammar:
     def __init__(self, form: ToolFormat, markers: Markers, several: bool):
         self._form, self._several = form, several and not form.single
         self._rules = Rules(markers)
-        self._tools: list[str] = []
+        self._tools: dict[tuple[str, str], list[str]] = {head: [] for head in form.heads}
 
     @property
     def schemas(self) -> str:
@@ -41,11 +42,8 @@ class CallGrammar:
             arguments = ArgumentGrammar(form.arguments, rules).write(schema, loose)
         else:
             arguments = rules.json(guided_text({"type": "object"} if loose else schema))
-        literal = rules.literal
-        head = literal(name + form.middle)
-        if form.numbered:
-            head = f"{literal(name)} {NUMBER} {literal(form.middle)}"
-        self._tools.append(rules.new(f"{head} {arguments}"))
+        for head, tools in self._tools.items():
+            tools.append(rules.new(f"{self._name(name, head[1])} {arguments}"))
 
     def calls(self) -> str:
         """The grammar of calls alone."""
@@ -60,8 +58,8 @@ class CallGrammar:
         trigger, rest = rules.until(form.trigger), form.opening.removeprefix(form.trigger)
         if form.section[1]:
             return rules.lark(f"{trigger} {self._calls(rest)} | TEXT")
-        call = rules.new(f"{trigger} {rules.literal(rest)} {self._body()}")
-        return rules.lark(f"{call}* TEXT" if self._several else f"{call} | TEXT")
+        call = rules.new(f"{trigger} {rules.literal(rest)} {self._body(form.heads[0])}")
+        return rules.lark(f"{call}* TEXT" if self._several else f"{call} {self._break()} | TEXT")
 
     def calls_or_json(self, schema: str) -> str:
         """The grammar of calls alone, or JSON of a schema alone, which guided_text returned."""
@@ -69,15 +67,34 @@ class CallGrammar:
         answer = f"{rules.literal(form.text)} {rules.json(schema)}"
         return rules.lark(f"{BLANK_LINE} ({self._calls(form.opening)} | {answer})")
 
-    def _body(self) -> str:
+    def _name(self, name: str, middle: str) -> str:
+        """What stands between the beginning of a call and its arguments."""
+        form, literal = self._form, self._rules.literal
+        if form.numbered:
+            return f"{literal(name)} {NUMBER} {literal(middle)}"
+        if form.id_mark:
+            return f"{literal(name + form.id_mark)} {ID % (form.id_length or 0)} {literal(middle)}"
+        return literal(name + middle)
+
+    def _body(self, head: tuple[str, str]) -> str:
         """A call from the name on."""
         rules = self._rules
-        return rules.new(f"{rules.new(' | '.join(self._tools))} {rules.literal(self._form.end)}")
+        tools = rules.new(" | ".join(self._tools[head]))
+        return rules.new(f"{tools} {rules.literal(self._form.end)}")
 
     def _calls(self, opening: str) -> str:
-        form, literal, body = self._form, self._rules.literal, self._body()
+        form, literal = self._form, self._rules.literal
+        head, *spellings = form.heads
+        body = self._body(head)
         more = f"({literal(form.further)} {body})*" if self._several else ""
-        return f"{literal(opening)} {body} {more} {literal(form.section[1])}"
+        calls = f"{literal(opening)} {body} {more} {literal(form.section[1])} {self._break()}"
+        others = [f"{literal(begin)} {self._body((begin, middle))}" for begin, middle in spellings]
+        return f"({' | '.join([calls, *others])})" if others else calls
+
+    def _break(self) -> str:
+        """The line break that some models write after the last call, too."""
+        form = self._form
+        return r"/\n?/" if form.separator == "\n" and not form.section[1] else ""
 
 
 def _not_beginning(text: str) -> str:

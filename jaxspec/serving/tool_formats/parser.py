@@ -1,6 +1,7 @@
 """Calls parsed out of a text that grows."""
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jaxspec.serving.tool_formats.syntax import CallSyntax
 
 LETTERS = string.ascii_letters + string.digits
 MOST_DIGITS = 4  # of a call's number, with its colon
+UNMARKED = re.compile(r"[^'\\]+")  # of a text in single quotes
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 # Takes something of what is pending; None: it waits for more.
@@ -22,8 +24,8 @@ type State = Callable[[bool], list[Part] | None]
 class ToolParser:
     """Splits a growing text into free text and calls of tools.
 
-    No text is lost. A call that ends before its arguments begin is free text. Arguments come as
-    JSON, as they grow.
+    No text is lost but line breaks before a call, which chat templates write themselves. A call
+    that ends before its arguments begin is free text. Arguments come as JSON, as they grow.
     """
 
     def __init__(self, syntax: CallSyntax):
@@ -31,6 +33,7 @@ class ToolParser:
         self._state: State = self._text if syntax.form.trigger else self._start
         self._pending = ""
         self._opened = ""  # what was read of a call before its name
+        self._middles: tuple[str, ...] = ()  # what may come after it
         self._calls, self._number = 0, syntax.first
         self._tool = ""
         self._arguments = 0  # of the call under way, if each is written by itself
@@ -54,22 +57,26 @@ class ToolParser:
 
     def _start(self, last: bool) -> list[Part] | None:
         """Calls are the whole text, if there are any."""
-        form = self._form
-        if self._take(form.opening):
-            return self._begin(form.opening)
+        form, section = self._form, self._form.section[0]
+        for begin, _ in form.heads:
+            if self._take(section + begin):
+                return self._begin(section + begin, begin)
         if form.text and self._take(form.text):
             return self._go(self._free)
-        waits = not last and any(self._may_come(text) for text in (form.opening, form.text))
+        may_come = [form.text, *(section + begin for begin, _ in form.heads)]
+        waits = not last and any(map(self._may_come, may_come))
         return None if waits else self._go(self._free)
 
     def _text(self, last: bool) -> list[Part] | None:
         pending, opening = self._pending, self._form.opening
         place = pending.find(opening)
         if place < 0:
-            return self._said(len(pending) - (0 if last else overlap(pending, opening)))
+            said = pending[: len(pending) - overlap(pending, opening)].rstrip("\n")
+            return self._said(len(pending) if last else len(said))
+        said = pending[:place].rstrip("\n")
         self._pending = pending[place + len(opening) :]
-        self._begin(opening)
-        return [Part(pending[:place])]
+        self._begin(pending[len(said) : place] + opening, self._form.begin)
+        return [Part(said)]
 
     def _free(self, last: bool) -> list[Part] | None:
         return self._said(len(self._pending))
@@ -79,33 +86,40 @@ class ToolParser:
 
     # The head of a call, and what follows the arguments.
 
-    def _begin(self, opened: str) -> list[Part]:
+    def _begin(self, opened: str, begin: str) -> list[Part]:
         self._opened = opened
+        self._middles = tuple(middle for other, middle in self._form.heads if other == begin)
         return self._go(self._head)
 
     def _head(self, last: bool) -> list[Part] | None:
-        form = self._form
-        place = self._pending.find(form.middle)
+        form, pending = self._form, self._pending
+        places = [(pending.find(middle), middle) for middle in self._middles]
+        place, middle = min((found for found in places if found[0] >= 0), default=(-1, ""))
         most = self._syntax.longest_name + (MOST_DIGITS if form.numbered else 0)
-        if place < 0 and not last and len(self._pending) < most + len(form.middle):
+        most += len(form.id_mark) + (form.id_length or 0) + max(map(len, self._middles))
+        if place < 0 and not last and len(pending) < most:
             return None
-        head = self._pending[: max(place, 0)]
-        name, _, number = head.rpartition(":") if form.numbered else (head, "", "")
+        head = pending[: max(place, 0)]
+        name, _, label = head.rpartition(":") if form.numbered else (head, "", "")
+        if form.id_mark:
+            name, _, label = head.partition(form.id_mark)
         if place < 0 or name not in self._syntax.kinds:
             text, self._opened = self._opened, ""
             return [Part(text), *self._go(self._text if form.trigger else self._free)]
-        self._cut(place + len(form.middle))
+        self._cut(place + len(middle))
         self._tool, self._arguments, self._end = name, 0, JsonEnd()
         self._calls += 1
         self._state = self._json if form.arguments is None else self._argument
-        return [Part(call=self._calls - 1, name=name, id=self._id(name, number))]
+        return [Part(call=self._calls - 1, name=name, id=self._id(name, label))]
 
-    def _id(self, name: str, number: str) -> str | None:
+    def _id(self, name: str, label: str) -> str | None:
         form = self._form
         if form.numbered:  # as it is written, but never twice in a conversation
-            self._number = max(self._number, int(number) if number.isdecimal() else 0)
+            self._number = max(self._number, int(label) if label.isdecimal() else 0)
             self._number += 1
             return f"functions.{name}:{self._number - 1}"
+        if label:
+            return label
         if form.id_length is not None:
             return "".join(secrets.choice(LETTERS) for _ in range(form.id_length))
         return None
@@ -120,7 +134,7 @@ class ToolParser:
         if not close and form.trigger:
             return self._expect(form.separator, self._text, last)
         if self._take(form.further):
-            return self._begin(form.further)
+            return self._begin(form.further, form.begin)
         if close and self._take(close):
             return self._go(self._free)
         if any(self._may_come(text) for text in (form.further, close)):
@@ -163,19 +177,34 @@ class ToolParser:
         self._pending, self._end = rest[len(mark) :], JsonEnd()
         self._state = self._word if self._kind is Kind.JSON else self._raw
         self._arguments += 1
-        return [self._more(f"{'{' if self._arguments == 1 else ', '}{_quoted(name)}: ")]
+        return [self._more(f"{'{' if self._arguments == 1 else ', '}{json_text(name)}: ")]
 
     def _word(self, last: bool) -> list[Part] | None:
-        """A value may be a word, which Python writes in another way than JSON."""
+        """A value may be a word or a text, which Python writes in another way than JSON."""
         self._pending = self._pending.lstrip()
         if not self._pending:
             return None
+        if self._take("'"):
+            return [self._more('"'), *self._go(self._quoted)]
         is_word = self._pending[0].isalpha()
         end = JsonEnd().find(self._pending) if is_word else None
         if end is None:
             return None if is_word and not last else self._go(self._json)
         self._state, word = self._after, self._cut(end)
         return [self._more(PYTHON.get(word, word))]
+
+    def _quoted(self, last: bool) -> list[Part] | None:
+        """More of a text in single quotes."""
+        pending = self._pending
+        if not pending or pending == "\\":
+            return self._drop() if last else None
+        if self._take("'"):
+            return [self._more('"'), *self._go(self._after)]
+        if pending[0] == "\\":
+            escape = self._cut(2)
+            return [self._more("'" if escape == "\\'" else escape)]
+        plain = UNMARKED.match(pending)
+        return [self._more(json_text(self._cut(plain.end() if plain else 1))[1:-1])]
 
     def _raw(self, last: bool) -> list[Part] | None:
         """The beginning of a text that stands as it is."""
@@ -197,10 +226,10 @@ class ToolParser:
         if place >= 0:
             self._cut(place + len(form.after))
             self._state = self._argument
-            return [self._more(_quoted(pending[:place])[1:])]
+            return [self._more(json_text(pending[:place])[1:])]
         text = self._cut(len(pending) - overlap(pending, form.after))
         if text:
-            return [self._more(_quoted(text)[1:-1])]
+            return [self._more(json_text(text)[1:-1])]
         return self._drop() if last and pending else None
 
     def _after(self, last: bool) -> list[Part] | None:
@@ -244,5 +273,5 @@ class ToolParser:
         return Part(text, self._calls - 1)
 
 
-def _quoted(text: str) -> str:
+def json_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)

@@ -13,7 +13,8 @@ class Parameters:
       separator: between two of them.
       kinds: what follows ``between`` where a value is raw text, and where it is JSON.
       raw: whether strings are raw text: without quotes and escapes, up to ``after``.
-      python: whether values are Python's True, False and None.
+      python: whether values may be as Python writes them: True, False, None and texts in single
+        quotes.
     """
 
     before: str
@@ -36,7 +37,10 @@ class ToolFormat:
       section: around all calls.
       separator: between two calls.
       arguments: how the arguments are written; None: as a JSON object.
+      spellings: further pairs of ``begin`` and ``middle``. Only formats whose calls are the whole
+        text have any.
       numbered: whether NAME is followed by a colon and the number of the call in the conversation.
+      id_mark: what stands between NAME and an id, where the model writes one.
       single: whether a text has at most one call.
       text: what comes before a text without calls.
       id_length: of ids, in letters and digits; None: they are long.
@@ -49,7 +53,9 @@ class ToolFormat:
     section: tuple[str, str] = ("", "")
     separator: str = ""
     arguments: Parameters | None = None
+    spellings: tuple[tuple[str, str], ...] = ()
     numbered: bool = False
+    id_mark: str = ""
     single: bool = False
     text: str = ""
     id_length: int | None = None
@@ -63,6 +69,11 @@ class ToolFormat:
     def further(self) -> str:
         """What comes before the name of a further call."""
         return self.separator + self.begin
+
+    @property
+    def heads(self) -> tuple[tuple[str, str], ...]:
+        """What stands before and after the name, in all ways."""
+        return ((self.begin, self.middle), *self.spellings)
 
 
 DSML = "｜DSML｜"
@@ -90,6 +101,15 @@ FORMATS = MappingProxyType(
             middle="[ARGS]",
             end="",
             trigger="[TOOL_CALLS]",
+            id_length=MISTRAL_ID,
+        ),
+        # Mistral Small 3.2
+        "mistral_ids": ToolFormat(
+            begin="[TOOL_CALLS]",
+            middle="[ARGS]",
+            end="",
+            trigger="[TOOL_CALLS]",
+            id_mark="[CALL_ID]",
             id_length=MISTRAL_ID,
         ),
         # Mistral, versions 2 to 7
@@ -129,6 +149,37 @@ FORMATS = MappingProxyType(
             trigger="<tool_call>",
             separator="\n",
             arguments=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
+        # Seed-OSS
+        "seed": ToolFormat(
+            begin="<seed:tool_call>\n<function=",
+            middle=">\n",
+            end="</function>\n</seed:tool_call>",
+            trigger="<seed:tool_call>",
+            separator="\n",
+            arguments=Parameters("<parameter=", ">", "</parameter>\n"),
+        ),
+        # Hy3
+        "hy3": ToolFormat(
+            begin="<tool_call:opensource>",
+            middle="<tool_sep:opensource>\n",
+            end="</tool_call:opensource>\n",
+            trigger="<tool_calls:opensource>",
+            section=("<tool_calls:opensource>\n", "</tool_calls:opensource>"),
+            arguments=Parameters(
+                "<arg_key:opensource>",
+                "</arg_key:opensource>\n<arg_value:opensource>",
+                "</arg_value:opensource>\n",
+            ),
+        ),
+        # Granite 3
+        "granite": ToolFormat(
+            begin='{"name": "',
+            middle='", "arguments": ',
+            end="}",
+            trigger="<|tool_call|>",
+            section=("<|tool_call|>[", "]"),
+            separator=", ",
         ),
         # GLM-4.5, 4.6
         "glm45": ToolFormat(
@@ -188,11 +239,17 @@ FORMATS = MappingProxyType(
             section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             numbered=True,
         ),
-        # gpt-oss. Its <|call|> ends the text: it is a stop token.
+        # gpt-oss. Its <|call|> ends the text: it is a stop token. The recipient may come before the
+        # channel, as its template has it, and the type without its marker.
         "harmony": ToolFormat(
             begin="<|channel|>commentary to=functions.",
             middle=" <|constrain|>json<|message|>",
             end="",
+            spellings=(
+                ("<|channel|>commentary to=functions.", " json<|message|>"),
+                (" to=functions.", "<|channel|>commentary json<|message|>"),
+                (" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"),
+            ),
             single=True,
             text="<|channel|>final<|message|>",
         ),
@@ -206,23 +263,24 @@ TELLING = (
     ("tool_calls_section_begin", "kimi_k2"),
     ("minimax:tool_call", "minimax_m2"),
     ("<arg_key>", "glm45"),
+    ("<seed:tool_call>", "seed"),
     ("<function=", "qwen3_coder"),
+    ("[CALL_ID]", "mistral_ids"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_v3"),
     ("<|constrain|>", "harmony"),
+    (" to=functions.", "harmony"),
     ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
     ("<tool_call>", "hermes"),
+    ("<|tool_call|>", "granite"),
     ("func_name1(", "pythonic"),
     ('"parameters"', "llama3_json"),
 )
 
 
-def tool_format(name: str | None, template: str) -> ToolFormat:
-    """The format of this name; None: the one that a chat template speaks of."""
-    return FORMATS[name or _spoken_of(template)]
-
-
-def _spoken_of(template: str) -> str:
+def told_format(template: str) -> str:
+    """The name of the format that the words of a chat template speak of."""
     if CALLS in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return next((name for words, name in TELLING if words in template), "hermes")
