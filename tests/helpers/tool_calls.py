@@ -14,7 +14,6 @@ from jaxspec.serving.tool_formats.parser import ToolParser
 from jaxspec.serving.tool_formats.syntax import CallSyntax
 from tests.helpers.structured_outputs import legal
 
-ID = "a1B2c3D4"  # of calls, with their number behind it
 MOST_WALKED = 600  # tokens
 CLOSING = '"}])<Ċ/'  # letters of a byte-level tokenizer, which writes a line break as Ċ
 
@@ -27,7 +26,6 @@ def written(syntax: CallSyntax, calls: Sequence[Call]) -> str:
     texts = []
     for number, (name, arguments) in enumerate(calls):
         index = f":{syntax.first + number}" if form.numbered else ""
-        index += f"{form.id_mark}{ID}{number}" if form.id_mark else ""
         given = _arguments(syntax, name, arguments)
         texts.append(f"{form.begin}{name}{index}{form.middle}{given}{form.end}")
     return form.section[0] + form.separator.join(texts) + form.section[1]

@@ -1,6 +1,7 @@
 """Calls as each family of models writes them: the grammar takes them, and the parser reads what the
 grammar writes."""
 
+import ast
 import functools
 import itertools
 import json
@@ -40,10 +41,6 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "mistral": (
         f"[TOOL_CALLS]weather[ARGS]{A}",
         f"[TOOL_CALLS]weather[ARGS]{A}[TOOL_CALLS]now[ARGS]{{}}",
-    ),
-    "mistral_ids": (
-        f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D40[ARGS]{A}",
-        f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D40[ARGS]{A}[TOOL_CALLS]now[CALL_ID]a1B2c3D41[ARGS]{{}}",
     ),
     "mistral_v3": (
         f'[TOOL_CALLS][{{"name": "weather", "arguments": {A}}}]',
@@ -335,7 +332,6 @@ def test_what_the_grammar_allows_is_read(form: str, special: bool):
         ("' to=functions.' ... '<|constrain|>json<|message|>'", "harmony"),
         ("' to=functions.' + name", "harmony"),
         ("<seed:tool_call>\n<function=", "seed"),
-        ("'[TOOL_CALLS]' + name + '[CALL_ID]'", "mistral_ids"),
         ("<|tool_call|> ... <tool_response>", "granite"),
         ("{{ messages }}", "hermes"),
     ],
@@ -344,11 +340,50 @@ def test_the_format_is_told_from_the_template(template: str, form: str):
     assert told_format(template) == form
 
 
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        (
+            "harmony",
+            (
+                f" to=functions.weather<|channel|>commentary json<|message|>{A}",
+                f" to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{A}",
+                f"<|channel|>commentary to=functions.weather json<|message|>{A}",
+            ),
+        ),
+        ("mistral", (f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{A}",)),
+        ("pythonic", ("[weather(city='Oslo', days=3)]",)),
+        ("lfm2", ("<|tool_call_start|>[weather(city='Oslo', days=3)]<|tool_call_end|>",)),
+        ("hermes", (f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>\n',)),
+    ],
+)
+def test_other_spellings_of_a_call_are_taken_and_read(form: str, texts: tuple[str, ...]):
+    for text, special in itertools.product(texts, (False, True)):
+        for choice in ("auto", "required"):
+            assert takes(form, text, choice, special=special)
+            assert not takes(form, text.replace("weather", "news"), "required", special=special)
+        for places in ([], range(len(text))):
+            said, found = text_and_calls(parts_of(syntax_of(form), cut(text, [*places])))
+            assert said == "" and [(name, json.loads(one)) for name, one in found] == [
+                ("weather", json.loads(A))
+            ]
+
+
+def test_a_text_in_single_quotes_is_read_as_python_has_it():
+    for quoted in (r"'it\'s'", r"""'a "b"'""", r"'a\\b'", r"'é\n\t'", "''"):
+        call = f"[weather(city={quoted})]"
+        [(_, found)] = text_and_calls(parts_of(syntax_of("pythonic"), [*call]))[1]
+        assert json.loads(found) == {"city": ast.literal_eval(quoted)}
+        assert takes("pythonic", call, "required", special=False)
+
+
 def test_ids_are_as_the_formats_need_them():
     def ids(form: str, text: str, first: int = 0) -> list[str | None]:
         syntax = CallSyntax(FORMATS[form], {"now": {}}, first)
         return [part.id for part in parts_of(syntax, [text]) if part.name]
 
+    written = "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}"
+    assert ids("mistral", written) == ["a1B2c3D4e"]
     mistral = ids("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}")
     assert len(set(mistral)) == 2 and all(re.fullmatch("[a-zA-Z0-9]{9}", i or "") for i in mistral)
     one = "<|tool_call_begin|>functions.now:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"

@@ -73,7 +73,8 @@ class CallGrammar:
         if form.numbered:
             return f"{literal(name)} {NUMBER} {literal(middle)}"
         if form.id_mark:
-            return f"{literal(name + form.id_mark)} {ID % (form.id_length or 0)} {literal(middle)}"
+            label = f"({literal(form.id_mark)} {ID % (form.id_length or 0)})?"
+            return f"{literal(name)} {label} {literal(middle)}"
         return literal(name + middle)
 
     def _body(self, head: tuple[str, str]) -> str:

@@ -40,7 +40,7 @@ class ToolFormat:
       spellings: further pairs of ``begin`` and ``middle``. Only formats whose calls are the whole
         text have any.
       numbered: whether NAME is followed by a colon and the number of the call in the conversation.
-      id_mark: what stands between NAME and an id, where the model writes one.
+      id_mark: what stands between NAME and an id, if the model writes one.
       single: whether a text has at most one call.
       text: what comes before a text without calls.
       id_length: of ids, in letters and digits; None: they are long.
@@ -95,16 +95,8 @@ FORMATS = MappingProxyType(
         "llama3_json": ToolFormat(
             begin='{"name": "', middle='", "parameters": ', end="}", separator="; "
         ),
-        # Mistral, tokenizers of version 11 and later
+        # Mistral, tokenizers of version 11 and later. The templates of version 11 have ids.
         "mistral": ToolFormat(
-            begin="[TOOL_CALLS]",
-            middle="[ARGS]",
-            end="",
-            trigger="[TOOL_CALLS]",
-            id_length=MISTRAL_ID,
-        ),
-        # Mistral Small 3.2
-        "mistral_ids": ToolFormat(
             begin="[TOOL_CALLS]",
             middle="[ARGS]",
             end="",
@@ -265,7 +257,6 @@ TELLING = (
     ("<arg_key>", "glm45"),
     ("<seed:tool_call>", "seed"),
     ("<function=", "qwen3_coder"),
-    ("[CALL_ID]", "mistral_ids"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_v3"),
     ("<|constrain|>", "harmony"),
