@@ -185,7 +185,8 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     )
     sampling = without_bad_words(sampling, request, service)
     is_whole = structured is not None and not free
-    trims = is_json or (form is not None and not free)
+    is_closed = reasoning is not None and reasoning.closed and not request.continue_final_message
+    trims = is_json or (form is not None and not free) or is_closed
     answer = AnswerForm(form, structured=is_whole, trims=trims)
     if reasoning is not None and request.separate_reasoning is not False:
         answer = dataclasses.replace(answer, reasoning=marks, inside=reasoning.inside)

@@ -69,10 +69,7 @@ def tool_use(template: str, render: Render) -> ToolUse:
     written = [text for id_ in IDS if (text := _written(render, [id_], as_text))]
     form: str | None = told_format(template)
     if any(NAME in text for text in written):
-        # Where calls are a part of the text is more telling.
-        names = sorted(FORMATS, key=lambda name: not FORMATS[name].trigger)
-        found = (name for text in written for name in names if _reads(FORMATS[name], text))
-        form = next(found, None)
+        form = _format_of(written)
     both = {"content": "a trial", "reasoning_content": "a trial"}
     return ToolUse(
         shown,
@@ -107,9 +104,27 @@ def _written(
     return whole[same:]
 
 
+def _format_of(written: Sequence[str]) -> str | None:
+    """The format of a call that is written in some ways: that which reads it as it is, or else
+    begins it so but for white space, since some templates quote or indent in a way of their own."""
+    # Formats whose calls are a part of a text are more telling.
+    names = sorted(FORMATS, key=lambda name: not FORMATS[name].trigger)
+    for fits in (_reads, _begins):
+        for name in names:
+            if any(fits(FORMATS[name], text) for text in written):
+                return name
+    return None
+
+
 def _reads(form: ToolFormat, text: str) -> bool:
     """Whether a call that is written so somewhere in a text is read as it is."""
     return any(_is_read(form, text[start:]) for start in _starts(form, text))
+
+
+def _begins(form: ToolFormat, text: str) -> bool:
+    """Whether the text has the beginning of a call, but for white space."""
+    heads = (form.section[0] + begin + NAME + middle for begin, middle in form.heads)
+    return any("".join(head.split()) in "".join(text.split()) for head in heads)
 
 
 def _starts(form: ToolFormat, text: str) -> Iterator[int]:

@@ -69,7 +69,8 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     ),
     "granite": (
         f'<|tool_call|>[{{"name": "weather", "arguments": {A}}}]',
-        f'<|tool_call|>[{{"name": "weather", "arguments": {A}}}, {{"name": "now", "arguments": {{}}}}]',
+        f'<|tool_call|>[{{"name": "weather", "arguments": {A}}}, '
+        '{"name": "now", "arguments": {}}]',
     ),
     "glm45": (
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
@@ -349,6 +350,13 @@ def test_the_format_is_told_from_the_template(template: str, form: str):
                 f" to=functions.weather<|channel|>commentary json<|message|>{A}",
                 f" to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{A}",
                 f"<|channel|>commentary to=functions.weather json<|message|>{A}",
+            ),
+        ),
+        (
+            "mistral_v3",
+            (
+                f'[TOOL_CALLS][{{"name": "weather", "arguments": {A}, "id": "a1B2c3D4e"}}]',
+                f'[TOOL_CALLS] [{{"name": "weather", "arguments": {A}}}]',
             ),
         ),
         ("mistral", (f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{A}",)),

@@ -23,8 +23,8 @@ from jaxspec.serving.tool_formats.table import Parameters
 NAME = r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}"
 
 
-# A text as Python writes it; escapes are those of JSON too.
-QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
+# A text as Python writes it, and templates that know no escapes; escapes are those of JSON too.
+QUOTED = r"""/'([^'\\\x00-\x08\x0b-\x1f]|\\['"\\nrt])*'/"""
 # Python's words for values of these types.
 WORDS = MappingProxyType({"boolean": ('"True"', '"False"'), "null": ('"None"',)})
 

@@ -47,25 +47,25 @@ class CallGrammar:
 
     def calls(self) -> str:
         """The grammar of calls alone."""
-        return self._rules.lark(f"{BLANK_LINE} {self._calls(self._form.opening)}")
+        return self._rules.lark(f"{BLANK_LINE} {self._calls(self._opening())}")
 
     def calls_or_text(self) -> str:
         """The grammar of free text that may have calls in it, or end with them."""
         form, rules = self._form, self._rules
         if not form.trigger:
             free = f"{rules.literal(form.text)} TEXT" if form.text else _not_beginning(form.opening)
-            return rules.lark(f"{self._calls(form.opening)} | {free}")
-        trigger, rest = rules.until(form.trigger), form.opening.removeprefix(form.trigger)
+            return rules.lark(f"{self._calls(self._opening())} | {free}")
+        trigger, rest = rules.until(form.trigger), self._opening(form.trigger)
         if form.section[1]:
             return rules.lark(f"{trigger} {self._calls(rest)} | TEXT")
-        call = rules.new(f"{trigger} {rules.literal(rest)} {self._body(form.heads[0])}")
+        call = rules.new(f"{trigger} {rest} {self._body(form.heads[0])}")
         return rules.lark(f"{call}* TEXT" if self._several else f"{call} {self._break()} | TEXT")
 
     def calls_or_json(self, schema: str) -> str:
         """The grammar of calls alone, or JSON of a schema alone, which guided_text returned."""
         form, rules = self._form, self._rules
         answer = f"{rules.literal(form.text)} {rules.json(schema)}"
-        return rules.lark(f"{BLANK_LINE} ({self._calls(form.opening)} | {answer})")
+        return rules.lark(f"{BLANK_LINE} ({self._calls(self._opening())} | {answer})")
 
     def _name(self, name: str, middle: str) -> str:
         """What stands between the beginning of a call and its arguments."""
@@ -79,23 +79,34 @@ class CallGrammar:
 
     def _body(self, head: tuple[str, str]) -> str:
         """A call from the name on."""
-        rules = self._rules
+        form, rules = self._form, self._rules
         tools = rules.new(" | ".join(self._tools[head]))
-        return rules.new(f"{tools} {rules.literal(self._form.end)}")
+        label = ""
+        if form.late_id is not None:
+            before, after = map(rules.literal, form.late_id)
+            label = f"({before} {ID % (form.id_length or 0)} {after})?"
+        return rules.new(f"{tools} {label} {rules.literal(form.end)}")
 
     def _calls(self, opening: str) -> str:
         form, literal = self._form, self._rules.literal
         head, *spellings = form.heads
-        body = self._body(head)
-        more = f"({literal(form.further)} {body})*" if self._several else ""
-        calls = f"{literal(opening)} {body} {more} {literal(form.section[1])} {self._break()}"
+        body, line_break = self._body(head), self._break()
+        between = line_break or literal(form.separator)
+        more = f"({between} {literal(form.begin)} {body})*" if self._several else ""
+        calls = f"{opening} {body} {more} {literal(form.section[1])} {line_break}"
         others = [f"{literal(begin)} {self._body((begin, middle))}" for begin, middle in spellings]
         return f"({' | '.join([calls, *others])})" if others else calls
 
+    def _opening(self, read: str = "") -> str:
+        """What comes before the first name, in all ways, without what was read of it."""
+        texts = [text.removeprefix(read) for text in self._form.openings]
+        return f"({' | '.join(self._rules.literal(text) or '""' for text in texts)})"
+
     def _break(self) -> str:
-        """The line break that some models write after the last call, too."""
+        """Line breaks between calls, and after the last: some models leave them out, and others
+        write them there, too."""
         form = self._form
-        return r"/\n?/" if form.separator == "\n" and not form.section[1] else ""
+        return BLANK_LINE if form.separator == "\n" and not form.section[1] else ""
 
 
 def _not_beginning(text: str) -> str:

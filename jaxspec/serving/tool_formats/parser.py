@@ -68,10 +68,14 @@ class ToolParser:
         return None if waits else self._go(self._free)
 
     def _text(self, last: bool) -> list[Part] | None:
-        pending, opening = self._pending, self._form.opening
-        place = pending.find(opening)
+        pending, openings = self._pending, self._form.openings
+        places = [(pending.find(opening), opening) for opening in openings]
+        place, opening = min((found for found in places if found[0] >= 0), default=(-1, ""))
         if place < 0:
-            said = pending[: len(pending) - overlap(pending, opening)].rstrip("\n")
+            held = max(overlap(pending, opening) for opening in openings)
+            said = pending[: len(pending) - held].rstrip("\n")
+            if last and self._calls and not pending.strip("\n"):  # line breaks after the last call
+                return self._drop()
             return self._said(len(pending) if last else len(said))
         said = pending[:place].rstrip("\n")
         self._pending = pending[place + len(opening) :]
@@ -125,6 +129,21 @@ class ToolParser:
         return None
 
     def _closing(self, last: bool) -> list[Part] | None:
+        if self._form.late_id is None:
+            return self._go(self._end_of_call)
+        return self._expect(self._form.late_id[0], self._late_id, last, self._end_of_call)
+
+    def _late_id(self, last: bool) -> list[Part] | None:
+        """An id that comes after the arguments is not told: the call has got another before."""
+        form = self._form
+        assert form.late_id is not None
+        place = self._pending.find(form.late_id[1])
+        if place < 0:
+            return self._drop() if last else None
+        self._cut(place + len(form.late_id[1]))
+        return self._go(self._end_of_call)
+
+    def _end_of_call(self, last: bool) -> list[Part] | None:
         return self._expect(self._form.end, self._next, last)
 
     def _next(self, last: bool) -> list[Part] | None:
@@ -239,11 +258,16 @@ class ToolParser:
 
     # What is pending.
 
-    def _expect(self, text: str, then: State, last: bool) -> list[Part] | None:
-        """The text comes next. What is cut in its midst is no part of the answer."""
-        if not self._take(text) and self._may_come(text):
+    def _expect(
+        self, text: str, then: State, last: bool, otherwise: State | None = None
+    ) -> list[Part] | None:
+        """The text comes next, or not, and ``then`` or ``otherwise`` goes on. What is cut in its
+        midst is no part of the answer."""
+        if self._take(text):
+            return self._go(then)
+        if self._may_come(text):
             return self._drop() if last and self._pending else None
-        return self._go(then)
+        return self._go(otherwise or then)
 
     def _take(self, text: str) -> bool:
         found = self._pending.startswith(text)

@@ -35,12 +35,14 @@ class ToolFormat:
       trigger: what begins calls in the midst of text, the first part of section and begin; empty:
         calls are the whole text.
       section: around all calls.
+      gap: whether a space may follow the trigger: SentencePiece writes it.
       separator: between two calls.
       arguments: how the arguments are written; None: as a JSON object.
       spellings: further pairs of ``begin`` and ``middle``. Only formats whose calls are the whole
         text have any.
       numbered: whether NAME is followed by a colon and the number of the call in the conversation.
       id_mark: what stands between NAME and an id, if the model writes one.
+      late_id: what stands around an id after the arguments, if the model writes one there.
       single: whether a text has at most one call.
       text: what comes before a text without calls.
       id_length: of ids, in letters and digits; None: they are long.
@@ -51,11 +53,13 @@ class ToolFormat:
     end: str
     trigger: str = ""
     section: tuple[str, str] = ("", "")
+    gap: bool = False
     separator: str = ""
     arguments: Parameters | None = None
     spellings: tuple[tuple[str, str], ...] = ()
     numbered: bool = False
     id_mark: str = ""
+    late_id: tuple[str, str] | None = None
     single: bool = False
     text: str = ""
     id_length: int | None = None
@@ -64,6 +68,12 @@ class ToolFormat:
     def opening(self) -> str:
         """What comes before the name of the first call."""
         return self.section[0] + self.begin
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """The opening, in all ways."""
+        spaced = f"{self.trigger} {self.opening.removeprefix(self.trigger)}"
+        return (self.opening, *(spaced,) * self.gap)
 
     @property
     def further(self) -> str:
@@ -111,7 +121,9 @@ FORMATS = MappingProxyType(
             end="}",
             trigger="[TOOL_CALLS]",
             section=("[TOOL_CALLS][", "]"),
+            gap=True,
             separator=", ",
+            late_id=(', "id": "', '"'),
             id_length=MISTRAL_ID,
         ),
         # Llama 4
@@ -263,6 +275,7 @@ TELLING = (
     (" to=functions.", "harmony"),
     ("<|tool_call_start|>", "lfm2"),
     ("<|tool_list_start|>", "lfm2"),
+    ('"List of tools: ["', "lfm2"),
     ("<tool_call>", "hermes"),
     ("<|tool_call|>", "granite"),
     ("func_name1(", "pythonic"),
