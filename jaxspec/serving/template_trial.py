@@ -129,10 +129,9 @@ def _begins(form: ToolFormat, text: str) -> bool:
 
 def _starts(form: ToolFormat, text: str) -> Iterator[int]:
     """Where the call may begin in the text."""
-    for begin, _ in form.heads:
-        place = text.find(form.section[0] + begin + NAME)
-        if place >= 0:
-            yield place
+    openings = (*form.openings, *(form.section[0] + begin for begin, _ in form.heads))
+    places = (text.find(opening + NAME) for opening in openings)
+    return (place for place in places if place >= 0)
 
 
 def _is_read(form: ToolFormat, text: str) -> bool:
