@@ -1,5 +1,6 @@
 """From OpenAI's messages to what chat templates read."""
 
+import collections
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,29 @@ def template_messages(
 
     Raises FieldError for what is no message, and for what is not text.
     """
-    return [_message(index, message, use) for index, message in enumerate(messages)]
+    found = [_message(index, message, use) for index, message in enumerate(messages)]
+    return found if use is None or not use.single else _one_by_one(found)
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns of one call each, with its results: for a template that takes no more in a turn."""
+    found, left = [], collections.deque(messages)
+    while left:
+        turn = left.popleft()
+        calls = turn.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(turn)
+            continue
+        results = []
+        while left and left[0]["role"] == "tool":
+            results.append(left.popleft())
+        for call in calls:
+            found.append({**turn, "tool_calls": [call]})
+            found += [one for one in results if one.get("tool_call_id") == call.get("id")]
+            results = [one for one in results if one.get("tool_call_id") != call.get("id")]
+            turn = {"role": "assistant", "content": ""}
+        found += results
+    return found
 
 
 def _message(index: int, message: Mapping[str, Any], use: ToolUse | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class ToolUse:
       shown: whether it shows them to the model.
       form: the name of the format in which it writes calls, see FORMATS; None: one that is not
         known.
-      single: whether it refuses messages of several calls.
+      single: whether it refuses messages of several calls, or leaves out all but one of them.
       as_text: whether it takes the arguments of a call as text, and not as an object.
       joins: whether it refuses text beside reasoning in a message of calls: they are one to it.
     """
@@ -67,14 +67,13 @@ def tool_use(template: str, render: Render) -> ToolUse:
         shown = True
     as_text = _takes_text(render)
     written = [text for id_ in IDS if (text := _written(render, [id_], as_text))]
-    form: str | None = told_format(template)
-    if any(NAME in text for text in written):
-        form = _format_of(written)
+    writes = any(NAME in text for text in written)
+    two = _written(render, ["qzxtrial0", "qzxtrial1"], as_text)
     both = {"content": "a trial", "reasoning_content": "a trial"}
     return ToolUse(
         shown,
-        form,
-        single=bool(written) and not _written(render, ["qzxtrial0", "qzxtrial1"], as_text),
+        _format_of(written) if writes else told_format(template),
+        single=writes and two.count(ARGUMENTS["qzx_first"]) < 2,
         as_text=as_text,
         joins=bool(written) and not _written(render, IDS[:1], as_text, both),
     )

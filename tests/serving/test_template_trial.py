@@ -79,7 +79,7 @@ def found(template: str) -> ToolUse:
         # Indented: begun as granite's, but for white space.
         (
             '<|tool_call|>[\n  {\n    "name": "{{ f.name }}",\n    "arguments": {\n'
-            '      "qzx": 1\n    }\n  }\n]',
+            '      "qzx": "{{ f.arguments.qzx_first }}"\n    }\n  }\n]',
             ToolUse(True, "granite"),
         ),
         # Known words, and calls that are written in another way.
@@ -97,6 +97,8 @@ def test_a_template_that_writes_no_calls_tells_the_format_by_its_words():
 
 
 def test_what_a_template_refuses_is_found():
+    first = HEAD + "{% set f = (m.tool_calls or [{}])[0].function %}{{ f and f.name }}"
+    assert found(first + "{% endfor %}").single, "it leaves out a second call"
     calls = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
     assert found(HEAD + ONE + CALLS + calls + END).single
     assert found(HEAD + NOT_TOGETHER + CALLS + calls + END).joins
@@ -114,6 +116,30 @@ def test_a_turn_is_given_as_the_template_takes_it():
     [other] = template_messages([TURN], ToolUse(True, "hermes", as_text=True, joins=True))
     assert other["tool_calls"][0]["function"]["arguments"] == '{"b": "é"}'
     assert (other["reasoning_content"], other["content"]) == ("so\nwell", "")
+
+
+def test_a_template_of_single_calls_gets_turns_of_one_call_each():
+    first, second = CALL, {**CALL, "id": "2"}
+    results = [{"role": "tool", "tool_call_id": i, "content": f"r{i}"} for i in ("2", "1")]
+    turns = [*({"role": "user", "content": "a"}, {**TURN, "tool_calls": [first, second]}), *results]
+    found = template_messages([*turns, TURN], ToolUse(True, "hermes", single=True))
+    said = [
+        (
+            m["role"],
+            m["content"],
+            m.get("reasoning"),
+            [call["id"] for call in m.get("tool_calls", [])],
+        )
+        for m in found
+    ]
+    assert said == [
+        ("user", "a", None, []),
+        ("assistant", "well", "so", ["1"]),
+        ("tool", "r1", None, []),
+        ("assistant", "", None, ["2"]),
+        ("tool", "r2", None, []),
+        ("assistant", "well", "so", ["1"]),
+    ]
 
 
 REQUEST = {
