@@ -56,6 +56,7 @@ OUTSIDE = AnswerForm(reasoning=THINK)
 TOOLS = AnswerForm(HERMES, THINK, inside=True)
 EXACT = AnswerForm(reasoning=THINK, structured=True, trims=True)
 HARMONY = AnswerForm(reasoning=FORMATS["harmony"])
+HARMONY_TOOLS = AnswerForm(CallSyntax(TOOL_FORMATS["harmony"], {"f": {}}), FORMATS["harmony"])
 RESPONSE = AnswerForm(reasoning=FORMATS["think_response"])
 CASES = {
     "written by the model": (
@@ -81,6 +82,13 @@ CASES = {
         "<|end|><|start|>assistant<|channel|>analysis<|message|>c<|end|><|start|>assistant"
         "<|channel|>final<|message|>d",
         ("ac", "bd", []),
+    ),
+    "harmony before a call": (
+        HARMONY_TOOLS,
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b"
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"a": 1}',
+        ("a", "b", ['{"a": 1}']),
     ),
     "harmony without": (HARMONY, "<|channel|>final<|message|>d", ("", "d", [])),
     "response": (

@@ -115,6 +115,8 @@ SPECIAL = [
         "[CALL_ID]",
         "<seed:tool_call>",
         "<|tool_call|>",
+        "<|start|>",
+        "<|end|>",
         "<|channel|>",
         "<|constrain|>",
         "<|message|>",
@@ -375,6 +377,15 @@ def test_other_spellings_of_a_call_are_taken_and_read(form: str, texts: tuple[st
             assert said == "" and [(name, json.loads(one)) for name, one in found] == [
                 ("weather", json.loads(A))
             ]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_gpt_oss_may_say_something_before_a_call(special: bool):
+    [call] = PUBLISHED["harmony"]
+    text = f"<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant{call}"
+    assert takes("harmony", text, special=special)
+    assert not takes("harmony", text, "required", special=special)
+    assert not takes("harmony", text.replace("weather", "news"), special=special)
 
 
 def test_a_text_in_single_quotes_is_read_as_python_has_it():

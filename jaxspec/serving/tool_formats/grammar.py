@@ -54,7 +54,10 @@ class CallGrammar:
         form, rules = self._form, self._rules
         if not form.trigger:
             free = f"{rules.literal(form.text)} TEXT" if form.text else _not_beginning(form.opening)
-            return rules.lark(f"{self._calls(self._opening())} | {free}")
+            before = ""
+            if form.preamble is not None:
+                before = f"({rules.literal(form.preamble[0])} {rules.until(form.preamble[1])})?"
+            return rules.lark(f"{before} {self._calls(self._opening())} | {free}")
         trigger, rest = rules.until(form.trigger), self._opening(form.trigger)
         if form.section[1]:
             return rules.lark(f"{trigger} {self._calls(rest)} | TEXT")

@@ -32,6 +32,8 @@ class ToolParser:
         self._syntax, self._form = syntax, syntax.form
         self._state: State = self._text if syntax.form.trigger else self._start
         self._pending = ""
+        begins = (syntax.form.section[0] + begin for begin, _ in syntax.form.heads)
+        self._openings = tuple(dict.fromkeys((*syntax.form.openings, *begins)))
         self._opened = ""  # what was read of a call before its name
         self._middles: tuple[str, ...] = ()  # what may come after it
         self._calls, self._number = 0, syntax.first
@@ -57,18 +59,17 @@ class ToolParser:
 
     def _start(self, last: bool) -> list[Part] | None:
         """Calls are the whole text, if there are any."""
-        form, section = self._form, self._form.section[0]
-        for begin, _ in form.heads:
-            if self._take(section + begin):
-                return self._begin(section + begin, begin)
+        form = self._form
+        for opening in self._openings:
+            if self._take(opening):
+                return self._begin(opening)
         if form.text and self._take(form.text):
             return self._go(self._free)
-        may_come = [form.text, *(section + begin for begin, _ in form.heads)]
-        waits = not last and any(map(self._may_come, may_come))
+        waits = not last and any(map(self._may_come, (form.text, *self._openings)))
         return None if waits else self._go(self._free)
 
     def _text(self, last: bool) -> list[Part] | None:
-        pending, openings = self._pending, self._form.openings
+        pending, openings = self._pending, self._openings
         places = [(pending.find(opening), opening) for opening in openings]
         place, opening = min((found for found in places if found[0] >= 0), default=(-1, ""))
         if place < 0:
@@ -79,10 +80,12 @@ class ToolParser:
             return self._said(len(pending) if last else len(said))
         said = pending[:place].rstrip("\n")
         self._pending = pending[place + len(opening) :]
-        self._begin(pending[len(said) : place] + opening, self._form.begin)
+        self._begin(pending[len(said) : place] + opening)
         return [Part(said)]
 
     def _free(self, last: bool) -> list[Part] | None:
+        if self._form.preamble is not None:
+            return self._text(last)
         return self._said(len(self._pending))
 
     def _said(self, characters: int) -> list[Part] | None:
@@ -90,9 +93,10 @@ class ToolParser:
 
     # The head of a call, and what follows the arguments.
 
-    def _begin(self, opened: str, begin: str) -> list[Part]:
-        self._opened = opened
-        self._middles = tuple(middle for other, middle in self._form.heads if other == begin)
+    def _begin(self, opened: str) -> list[Part]:
+        self._opened, heads = opened, self._form.heads
+        begin = max((begin for begin, _ in heads if opened.endswith(begin)), key=len)
+        self._middles = tuple(middle for other, middle in heads if other == begin)
         return self._go(self._head)
 
     def _head(self, last: bool) -> list[Part] | None:
@@ -153,7 +157,7 @@ class ToolParser:
         if not close and form.trigger:
             return self._expect(form.separator, self._text, last)
         if self._take(form.further):
-            return self._begin(form.further, form.begin)
+            return self._begin(form.further)
         if close and self._take(close):
             return self._go(self._free)
         if any(self._may_come(text) for text in (form.further, close)):

@@ -45,6 +45,7 @@ class ToolFormat:
       late_id: what stands around an id after the arguments, if the model writes one there.
       single: whether a text has at most one call.
       text: what comes before a text without calls.
+      preamble: what stands around text before a call, where calls are not in the midst of text.
       id_length: of ids, in letters and digits; None: they are long.
     """
 
@@ -62,6 +63,7 @@ class ToolFormat:
     late_id: tuple[str, str] | None = None
     single: bool = False
     text: str = ""
+    preamble: tuple[str, str] | None = None
     id_length: int | None = None
 
     @property
@@ -256,6 +258,7 @@ FORMATS = MappingProxyType(
             ),
             single=True,
             text="<|channel|>final<|message|>",
+            preamble=("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
         ),
     }
 )
