@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 
+from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion
 from jaxspec.serving.chat import PreparedChat
 from jaxspec.serving.errors import ApiError, api_error
@@ -23,7 +24,7 @@ type Event = dict[str, Any]  # with its "type"
 class AnswerWriter(abc.ABC):
     """Writes one answer: ``begin``, ``push`` for its parts, then ``end`` or ``failed``.
 
-    Each returns the events that are new.
+    Each returns the events that are new. ``tokens`` are told before the parts that they make.
     """
 
     prepared: PreparedChat
@@ -31,6 +32,10 @@ class AnswerWriter(abc.ABC):
     @abc.abstractmethod
     def begin(self) -> list[Event]:
         """Before the first part."""
+
+    @abc.abstractmethod
+    def tokens(self, entries: Sequence[TokenLogprob]) -> None:
+        """Log-probabilities of new tokens, which not every API tells."""
 
     @abc.abstractmethod
     def push(self, parts: Sequence[Part]) -> list[Event]:
@@ -96,6 +101,7 @@ async def answer(prepare: Preparing, told: Told) -> BaseModel:
     )
     told.ended(prepared, [completion])
     writer.begin()
+    writer.tokens(completion.logprobs or [])
     writer.push(prepared.parser().push(completion.text, last=True))
     writer.end(completion)
     return writer.whole()
@@ -133,6 +139,7 @@ async def stream(writer: AnswerWriter, told: Told) -> AsyncGenerator[Event, None
                 events += writer.end(chunk)
             else:
                 told.spend(len(chunk.token_ids))
+                writer.tokens(chunk.logprobs or [])
                 events += writer.push(parser.push(chunk.text, last=chunk.done))
             for event in events:
                 yield event

@@ -316,7 +316,7 @@ def test_all_that_is_wrong_is_told_at_once(llm: LLM):
         ({"tools": [{**STRICT, "parameters": {"not": {}}}]}, "tools.0.parameters"),
         ({"tools": [{**TOOLS[0], "name": "a b"}]}, "tools.0.name"),
         ({"tool_choice": {"type": "function", "name": "fly"}, "tools": TOOLS}, "tool_choice"),
-        ({"include": ["message.output_text.logprobs"]}, "include.0"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"model": "other"}, "model"),

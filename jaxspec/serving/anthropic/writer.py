@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion
 from jaxspec.serving import results
 from jaxspec.serving.answers import AnswerWriter, Event, new_id
@@ -74,6 +75,9 @@ class MessageWriter(AnswerWriter):
 
     def begin(self) -> list[Event]:
         return [{"type": "message_start", "message": self._message.model_dump()}]
+
+    def tokens(self, entries: Sequence[TokenLogprob]) -> None:
+        """Messages have no log-probabilities."""
 
     def push(self, parts: Sequence[Part]) -> list[Event]:
         events: list[Event] = []

@@ -11,7 +11,8 @@ from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
 from jaxspec.serving.protocol.sampling import SamplingControls
 
 # What may be asked for beside the answer. Reasoning is sent as it is, never encrypted.
-type Include = Literal["reasoning.encrypted_content"]
+LOGPROBS = "message.output_text.logprobs"
+type Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 def _parts(value: Any) -> Any:
@@ -186,7 +187,6 @@ class ResponsesRequest(SamplingControls):
             "reasoning_effort": ((), "use reasoning.effort"),
             "response_format": ((), "use text.format"),
             "structured_outputs": ((), "use text.format"),
-            "top_logprobs": ((0,), "use /v1/chat/completions"),
             "truncation": (("disabled",), "shorten the input"),
         }
     )
@@ -204,6 +204,7 @@ class ResponsesRequest(SamplingControls):
     reasoning: Reasoning | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)  # as in chats
     include: list[Include] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     store: bool | None = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -259,7 +260,7 @@ class ResponseObject(ResponseBody):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_logprobs: Literal[0] = 0
+    top_logprobs: int = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

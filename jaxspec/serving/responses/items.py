@@ -3,10 +3,12 @@
 Each gives the events that tell of it: their types and fields.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.serving.answers import new_id
 from jaxspec.serving.parts import Part
+from jaxspec.serving.responses.logprobs import without_bytes
 
 type Told = tuple[str, dict[str, Any]]
 
@@ -19,7 +21,7 @@ class TextItem:
         self._kind = "reasoning_text" if part.reasoning else "output_text"
         self.id = new_id("rs" if part.reasoning else "msg")
         self._where = {"item_id": self.id, "content_index": 0}
-        self._more = {} if part.reasoning else {"logprobs": []}
+        self._logprobs: list[dict[str, Any]] = []
 
     def takes(self, part: Part) -> bool:
         """Whether a part belongs to it."""
@@ -31,12 +33,15 @@ class TextItem:
             ("response.content_part.added", {**self._where, "part": self._content("")}),
         ]
 
-    def push(self, part: Part) -> list[Told]:
+    def push(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> list[Told]:
+        """``logprobs``: of the part's tokens, if they are asked for."""
         self._text += part.text
-        return [(f"response.{self._kind}.delta", {**self._where, "delta": part.text, **self._more})]
+        self._logprobs += logprobs
+        delta = {"delta": part.text, **self._more(logprobs)}
+        return [(f"response.{self._kind}.delta", {**self._where, **delta})]
 
     def closing(self, status: str) -> list[Told]:
-        text = {"text": self._text, **self._more}
+        text = {"text": self._text, **self._more(self._logprobs)}
         return [
             (f"response.{self._kind}.done", {**self._where, **text}),
             ("response.content_part.done", {**self._where, "part": self._content(self._text)}),
@@ -47,9 +52,15 @@ class TextItem:
         """As it stands in the output."""
         return self._item([self._content(self._text)], status)
 
+    def _more(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What events have beside the text."""
+        return {} if self._reasons else {"logprobs": without_bytes(logprobs)}
+
     def _content(self, text: str) -> dict[str, Any]:
         content = {"type": self._kind, "text": text}
-        return content if self._reasons else {**content, "annotations": [], "logprobs": []}
+        if self._reasons:
+            return content
+        return {**content, "annotations": [], "logprobs": self._logprobs if text else []}
 
     def _item(self, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
         if self._reasons:
@@ -73,7 +84,8 @@ class CallItem:
     def opening(self) -> list[Told]:
         return [("response.output_item.added", {"item": self.item("in_progress")})]
 
-    def push(self, part: Part) -> list[Told]:
+    def push(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> list[Told]:
+        """``logprobs`` are of texts alone."""
         self._arguments += part.text
         told = {"item_id": self.id, "delta": part.text}
         return [("response.function_call_arguments.delta", told)]

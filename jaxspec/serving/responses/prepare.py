@@ -9,8 +9,10 @@ from pydantic import TypeAdapter
 from jaxspec.serving import chat, results
 from jaxspec.serving.answers import new_id, renamed_errors
 from jaxspec.serving.errors import ascii_json, validated
+from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.responses import (
+    LOGPROBS,
     AllowedTools,
     FunctionTool,
     Items,
@@ -70,6 +72,9 @@ def chat_request(request: ResponsesRequest, messages: list[dict[str, Any]]) -> C
     instructions = request.instructions
     first = [] if instructions is None else [{"role": "system", "content": instructions}]
     effort = None if request.reasoning is None else request.reasoning.effort
+    logprobs = LOGPROBS in (request.include or ())
+    if request.top_logprobs and not logprobs:
+        raise FieldError("top_logprobs", f"top_logprobs needs include to have {LOGPROBS}")
     fields |= {
         "model": request.model,
         "messages": [*first, *messages],
@@ -77,6 +82,8 @@ def chat_request(request: ResponsesRequest, messages: list[dict[str, Any]]) -> C
         "tools": None if request.tools is None else [_tool(tool) for tool in request.tools],
         "tool_choice": _choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
+        "logprobs": logprobs,
+        "top_logprobs": request.top_logprobs if logprobs else None,
         "response_format": _response_format(request),
         "reasoning_effort": effort,
         "thinking_token_budget": request.thinking_token_budget,
@@ -136,6 +143,7 @@ def _beginning(request: ResponsesRequest, prepared: chat.PreparedChat) -> Respon
         text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
         tool_choice=_told(request.tool_choice),
         tools=[tool.model_dump() for tool in request.tools or []],
+        top_logprobs=request.top_logprobs or 0,
         top_p=sampling.top_p,
         user=request.user,
     )

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.completion import Completion
 from jaxspec.serving import results
 from jaxspec.serving.answers import AnswerWriter, Event
@@ -18,6 +19,7 @@ from jaxspec.serving.protocol.responses import (
 )
 from jaxspec.serving.protocol.sampling import Usage
 from jaxspec.serving.responses.items import CallItem, TextItem, Told
+from jaxspec.serving.responses.logprobs import TextTokens, content_logprobs
 
 
 class ResponseWriter(AnswerWriter):
@@ -37,9 +39,14 @@ class ResponseWriter(AnswerWriter):
         self.prepared, self._response, self._keep = prepared, response, keep
         self._items: list[TextItem | CallItem] = []  # the last one grows
         self._number = itertools.count()
+        self._tokens = TextTokens(prepared) if prepared.request.logprobs else None
 
     def begin(self) -> list[Event]:
         return [self._of_response("created"), self._of_response("in_progress")]
+
+    def tokens(self, entries: Sequence[TokenLogprob]) -> None:
+        if self._tokens is not None:
+            self._tokens.add(entries)
 
     def push(self, parts: Sequence[Part]) -> list[Event]:
         events: list[Event] = []
@@ -47,7 +54,7 @@ class ResponseWriter(AnswerWriter):
             if not self._items or not self._items[-1].takes(part):
                 events += [*self._close("completed"), *self._open(part)]
             if part.text:
-                events += self._of_item(self._items[-1].push(part))
+                events += self._of_item(self._items[-1].push(part, self._logprobs(part)))
         return events
 
     def end(self, completion: Completion) -> list[Event]:
@@ -75,6 +82,13 @@ class ResponseWriter(AnswerWriter):
 
     def whole(self) -> ResponseObject:
         return self._response
+
+    def _logprobs(self, part: Part) -> list[dict[str, Any]]:
+        """Of the tokens of a text, if they are asked for."""
+        if self._tokens is None or part.call is not None:
+            return []
+        tokens = self._tokens.take(part.text)
+        return [] if part.reasoning else content_logprobs(self.prepared, tokens)
 
     def _open(self, part: Part) -> list[Event]:
         self._items.append(TextItem(part) if part.call is None else CallItem(part))
