@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from fastapi import FastAPI
+from pydantic import Field
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -43,6 +44,21 @@ class WeightsFromDisk(RequestBody):
 
 class NewVersion(RequestBody):
     new_version: str
+
+
+class Aborted(RequestBody):
+    """vLLM's: all requests. One alone ends when its client goes away."""
+
+    request_ids: list[str] | None = Field(None, max_length=0)
+
+
+class Ended(ResponseBody):
+    status: Literal["aborted"] = "aborted"
+    aborted: int
+
+
+class Version(ResponseBody):
+    weight_version: str | None
 
 
 class Done(ResponseBody):
@@ -79,6 +95,13 @@ class Control:
         for llm in self._service.llm.replicas:
             await llm.engine.pause(False)
         self._kept = self._service.paused = False
+
+    def abort(self) -> int:
+        """End what is under way, and go on taking requests: the number of requests that ended."""
+        under_way = self._service.under_way
+        for llm in self._service.llm.replicas:
+            llm.engine.abort_all()
+        return under_way
 
     async def reset_prefix_cache(self) -> None:
         """Raises ApiError while requests are under way."""
@@ -174,6 +197,10 @@ def make_admin(service: Service) -> FastAPI:
         await control.resume()
         return Paused(is_paused=False)
 
+    @app.post("/abort_requests")
+    async def abort(body: Aborted) -> Ended:
+        return Ended(aborted=control.abort())
+
     @app.get("/is_paused")
     async def is_paused() -> Paused:
         return Paused(is_paused=control.is_paused)
@@ -197,6 +224,10 @@ def make_admin(service: Service) -> FastAPI:
     async def version() -> Done:
         return _done("the version of the weights")
 
+    @app.get("/weight_info")
+    async def weight_info() -> Version:
+        return Version(weight_version=service.weight_version)
+
     def _done(message: str) -> Done:
         return Done(message=message, weight_version=service.weight_version)
 
@@ -208,8 +239,9 @@ class Admin:
 
     PATHS = frozenset(
         {
-            *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+            *("/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache"),
             *("/update_weights_from_disk", "/update_weight_version", "/get_weight_version"),
+            "/weight_info",
         }
     )
 

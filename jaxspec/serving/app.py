@@ -65,6 +65,8 @@ from jaxspec.serving.streaming import (
 from jaxspec.serving.tracing import Spans
 
 FOLDER = Path(__file__).parent / "page"
+# Fields of `/tokenize` for messages alone.
+OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 CLIENT_GONE = 499  # nobody sees it but the log
 # For the OpenAPI document; ApiKeys looks at the keys, before anything of a request is read.
 API_KEY = HTTPBearer(scheme_name="api_key", description="an API key", auto_error=False)
@@ -146,6 +148,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.head("/ping", include_in_schema=False)
     @app.get("/health")
     @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
     async def health() -> Response:
         service.check()  # or the state, and 503
         programs = {**dataclasses.asdict(service.warm_up), "compiling": service.compiling}
@@ -154,6 +157,10 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": service.under_way})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
@@ -264,6 +271,10 @@ def _add_tokens(app: APIRouter, service: Service) -> None:
         length = service.max_length
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("prompt", "give prompt or messages")
+        defaults = TokenizeRequest.model_fields
+        of_chats = [name for name in OF_CHATS if getattr(body, name) != defaults[name].default]
+        if body.prompt is not None and of_chats:
+            raise FieldError(of_chats[0], f"{of_chats[0]} belongs to messages")
         if body.prompt is not None:
             check_length("prompt", body.prompt, length)
             special = body.add_special_tokens is not False
@@ -273,8 +284,7 @@ def _add_tokens(app: APIRouter, service: Service) -> None:
         elif body.add_special_tokens:
             raise FieldError("add_special_tokens", "the chat template has the special tokens")
         else:
-            begins = body.add_generation_prompt
-            fields = {"messages": body.messages, "add_generation_prompt": begins}
+            fields = body.model_dump(include={"messages", *OF_CHATS})
             ids = await chat.prompt_ids(service, ChatRequest.model_validate(fields))
         texts = [service.texts.of(token) for token in ids] if body.return_token_strs else None
         return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=length, token_strs=texts)

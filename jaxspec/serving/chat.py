@@ -43,6 +43,7 @@ from jaxspec.serving.sampling import (
     sampling_params,
     text_options,
     tokens_left,
+    truncated,
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
@@ -277,8 +278,7 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
         )
     except ValueError as error:
         raise FieldError("messages", str(error)) from error
-    keep = request.truncate_prompt_tokens
-    return prompt if keep is None else prompt[-keep:]
+    return truncated(prompt, request)
 
 
 def _message(parts: Sequence[Part]) -> ChatMessage:

@@ -25,6 +25,7 @@ from jaxspec.serving.sampling import (
     sampling_params,
     text_options,
     tokens_left,
+    truncated,
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
@@ -152,8 +153,7 @@ async def prepare(service: Service, request: CompletionRequest) -> PreparedCompl
     service.check(request.model)
     _check_together(request)
     tokens = await service.llm.tokenize(_prompts(request, service.max_length))
-    if request.truncate_prompt_tokens is not None:
-        tokens = [ids[-request.truncate_prompt_tokens :] for ids in tokens]
+    tokens = [truncated(ids, request) for ids in tokens]
     structured = structured_output(request, whitespace=service.json_whitespace)
     stops = service.llm.llm.params.target.config.stop_token_ids
     other: dict[str, Any] = {"trees": service.shows_trees and request.return_speculation}

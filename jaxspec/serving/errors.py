@@ -174,6 +174,9 @@ def add_handlers(app: FastAPI, on_full: Callable[[], None]) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, QueueFull):
             on_full()
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            message = f"there is no {request.method} {get_route_path(request.scope)[:80]}"
+            error = ApiError(404, message, kind="not_found_error", code="unknown_url")
         return api_error(error).response(request.scope)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ValueError, QueueFull):

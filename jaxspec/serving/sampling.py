@@ -71,6 +71,14 @@ def text_options(request: SamplingFields) -> TextOptions:
     return TextOptions(request.skip_special_tokens, request.include_stop_str_in_output)
 
 
+def truncated(prompt: list[int], request: SamplingFields) -> list[int]:
+    """The tokens of a prompt that are read."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    return prompt[:keep] if request.truncation_side == "right" else prompt[-keep:]
+
+
 def tokens_left(
     prompt: list[int], wanted: int | None, service: Service, default: int | None
 ) -> int:

@@ -13,7 +13,7 @@ from jaxspec.serving.errors import ApiError
 from jaxspec.serving.rates import Rates
 
 PAGE = ("/", "/style.css", "/tree.js", "/app.js")
-OPEN = (*PAGE, "/health", "/ping", "/version", "/metrics")  # paths that need no key
+OPEN = (*PAGE, "/health", "/ping", "/version", "/metrics", "/load")  # need no key
 MOST_BYTES = 8 * 2**20  # of a body; while JSON is read, nobody else is served
 MOST_SECONDS = 60.0  # until all of it has come
 REST_SECONDS = 0.5  # for what still comes of a request that is refused

@@ -54,6 +54,7 @@ async def prepare(
         "top_p": request.top_p,
         "top_k": request.top_k,
         "stop": request.stop_sequences,
+        "cache_salt": request.cache_salt,
     }
     with renamed_errors(NAMES):
         prepared = await chat.prepare(service, await chat_request(service, request, fields))
@@ -137,12 +138,13 @@ def _response_format(request: CountRequest) -> dict[str, Any] | None:
 
 
 def _thinking(request: CountRequest) -> dict[str, Any]:
-    """Fields that turn reasoning on or off, and bound it."""
+    """Variables of the template, fields that turn reasoning on or off, and bound it."""
     thinking = request.thinking
+    given = request.chat_template_kwargs or {}
     if thinking is None or thinking.type == "adaptive":
-        return {}
+        return {"chat_template_kwargs": given}
     is_on = thinking.type == "enabled"
-    found: dict[str, Any] = {"chat_template_kwargs": dict.fromkeys(THINKING, is_on)}
+    found: dict[str, Any] = {"chat_template_kwargs": {**dict.fromkeys(THINKING, is_on), **given}}
     if is_on:
         found["thinking_token_budget"] = thinking.budget_tokens
     return found

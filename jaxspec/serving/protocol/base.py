@@ -22,7 +22,7 @@ ROUTER_FIELDS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 # completions there is no reasoning to leave out.
 HINTS = frozenset(
     {
-        *("request_id", "service_tier", "store", "verbosity"),
+        *("request_id", "service_tier", "session_id", "store", "verbosity"),
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"),
         *("include_reasoning", "separate_reasoning", "stream_reasoning"),
     }
@@ -35,8 +35,22 @@ IDLE = object()  # the value of a field that asks for nothing
 # Fields that cannot be honoured: the values that ask for nothing (besides null), and what to do.
 type Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
+# vLLM's, of every API.
+REFUSED_EVERYWHERE: Refused = MappingProxyType(
+    {
+        "ec_transfer_params": ((), "leave it out"),
+        "kv_transfer_params": ((), "leave it out"),
+        "media_io_kwargs": ((), "only text is read"),
+        "mm_payload": (("tensors",), "only text is read"),
+        "mm_processor_kwargs": ((), "only text is read"),
+        "return_mm_kwargs": ((False,), "only text is read"),
+        "vllm_xargs": ((), "leave it out"),
+        "watermarking": ((False,), "texts have no watermark"),
+    }
+)
 REFUSED: Refused = MappingProxyType(
     {
+        **REFUSED_EVERYWHERE,
         "add_special_tokens": ((True,), "give the prompt as token ids"),
         "detokenize": ((True,), "ask for return_token_ids"),
         "early_stopping": ((False,), "there is no beam search: sample n texts"),
@@ -44,14 +58,18 @@ REFUSED: Refused = MappingProxyType(
         "guided_grammar": ((), "use structured_outputs.grammar"),
         "guided_json": ((), "use structured_outputs.json"),
         "guided_regex": ((), "use structured_outputs.regex"),
-        "kv_transfer_params": ((), "leave it out"),
         "length_penalty": ((1.0,), "there is no beam search: sample n texts"),
+        "logprob_token_ids": (([],), "ask for the likeliest, with logprobs"),
         "lora_path": ((), "merge the adapter into the model"),
+        "repetition_detection": ((), "use repetition_penalty, or stop"),
+        "return_token_offsets": ((False,), "use /tokenize, with return_token_strs"),
         "return_tokens_as_token_ids": ((False,), "ask for return_token_ids"),
+        "return_weight_versions": ((False,), "answers have a weight_version, if there are several"),
+        "routed_experts_prompt_start": ((0,), "which experts are chosen is not told"),
         "spaces_between_special_tokens": ((True,), "leave it out"),
+        "stream_interval": ((1,), "a chunk has the tokens of a call: see --rounds-per-call"),
         "thinking_token_budget": ((-1,), "use /v1/chat/completions"),
         "use_beam_search": ((False,), "sample n texts"),
-        "vllm_xargs": ((), "leave it out"),
     }
 )
 

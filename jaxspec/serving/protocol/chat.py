@@ -65,9 +65,9 @@ class ChatRequest(SamplingFields):
             "echo": ((False,), "use /v1/completions"),
             "function_call": ((), "use tool_choice"),
             "functions": (([],), "use tools"),
-            "mm_processor_kwargs": ((), "only text is read"),
             "modalities": ((["text"],), "only text is generated"),
             "moderation": ((), "leave it out"),
+            "return_prompt_text": ((False,), "use /tokenize, with return_token_strs"),
             "prediction": ((), "the server drafts by itself: leave it out"),
             "web_search_options": ((), "give a tool of your own"),
         }

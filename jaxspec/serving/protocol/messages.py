@@ -5,10 +5,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from jaxspec.serving.protocol.base import FieldError, Refused, RequestBody, ResponseBody
+from jaxspec.serving.protocol.base import (
+    REFUSED_EVERYWHERE,
+    FieldError,
+    Refused,
+    RequestBody,
+    ResponseBody,
+)
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
 from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
-from jaxspec.serving.protocol.sampling import Stops
+from jaxspec.serving.protocol.sampling import MOST_SALT_CHARACTERS, Stops
 
 LEAST_BUDGET = 1024
 # Fields that change no text, or are hints to Anthropic's caches, queues and places.
@@ -183,6 +189,7 @@ class CountRequest(RequestBody):
     hints: ClassVar = IGNORED
     refused: ClassVar[Refused] = MappingProxyType(
         {
+            **REFUSED_EVERYWHERE,
             "fallbacks": (([],), "leave it out"),
             "mcp_servers": (([],), "give tools of your own"),
         }
@@ -196,6 +203,7 @@ class CountRequest(RequestBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # as older clients give output_config.format
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's; they win over ``thinking``
     thread: dict[str, Any] | None = None  # refused such that clients do without it
 
 
@@ -205,6 +213,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)  # vLLM's
     stream: bool | None = False
 
 

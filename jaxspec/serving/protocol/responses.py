@@ -5,7 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
-from jaxspec.serving.protocol.base import HINTS, Refused, RequestBody, ResponseBody
+from jaxspec.serving.protocol.base import (
+    HINTS,
+    REFUSED_EVERYWHERE,
+    Refused,
+    RequestBody,
+    ResponseBody,
+)
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
 from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
 from jaxspec.serving.protocol.sampling import SamplingControls
@@ -176,16 +182,22 @@ class ResponsesRequest(SamplingControls):
     hints: ClassVar = HINTS - {"include_reasoning", "separate_reasoning"} | {"prompt_cache_options"}
     refused: ClassVar[Refused] = MappingProxyType(
         {
+            **REFUSED_EVERYWHERE,
             "background": ((False,), "wait for the response, or stream it"),
             "context_management": (([],), "shorten the input"),
             "conversation": ((), "use previous_response_id"),
+            "enable_response_messages": ((False,), "use /v1/chat/completions"),
+            "include_reasoning": ((True,), "leave out the items of reasoning"),
+            "include_stop_str_in_output": ((False,), "use /v1/chat/completions"),
             "max_tokens": ((), "use max_output_tokens"),
             "messages": ((), "use input"),
             "moderation": ((), "leave it out"),
             "n": ((1,), "ask several times"),
+            "previous_input_messages": ((), "use input"),
             "prompt": ((), "give instructions and input"),
             "reasoning_effort": ((), "use reasoning.effort"),
             "response_format": ((), "use text.format"),
+            "spaces_between_special_tokens": ((True,), "leave it out"),
             "structured_outputs": ((), "use text.format"),
             "truncation": (("disabled",), "shorten the input"),
         }

@@ -1,6 +1,6 @@
 """The fields that chat and text completions share."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, Tag
 
@@ -95,6 +95,7 @@ class SamplingFields(SamplingControls):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
+    truncation_side: Literal["left", "right"] | None = None  # which is cut off; left by default
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
     stream: bool | None = False

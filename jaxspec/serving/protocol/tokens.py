@@ -1,10 +1,12 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from jaxspec.serving.protocol.base import RequestBody, ResponseBody
+from jaxspec.serving.protocol.base import REFUSED_EVERYWHERE, Refused, RequestBody, ResponseBody
+from jaxspec.serving.protocol.chat import Tools
 from jaxspec.serving.protocol.sampling import TokenIds
 
 
@@ -12,15 +14,25 @@ class TokenizeRequest(RequestBody):
     """A prompt, or a chat's messages.
 
     ``add_special_tokens`` is of prompts: with the tokens that stand around every text. The chat
-    template has its own.
+    template has its own. The fields after ``messages`` are of chats.
     """
+
+    refused: ClassVar[Refused] = MappingProxyType(
+        {
+            **REFUSED_EVERYWHERE,
+            "chat_template": ((), "give it to the server, with --chat-template"),
+        }
+    )
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
 
 class TokenizeResponse(ResponseBody):
