@@ -168,15 +168,21 @@ def _problem(details: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
+def _no_path(request: Request, error: HTTPException) -> ApiError:
+    """For a path that there is not, or not with this method."""
+    message = f"there is no {request.method} {get_route_path(request.scope)[:80]}"
+    kind, code = "not_found_error", "unknown_url"
+    return ApiError(error.status_code, message, kind=kind, code=code, headers=error.headers)
+
+
 def add_handlers(app: FastAPI, on_full: Callable[[], None]) -> None:
     """Answer every exception. ``on_full`` is called when the queue is full."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, QueueFull):
             on_full()
-        if isinstance(error, HTTPException) and error.status_code == 404:
-            message = f"there is no {request.method} {get_route_path(request.scope)[:80]}"
-            error = ApiError(404, message, kind="not_found_error", code="unknown_url")
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = _no_path(request, error)
         return api_error(error).response(request.scope)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ValueError, QueueFull):
