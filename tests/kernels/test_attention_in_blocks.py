@@ -36,11 +36,11 @@ def test_it_is_the_reference(case: Case):
 
 def test_caps_and_sinks():
     case = Case("all", (700, 30), num_tokens=2, **WIDE)
-    arguments = jax.tree.map(widened, make_arguments(case))
+    q, pages, context = jax.tree.map(widened, make_arguments(case))
     sinks = jnp.linspace(-1.0, 2.0, case.num_heads)
     for each in (AttentionOptions(softcap=2.0), AttentionOptions(scale=0.3)):
-        found = paged_attention(*arguments, sinks, options=each)
-        exact = paged_attention(*arguments, sinks, options=each, order_invariant=True)
+        found = paged_attention(q, pages, context, sinks, options=each)
+        exact = paged_attention(q, pages, context, sinks, options=each, order_invariant=True)
         np.testing.assert_allclose(found, exact, atol=2e-6)
 
 

@@ -22,11 +22,8 @@ from pallas_kernels.paged_attention.cases import (
     with_float8_pages,
 )
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
-from pallas_kernels.paged_attention.partial import (
-    PartialAttention,
-    merge_partials,
-    partial_attention,
-)
+from pallas_kernels.paged_attention.partial import partial_attention
+from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials
 from pallas_kernels.paged_attention.tuning import AttentionTuning
 from pallas_kernels.pages import LayerPages
 from tests.helpers.kernels import attention_error, interpreted, lowered

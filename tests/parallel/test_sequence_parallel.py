@@ -22,10 +22,10 @@ from pallas_kernels.paged_attention.cases import (
     parts_of,
     poisoned,
 )
-from pallas_kernels.paged_attention.partial import (
+from pallas_kernels.paged_attention.partial import partial_attention
+from pallas_kernels.paged_attention.parts import (
     PartialAttention,
     merge_partials,
-    partial_attention,
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
