@@ -104,11 +104,8 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self):
-        for name, (holds, rule) in _RULES.items():
-            value = getattr(self, name)
-            if not holds(value):
-                shown = " ".join(reprlib.repr(value).split())  # of arrays: on one line
-                raise ParameterError(name, f"must be {rule}, got {shown}")
+        for name in _RULES:
+            check_parameter(name, getattr(self, name))
         for name, freeze in _FROZEN.items():
             object.__setattr__(self, name, freeze(getattr(self, name)))
         self._check_together()
@@ -211,6 +208,14 @@ class SamplingParams:
         for row, sequence in zip(table, self.bad_sequences, strict=False):
             row[-len(sequence) :] = sequence
         return table
+
+
+def check_parameter(name: str, value: Any) -> None:
+    """Raise ParameterError for what a field of SamplingParams can never be."""
+    holds, rule = _RULES[name]
+    if not holds(value):
+        shown = " ".join(reprlib.repr(value).split())  # of arrays: on one line
+        raise ParameterError(name, f"must be {rule}, got {shown}")
 
 
 def _is_within(low: float, high: float) -> Callable[[Any], bool]:

@@ -136,6 +136,18 @@ def test_parts_of_fields_are_refused_by_name(llm: LLM):
     with_http(llm, test, chat_template=TEMPLATE)
 
 
+@pytest.mark.parametrize("api", LEAST)
+def test_all_that_is_wrong_is_told_at_once(llm: LLM, api: str):
+    wrong = {"temperature": -1, "top_p": 3, "stream": 7, "nonsense": 1, "vllm_xargs": {"a": 1}}
+
+    async def test(http: httpx.AsyncClient) -> str:
+        answer = await http.post(URLS[api], json={**LEAST[api], **wrong})
+        return answer.json()["error"]["message"]
+
+    message = with_http(llm, test, chat_template=TEMPLATE)
+    assert all(name in message for name in wrong), message
+
+
 def test_another_model_is_refused_everywhere(llm: LLM):
     least = {"tokenize": {"prompt": "a"}, "detokenize": {"tokens": [7]}}
     least["count_tokens"] = {"messages": [USER]}

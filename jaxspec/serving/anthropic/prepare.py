@@ -142,7 +142,7 @@ def _thinking(request: CountRequest) -> dict[str, Any]:
     thinking = request.thinking
     given = request.chat_template_kwargs or {}
     if thinking is None or thinking.type == "adaptive":
-        return {"chat_template_kwargs": given}
+        return {"chat_template_kwargs": given} if given else {}
     is_on = thinking.type == "enabled"
     found: dict[str, Any] = {"chat_template_kwargs": {**dict.fromkeys(THINKING, is_on), **given}}
     if is_on:

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
 from jaxspec.serving.protocol.base import (
     REFUSED_EVERYWHERE,
@@ -14,7 +14,7 @@ from jaxspec.serving.protocol.base import (
 )
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
 from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
-from jaxspec.serving.protocol.sampling import MOST_SALT_CHARACTERS, Stops
+from jaxspec.serving.protocol.sampling import MOST_SALT_CHARACTERS, Stops, in_range
 
 LEAST_BUDGET = 1024
 # Fields that change no text, or are hints to Anthropic's caches, queues and places.
@@ -215,6 +215,8 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)  # vLLM's
     stream: bool | None = False
+
+    _in_range = field_validator("temperature", "top_p", "cache_salt")(in_range)
 
 
 class MessagesUsage(ResponseBody):

@@ -2,9 +2,18 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, Tag
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
-from jaxspec.serving.protocol.base import RequestBody, ResponseBody
+from jaxspec.config.sampling_params import ParameterError, check_parameter
+from jaxspec.serving.protocol.base import FieldError, RequestBody, ResponseBody
 from jaxspec.serving.protocol.unions import LIST, OBJECT, TEXT, by_shape
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]  # no "1", and no true
@@ -41,6 +50,27 @@ def _bias(value: Any) -> Any:
     if len(value) > MOST_BIASES:
         raise ValueError(f"at most {MOST_BIASES} tokens may have a bias")
     return {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}
+
+
+# Fields that are checked as they are: they mean the same in SamplingParams.
+RANGED = (
+    *("temperature", "top_p", "min_p", "min_tokens", "logit_bias", "allowed_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt"),
+)
+
+
+def in_range(value: Any, info: ValidationInfo) -> Any:
+    """The value of such a field: so it is told with what else is wrong with a body.
+
+    Raises FieldError.
+    """
+    name = str(info.field_name)
+    try:
+        if value is not None:
+            check_parameter(name, value)
+    except ParameterError as error:
+        raise FieldError(name, str(error)) from error
+    return value
 
 
 class StreamOptions(RequestBody):
@@ -83,6 +113,8 @@ class SamplingControls(RequestBody):
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)
     plain: bool = False  # draft nothing, see SamplingParams
+
+    _in_range = field_validator(*RANGED)(in_range)
 
 
 class SamplingFields(SamplingControls):
