@@ -224,7 +224,7 @@ async def _tool_grammar(
             "start the server with one that the model writes, too, see --tool-format",
         )
     form = dataclasses.replace(FORMATS[name], single=FORMATS[name].single or use.single)
-    return ToolGrammar(request, tools, form, structured)
+    return ToolGrammar(request, tools, form, structured, service.json_whitespace)
 
 
 async def _compiled(service: Service, grammar: ToolGrammar) -> StructuredOutput:

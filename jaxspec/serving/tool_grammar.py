@@ -41,12 +41,14 @@ class ToolGrammar:
     Attributes:
       tools: those that may be called, of the request's.
       answer: what a text without calls must look like: JSON; None: it is free.
+      whitespace: whether the JSON of arguments may have white space.
     """
 
     request: ChatRequest
     tools: Sequence[Tool]
     form: ToolFormat
     answer: StructuredOutput | None = None
+    whitespace: bool = True
 
     def syntax(self) -> CallSyntax:
         """How the text calls the tools. Raises FieldError, see ``compiled``."""
@@ -72,7 +74,7 @@ class ToolGrammar:
             raise FieldError("response_format", f"response_format: {message}")
         loose, started = set[int](), time.thread_time()
         for index, tool in enumerate(self.tools):
-            alone = ToolGrammar(self.request, [tool], self.form)
+            alone = dataclasses.replace(self, tools=[tool], answer=None)
             message = _refusal(alone._grammar([schemas[index]], grammars, set()), grammars)
             if message and tool.function.strict:
                 raise FieldError(self._field(tool), f"{self._field(tool)}: {message}")
@@ -106,7 +108,7 @@ class ToolGrammar:
         request = self.request
         named = isinstance(request.tool_choice, NamedTool)
         several = bool(request.parallel_tool_calls) and not named
-        calls = CallGrammar(self.form, grammars.markers, several)
+        calls = CallGrammar(self.form, grammars.markers, several, self.whitespace)
         for index, (tool, schema) in enumerate(zip(self.tools, schemas, strict=True)):
             calls.add(tool.function.name, schema, index in loose)
         if not is_free(request):

@@ -27,12 +27,13 @@ def matcher_of(
     *tools: dict[str, Any],
     grammars: GrammarCompiler | None = None,
     form: str = "hermes",
+    whitespace: bool = True,
     **fields: Any,
 ) -> Matcher:
     body = {"messages": [{"role": "user"}], "tool_choice": "required", "tools": list(tools)}
     request = ChatRequest.model_validate(body | fields)
     own = grammars or compiler()
-    grammar = ToolGrammar(request, offered_tools(request), FORMATS[form])
+    grammar = ToolGrammar(request, offered_tools(request), FORMATS[form], whitespace=whitespace)
     return own.matcher(grammar.compiled(own))
 
 
@@ -170,3 +171,15 @@ def test_markers_may_be_tokens(special: bool, choice: str):
         started = matcher.copy()
         started.advance(beginning)
         assert legal(started) == words.tokenize_str("\n")
+
+
+def test_arguments_have_white_space_as_other_json():
+    tight, wide = '{"city":"Rome"}', '{"city": "Rome"}'
+    at = {"type": "object", "properties": {"at": CITY}, "required": ["at"]}
+    head, end = "<tool_call>go\n<arg_key>at</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"
+    for whitespace in (True, False):
+        one = matcher_of(tool("go", CITY), whitespace=whitespace)
+        assert takes(one, call("go", tight)) and takes(one, call("go", wide)) == whitespace
+        each = matcher_of(tool("go", at), form="glm45", whitespace=whitespace)
+        assert takes(each, f"{head}{tight}{end}")
+        assert takes(each, f"{head}{wide}{end}") == whitespace

@@ -121,8 +121,8 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-format", choices=REASONING_FORMATS, help="what stands around the model's "
         "reasoning; none: it is content (default: as its chat template tells)")  # fmt: skip
     add("--json-whitespace", choices=("bounded", "none"), default="bounded", help="what may stand "
-        "between the tokens of answers that must be JSON: a space, or a line break and at most "
-        "40 spaces (bounded), or nothing (none)")  # fmt: skip
+        "between the tokens of answers and arguments that must be JSON: a space, or a line break "
+        "and at most 40 spaces (bounded), or nothing (none)")  # fmt: skip
     add("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
         help="variables of the chat template, such as '{\"enable_thinking\": false}', for requests "
         "that do not set them (default: none)")  # fmt: skip

@@ -30,10 +30,10 @@ WORDS = MappingProxyType({"boolean": ('"True"', '"False"'), "null": ('"None"',)}
 
 
 class ArgumentGrammar:
-    """Writes the arguments of a call."""
+    """Writes the arguments of a call. Without ``whitespace`` their JSON has none."""
 
-    def __init__(self, form: Parameters, rules: Rules):
-        self._form, self._rules = form, rules
+    def __init__(self, form: Parameters, rules: Rules, whitespace: bool = True):
+        self._form, self._rules, self._whitespace = form, rules, whitespace
 
     def write(self, schema: Mapping[str, Any], loose: bool) -> str:
         """What a call's arguments look like. Those that are ``loose`` may have any JSON as value.
@@ -82,7 +82,7 @@ class ArgumentGrammar:
     def _json(self, read: ReadArguments, schema: Any, loose: bool) -> str:
         own = texts(read.schema, schema)
         schema = {} if loose else value_schema(read.schema, schema)
-        json = self._rules.json(guided_text(schema))
+        json = self._rules.json(guided_text(schema, self._whitespace))
         if not self._form.python:
             return json
         words = [*python_words(schema), *self._quoted(None if loose else own)]

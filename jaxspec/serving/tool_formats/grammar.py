@@ -19,11 +19,12 @@ class CallGrammar:
 
     Args:
       several: whether there may be several calls.
+      whitespace: whether JSON may have white space.
     """
 
-    def __init__(self, form: ToolFormat, markers: Markers, several: bool):
+    def __init__(self, form: ToolFormat, markers: Markers, several: bool, whitespace: bool = True):
         self._form, self._several = form, several and not form.single
-        self._rules = Rules(markers)
+        self._rules, self._whitespace = Rules(markers), whitespace
         self._tools: dict[tuple[str, str], list[str]] = {head: [] for head in form.heads}
 
     @property
@@ -39,9 +40,11 @@ class CallGrammar:
         """
         form, rules = self._form, self._rules
         if form.arguments is not None:
-            arguments = ArgumentGrammar(form.arguments, rules).write(schema, loose)
+            writer = ArgumentGrammar(form.arguments, rules, self._whitespace)
+            arguments = writer.write(schema, loose)
         else:
-            arguments = rules.json(guided_text({"type": "object"} if loose else schema))
+            schema = {"type": "object"} if loose else schema
+            arguments = rules.json(guided_text(schema, self._whitespace))
         for head, tools in self._tools.items():
             tools.append(rules.new(f"{self._name(name, head[1])} {arguments}"))
 
