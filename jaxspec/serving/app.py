@@ -2,12 +2,13 @@
 
 import asyncio
 import dataclasses
+import datetime
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi import APIRouter, FastAPI, Query, Request, Security
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,9 +19,17 @@ from jaxspec.serving import answers, chat, completions, prepared
 from jaxspec.serving.admin import Admin, make_admin
 from jaxspec.serving.anthropic import prepare as messages
 from jaxspec.serving.draining import Draining
-from jaxspec.serving.errors import MESSAGES, REQUEST_ID, add_handlers, ascii_json
+from jaxspec.serving.errors import (
+    MESSAGES,
+    MODELS,
+    REQUEST_ID,
+    add_handlers,
+    ascii_json,
+    is_anthropic,
+)
 from jaxspec.serving.listeners import Listeners
 from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.pages import page
 from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse
@@ -30,8 +39,19 @@ from jaxspec.serving.protocol.messages import (
     MessagesRequest,
     TokenCount,
 )
-from jaxspec.serving.protocol.models import ModelCard, ModelList, StopToken
-from jaxspec.serving.protocol.responses import DeletedResponse, ResponseObject, ResponsesRequest
+from jaxspec.serving.protocol.models import (
+    AnthropicModel,
+    AnthropicModelList,
+    ModelCard,
+    ModelList,
+    StopToken,
+)
+from jaxspec.serving.protocol.responses import (
+    DeletedResponse,
+    InputItems,
+    ResponseObject,
+    ResponsesRequest,
+)
 from jaxspec.serving.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -90,6 +110,7 @@ def make_app(
     cors_origins: Sequence[str] = (),
     access_log: bool = False,
     spans: Spans | None = None,
+    store: ResponseStore | None = None,
     admin_key: str | None = None,
 ) -> FastAPI:
     """The application of a service.
@@ -105,6 +126,7 @@ def make_app(
         "*": all. None: pages of this server alone.
       access_log: write a line for each request; see RequestIds.
       spans: told of each request that generates; None: nobody is.
+      store: of responses; None: one of the usual size.
       admin_key: with which the server may be paused, and given other weights; None: it may not.
     """
     rates = rates or Rates()
@@ -119,7 +141,7 @@ def make_app(
     listeners = Listeners(rates, spans or Spans())
     _add_generation(keyed, service, listeners)
     _add_messages(keyed, service, listeners)
-    _add_responses(keyed, service, listeners, ResponseStore())
+    _add_responses(keyed, service, listeners, ResponseStore() if store is None else store)
     _add_tokens(keyed, service)
     app.include_router(keyed)
     app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
@@ -182,14 +204,36 @@ def _add_models(app: APIRouter, service: Service) -> None:
         length = service.max_length
         return ModelCard(id=name, created=service.created, max_model_len=length, stop_tokens=stops)
 
-    @app.get("/v1/models")
-    async def list_models() -> ModelList:
-        return ModelList(data=[card(name) for name in service.names])
+    def anthropic_card(name: str) -> AnthropicModel:
+        created = datetime.datetime.fromtimestamp(service.created, datetime.UTC)
+        created_at, length = created.isoformat().replace("+00:00", "Z"), service.max_length
+        return AnthropicModel(
+            id=name,
+            display_name=name,
+            created_at=created_at,
+            max_input_tokens=length,
+            max_tokens=length if service.max_new_tokens is None else service.max_new_tokens,
+        )
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> ModelCard:
+    @app.get(MODELS)
+    async def list_models(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+        after_id: str | None = None,
+        before_id: str | None = None,
+    ) -> ModelList | AnthropicModelList:
+        """The fields of the query are Anthropic's."""
+        if not is_anthropic(request.scope):
+            return ModelList(data=[card(name) for name in service.names])
+        cards = [anthropic_card(name) for name in service.names]
+        at = {"after_id": after_id, "before_id": before_id}
+        shown, told = page(cards, service.names, limit, **at)
+        return AnthropicModelList(data=shown, **told)
+
+    @app.get(f"{MODELS}/{{name:path}}")
+    async def one_model(name: str, request: Request) -> ModelCard | AnthropicModel:
         service.check(name)
-        return card(name)
+        return anthropic_card(name) if is_anthropic(request.scope) else card(name)
 
 
 async def respond_in_events(
@@ -220,6 +264,18 @@ def _add_responses(
     async def retrieve(name: str, request: Request) -> Response:
         found = store.response(key_of(request.scope), name)
         return Response(found, media_type="application/json")
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(
+        name: str,
+        request: Request,
+        order: Literal["asc", "desc"] = "desc",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> InputItems:
+        items = store.items(key_of(request.scope), name)[:: 1 if order == "asc" else -1]
+        shown, told = page(items, [item["id"] for item in items], limit, after=after)
+        return InputItems(data=shown, **told)
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> DeletedResponse:

@@ -27,6 +27,7 @@ MOST_MESSAGE = 500  # characters
 MOST_PROBLEMS = 10  # of a body
 REQUEST_ID = "jaxspec.request_id"  # in a request's scope, see request_ids
 MESSAGES = "/v1/messages"  # the path of Anthropic's API
+MODELS = "/v1/models"  # of both
 # What Anthropic calls errors with a status; others below 500 are invalid_request_error.
 ANTHROPIC_KINDS: Mapping[int, str] = MappingProxyType(
     {
@@ -40,6 +41,13 @@ ANTHROPIC_KINDS: Mapping[int, str] = MappingProxyType(
         504: "timeout_error",
     }
 )
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is of Anthropic's API."""
+    path, headers = get_route_path(scope), dict(scope["headers"])
+    is_of_both = path == MODELS or path.startswith(f"{MODELS}/")
+    return path.startswith(MESSAGES) or (is_of_both and b"anthropic-version" in headers)
 
 
 class ApiError(Exception):
@@ -79,8 +87,8 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> Response:
         """To a request, in the shape of the API of its path."""
-        is_anthropic = get_route_path(scope).startswith(MESSAGES)
-        body = self.anthropic_body(scope.get(REQUEST_ID)) if is_anthropic else self.body()
+        anthropic = is_anthropic(scope)
+        body = self.anthropic_body(scope.get(REQUEST_ID)) if anthropic else self.body()
         media_type = "application/json"
         return Response(ascii_json(body), self.status, headers=self.headers, media_type=media_type)
 

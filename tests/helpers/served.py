@@ -20,7 +20,7 @@ from jaxspec.serving.service import Service
 
 MODEL = "tiny"
 APP_OPTIONS = ("api_keys", "max_body", "body_seconds", "rates", "cors_origins", "access_log")
-APP_OPTIONS += ("spans", "admin_key")
+APP_OPTIONS += ("spans", "admin_key", "store")
 TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"

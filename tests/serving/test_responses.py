@@ -14,7 +14,6 @@ from jaxspec.serving import results
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol.responses import ResponsesRequest
 from jaxspec.serving.responses.input import messages_of
-from jaxspec.serving.responses.store import ResponseStore
 from tests.helpers.events import CITY, SCRIPTS, scripted, stream_of
 from tests.helpers.served import MODEL, with_http
 
@@ -187,32 +186,6 @@ def test_each_key_has_its_responses(llm: LLM):
         return [answer.status_code for answer in answers]
 
     assert with_http(llm, test, api_keys=["one", "two"]) == [404, 200]
-
-
-def kept(store: ResponseStore, names: str) -> str:
-    def is_kept(name: str) -> bool:
-        try:
-            return bool(store.response("", name))
-        except ApiError:
-            return False
-
-    return "".join(filter(is_kept, names))
-
-
-def test_the_store_is_bounded():
-    store = ResponseStore(most=3, most_bytes=100)
-    for name in "abc":
-        store.add("", name, '{"a": 1}', [])
-    assert store.messages("", "a") == [] and len(store) == 3
-    store.add("", "d", '{"a": 1}', [])
-    assert kept(store, "bcda") == "cda", "b was used least recently"
-    store.add("", "e", "x" * 85, [])
-    assert kept(store, "abcde") == "ae", "bytes count"
-    store.add("", "f", "x" * 101, [])
-    assert kept(store, "aef") == "ae", "what is too large drives nothing out"
-    store.remove("", "e")
-    store.add("", "g", "x" * 85, [])
-    assert kept(store, "aeg") == "ag"
 
 
 # Parts of every kind.

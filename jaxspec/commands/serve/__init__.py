@@ -27,7 +27,7 @@ from jaxspec.commands.shared.engine_options import (
     check_program_options,
 )
 from jaxspec.commands.shared.importing import import_command
-from jaxspec.commands.shared.option_types import number, positive
+from jaxspec.commands.shared.option_types import number, positive, whole_number
 from jaxspec.commands.shared.shell import (
     add_model_option,
     command_parser,
@@ -102,6 +102,11 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "limit)")  # fmt: skip
     add("--max-tokens-per-request", type=number, metavar="N", help="most tokens that one text may "
         "have (default: all that fit)")  # fmt: skip
+    add("--max-stored-responses", type=whole_number, default=10_000, metavar="N", help="responses "
+        "of /v1/responses that are kept for each API key, the last by their use; 0 keeps none "
+        "(default: 10000)")  # fmt: skip
+    add("--max-stored-bytes", type=size, default=size("256MiB"), metavar="SIZE", help="of them, "
+        "for each API key (default: 256MiB)")  # fmt: skip
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help="another origin whose "
         "pages may ask this server, such as https://example.org, or *; may be repeated (default: "
         "none)")  # fmt: skip

@@ -41,6 +41,7 @@ from jaxspec.serving.messages import check_variables
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.request_ids import logger as access_logger
+from jaxspec.serving.responses.store import ResponseStore
 from jaxspec.serving.service import Service
 from jaxspec.serving.template_trial import ToolUse
 from jaxspec.serving.tracing import Spans
@@ -233,6 +234,7 @@ async def _serve(
         cors_origins=arguments.cors_origin,
         access_log=arguments.access_log,
         spans=spans,
+        store=ResponseStore(arguments.max_stored_responses, arguments.max_stored_bytes),
         admin_key=arguments.admin_key or os.environ.get("JAXSPEC_ADMIN_KEY"),
     )
     if arguments.access_log:

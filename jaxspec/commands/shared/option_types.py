@@ -14,6 +14,13 @@ def number(text: str) -> int:
     return int(text)
 
 
+def whole_number(text: str) -> int:
+    """A number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Numbers of at least 1, separated by commas."""
     return tuple(map(number, text.split(",")))

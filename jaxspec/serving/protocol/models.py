@@ -25,3 +25,22 @@ class ModelCard(ResponseBody):
 class ModelList(ResponseBody):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class AnthropicModel(ResponseBody):
+    """As Anthropic's clients know models. ``created_at`` is when the server began."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(ResponseBody):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

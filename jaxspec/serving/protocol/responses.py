@@ -279,6 +279,14 @@ class ResponseObject(ResponseBody):
     user: str | None
 
 
+class InputItems(ResponseBody):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class DeletedResponse(ResponseBody):
     id: str
     object: Literal["response"] = "response"

@@ -24,6 +24,7 @@ from jaxspec.serving.protocol.responses import (
 )
 from jaxspec.serving.protocol.sampling import SamplingControls
 from jaxspec.serving.responses.input import messages_of
+from jaxspec.serving.responses.input_items import told_items
 from jaxspec.serving.responses.store import ResponseStore
 from jaxspec.serving.responses.writer import ResponseWriter
 from jaxspec.serving.service import Service
@@ -57,11 +58,13 @@ async def prepare(
     with renamed_errors(NAMES):
         prepared = await chat.prepare(service, chat_request(request, messages))
     response = _beginning(request, prepared)
+    response.store &= store.keeps
 
     def keep(whole: ResponseObject) -> None:
         if whole.store:
             said = messages_of(_items.validate_python(whole.output))
-            store.add(client, whole.id, ascii_json(whole.model_dump()), [*messages, *said])
+            response, items = ascii_json(whole.model_dump()), told_items(request.input)
+            store.add(client, whole.id, response, items, [*messages, *said])
 
     return ResponseWriter(prepared, response, keep)
 

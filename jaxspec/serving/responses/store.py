@@ -13,47 +13,78 @@ MOST_BYTES = 256 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """JSON of a response, and of the messages of the conversation up to its end, without
-    instructions."""
+    """JSON of a response, of the items that it was asked with, and of the messages of the
+    conversation up to its end, without instructions."""
 
     response: bytes
+    items: bytes
     messages: bytes
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.messages)
+        return len(self.response) + len(self.items) + len(self.messages)
+
+
+class _Shelf:
+    """What is kept for a client, by its name; the first was used least recently."""
+
+    def __init__(self):
+        self.kept: collections.OrderedDict[str, Stored] = collections.OrderedDict()
+        self.bytes = 0
+
+    def add(self, name: str, stored: Stored) -> None:
+        self.kept[name] = stored
+        self.bytes += stored.size
+
+    def remove(self, name: str) -> None:
+        self.bytes -= self.kept.pop(name).size
 
 
 class ResponseStore:
-    """Keeps the responses that were used last.
+    """Keeps the responses that each client used last.
 
     Args:
-      most, most_bytes: of responses. One that is larger than that alone is not kept.
+      most, most_bytes: of the responses of a client. One that is larger than that alone is not
+        kept. 0: none is.
     """
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
         self._most, self._most_bytes = most, most_bytes
-        # By the client that asked for them, and their ids.
-        self._kept: collections.OrderedDict[tuple[str, str], Stored] = collections.OrderedDict()
-        self._bytes = 0
+        self._shelves: dict[str, _Shelf] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(len(shelf.kept) for shelf in self._shelves.values())
 
-    def add(self, client: str, name: str, response: str, messages: list[dict[str, Any]]) -> None:
-        """Keep a response, and let go of those used least recently."""
-        stored = Stored(response.encode(), json.dumps(messages).encode())
-        if stored.size > self._most_bytes:
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._most and self._most_bytes)
+
+    def add(
+        self,
+        client: str,
+        name: str,
+        response: str,
+        items: list[dict[str, Any]],
+        messages: list[dict[str, Any]],
+    ) -> None:
+        """Keep a response, and let go of those that the client used least recently."""
+        inputs, said = json.dumps(items).encode(), json.dumps(messages).encode()
+        stored = Stored(response.encode(), inputs, said)
+        if stored.size > self._most_bytes or not self.keeps:
             return
-        self._kept[client, name] = stored
-        self._bytes += stored.size
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, gone = self._kept.popitem(last=False)
-            self._bytes -= gone.size
+        shelf = self._shelves.setdefault(client, _Shelf())
+        shelf.add(name, stored)
+        while len(shelf.kept) > self._most or shelf.bytes > self._most_bytes:
+            shelf.remove(next(iter(shelf.kept)))
 
     def response(self, client: str, name: str) -> bytes:
         """JSON. Raises ApiError for one that is not kept."""
         return self._of(client, name, "response_id").response
+
+    def items(self, client: str, name: str) -> list[dict[str, Any]]:
+        """That it was asked with. Raises ApiError for a response that is not kept."""
+        return json.loads(self._of(client, name, "response_id").items)
 
     def messages(self, client: str, name: str) -> list[dict[str, Any]]:
         """Of the conversation. Raises ApiError for a response that is not kept."""
@@ -62,10 +93,11 @@ class ResponseStore:
     def remove(self, client: str, name: str) -> None:
         """Raises ApiError for a response that is not kept."""
         self._of(client, name, "response_id")
-        self._bytes -= self._kept.pop((client, name)).size
+        self._shelves[client].remove(name)
 
     def _of(self, client: str, name: str, param: str) -> Stored:
-        if (client, name) not in self._kept:
+        shelf = self._shelves.get(client)
+        if shelf is None or name not in shelf.kept:
             is_previous = param == "previous_response_id"
             raise ApiError(
                 404,
@@ -74,5 +106,5 @@ class ResponseStore:
                 param=param,
                 code="previous_response_not_found" if is_previous else "response_not_found",
             )
-        self._kept.move_to_end((client, name))
-        return self._kept[client, name]
+        shelf.kept.move_to_end(name)
+        return shelf.kept[name]
