@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{% if not loop.first %}{{ '\n' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
     '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
     "{% if c.function.arguments is string %}{{ c.function.arguments }}"
     "{% else %}{{ c.function.arguments | tojson }}{% endif %}}\n</tool_call>"
