@@ -94,9 +94,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse},
     "5XX": {"model": ErrorResponse},
 }
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {EVENTS: {"schema": {"type": "string"}}}}
+EVENT = {  # one of a stream
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
 }
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {EVENTS: {"itemSchema": EVENT}}}}
 
 
 def make_app(
@@ -166,11 +169,11 @@ def make_app(
 
 
 def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.head("/health", include_in_schema=False)
-    @app.head("/ping", include_in_schema=False)
+    @app.head("/health")
+    @app.head("/ping")
     @app.get("/health")
     @app.get("/ping")
-    @app.post("/ping", include_in_schema=False)
+    @app.post("/ping")
     async def health() -> Response:
         service.check()  # or the state, and 503
         programs = {**dataclasses.asdict(service.warm_up), "compiling": service.compiling}

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxspec.scheduling.plan import QueueFull
@@ -26,6 +27,7 @@ RETRY_AFTER = 1  # seconds; a call of the engine takes less
 MOST_MESSAGE = 500  # characters
 MOST_PROBLEMS = 10  # of a body
 REQUEST_ID = "jaxspec.request_id"  # in a request's scope, see request_ids
+METHODS = ("DELETE", "GET", "HEAD", "POST")  # of which a path has some
 MESSAGES = "/v1/messages"  # the path of Anthropic's API
 MODELS = "/v1/models"  # of both
 # What Anthropic calls errors with a status; others below 500 are invalid_request_error.
@@ -179,8 +181,17 @@ def _problem(details: Mapping[str, Any]) -> ApiError:
 def _no_path(request: Request, error: HTTPException) -> ApiError:
     """For a path that there is not, or not with this method."""
     message = f"there is no {request.method} {get_route_path(request.scope)[:80]}"
-    kind, code = "not_found_error", "unknown_url"
-    return ApiError(error.status_code, message, kind=kind, code=code, headers=error.headers)
+    kind, code, headers = "not_found_error", "unknown_url", dict(error.headers or {})
+    if "Allow" in headers:  # names the methods of one route, and a path may have several
+        routes = request.app.routes
+        scopes = {method: {**request.scope, "method": method} for method in METHODS}
+        found = [
+            method
+            for method, scope in scopes.items()
+            if any(route.matches(scope)[0] == Match.FULL for route in routes)
+        ]
+        headers["Allow"] = ", ".join(found)
+    return ApiError(error.status_code, message, kind=kind, code=code, headers=headers)
 
 
 def add_handlers(app: FastAPI, on_full: Callable[[], None]) -> None:

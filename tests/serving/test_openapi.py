@@ -53,6 +53,31 @@ def test_a_server_without_keys_asks_for_none():
     assert not any(secured(found).values())
 
 
+def test_the_document_and_refusals_name_all_methods_of_a_path():
+    app = make_app(Service((MODEL,)), Metrics(MODEL))
+    paths = {path.format(name="x"): methods for path, methods in app.openapi()["paths"].items()}
+    assert paths["/ping"].keys() == {"get", "head", "post"}
+
+    async def allowed() -> list[str]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            answers = [await http.patch(path) for path in paths]
+        assert all(answer.status_code == 405 for answer in answers)
+        return [answer.headers["Allow"] for answer in answers]
+
+    found = asyncio.run(allowed())
+    assert found == [", ".join(sorted(map(str.upper, methods))) for methods in paths.values()]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+)
+def test_a_stream_is_of_events(path: str):
+    content = document()["paths"][path]["post"]["responses"]["200"]["content"]
+    assert content.keys() == {"application/json", "text/event-stream"}
+    assert content["text/event-stream"]["itemSchema"]["required"] == ["data"]
+
+
 # Requests that are made from the document.
 
 BODIES = Bodies(
