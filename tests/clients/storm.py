@@ -10,7 +10,6 @@ ends with status 1 if anything was wrong.
 
 import argparse
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import json
@@ -42,7 +41,7 @@ class Report:
     tokens: int = 0  # generated, of finished answers
     seconds: float = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
-    by_path: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    by_path: dict[str, int] = dataclasses.field(default_factory=dict)
     megabytes: list[int] = dataclasses.field(default_factory=list)
     pool: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -110,7 +109,7 @@ async def storm(http: httpx.AsyncClient, clients: int, seconds: float, pid: int 
                 report.wrong.append(f"{kind}, stream {stream}: {error!r}")
                 continue
             report.finished += 1
-            report.by_path[kind[0]] += 1
+            report.by_path[kind[0]] = report.by_path.get(kind[0], 0) + 1
             report.tokens += answer.usage[1]
             if not answer.is_like(alone[which]):
                 report.wrong.append(f"{kind}, stream {stream}: {answer} is not {alone[which]}")
