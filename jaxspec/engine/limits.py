@@ -99,7 +99,7 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         trees=config.trees,
         read_call=read_call(params),
         # A CPU attends up to the longest context, however wide the table is.
-        least_table=cache.max_length if _platform(params) == "cpu" else SMALLEST_TABLE,
+        least_table=cache.max_length if is_on_cpu(params) else SMALLEST_TABLE,
     )
 
 
@@ -121,7 +121,7 @@ def least_read(params: EngineParams, config: EngineConfig) -> int:
 def read_call(params: EngineParams) -> int:
     """Sizes.read_call, as estimated."""
     costs = prior_costs(params.target, params.drafter)
-    launch = 0.0 if _platform(params) == "cpu" else HOST_CALL
+    launch = 0.0 if is_on_cpu(params) else HOST_CALL
     return costs.tokens_as_long_as(launch)
 
 
@@ -133,6 +133,10 @@ def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
     if config.fixed_rounds is not None:
         return config.fixed_rounds
     return _platform(params) == "gpu"
+
+
+def is_on_cpu(params: EngineParams) -> bool:
+    return _platform(params) == "cpu"
 
 
 def _platform(params: EngineParams) -> str:
@@ -199,7 +203,7 @@ def crowded_rows(params: EngineParams) -> int | None:
 
     An estimate, so that the plans for the same requests are the same on every day.
     """
-    if _platform(params) == "cpu":
+    if is_on_cpu(params):
         return None
     costs = prior_costs(params.target, params.drafter)
     for rows in (2**power for power in range(13)):

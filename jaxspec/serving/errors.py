@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -180,7 +181,8 @@ def _problem(details: Mapping[str, Any]) -> ApiError:
 
 def _no_path(request: Request, error: HTTPException) -> ApiError:
     """For a path that there is not, or not with this method."""
-    message = f"there is no {request.method} {get_route_path(request.scope)[:80]}"
+    path = quote(get_route_path(request.scope)[:80])  # it may have ends of lines
+    message = f"there is no {request.method} {path}"
     kind, code, headers = "not_found_error", "unknown_url", dict(error.headers or {})
     if "Allow" in headers:  # names the methods of one route, and a path may have several
         routes = request.app.routes

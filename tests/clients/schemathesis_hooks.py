@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import schemathesis
+import schemathesis  # pyright: ignore[reportMissingImports]
 
 from tests.helpers.served import MODEL
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxspec.scheduling.plan import Limits, QueueFull, RowResult
 from jaxspec.scheduling.preemption_costs import PreemptionCosts
-from jaxspec.scheduling.scheduler import fair_shares
+from jaxspec.scheduling.shares import fair_shares
 from tests.scheduling.fake_device import ENDLESS, Run
 
 LIMITS = Limits(

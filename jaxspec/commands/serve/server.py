@@ -24,6 +24,7 @@ from jaxspec.commands.shared.shell import progress_console, read_text
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.limits import is_on_cpu
 from jaxspec.engine.programs.compiled import logger as programs_logger
 from jaxspec.engine.programs.sizes import SMALLEST_TABLE, Kind, ReadKey
 from jaxspec.engine.warm_up.compile_general import GeneralPrograms
@@ -94,7 +95,8 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
     general = GeneralPrograms(engine) if what == "background" else None
     if what in ("quick", "background"):
         most = engine.config.max_rows
-        for rows in sorted({1, max(1, most // 2), most}):
+        few = {1, most // 2} if is_on_cpu(engine.params) else {1}  # there, empty rows cost time
+        for rows in sorted({*few, most} - {0}):
             show(f"compiling for {rows} rows")
             engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
     if general is not None:  # greedy and sampled requests share programs

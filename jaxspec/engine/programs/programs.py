@@ -44,6 +44,7 @@ from jaxspec.engine.programs.sizes import (
     groups_of_reads,
     in_parts,
     page_list,
+    widest,
 )
 from jaxspec.engine.programs.weights import program_weights
 from jaxspec.engine.programs.xla_options import compiler_options
@@ -54,6 +55,7 @@ ADMITTING = {"may_wait": True, "checked": False}  # the scheduler knows its toke
 ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
 
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
+Readings = Iterator[tuple[ReadKey, Reads]]  # the program of each call, and what it reads
 
 
 class Programs(CompiledPrograms):
@@ -143,9 +145,8 @@ class Programs(CompiledPrograms):
         for new, table in zip(rows, options["page_table"], strict=False):
             self.tables[new.row] = table
         with self.counted(("admit", size)):
-            self.state = self.admit_rows(
-                self.params, self.state, *arguments, **ADMITTING, **options
-            )
+            options = ADMITTING | options
+            self.state = self.admit_rows(self.params, self.state, *arguments, **options)
 
     def set_controls(self, rows: Sequence[NewRow]) -> None:
         """Give rows the bias and penalties of their requests."""
@@ -249,28 +250,16 @@ class Programs(CompiledPrograms):
         """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
         return [self._read(*part, masks) for part in self.readings(reads, load, set(masks), kind)]
 
-    def readings(
-        self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind
-    ) -> Iterator[tuple[ReadKey, Reads]]:
-        """The calls that read these tokens: the program of each, and what it reads."""
+    def readings(self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind) -> Readings:
+        """The calls that read these tokens."""
         for (width, masked), group in groups_of_reads(reads, self.sizes, masked_rows):
             columns = self.sizes.columns_for(max(most for *_, most in group))
             wanted = ReadKey(0, columns, width, kind, masked)
-            for part in in_parts(group, self._widest(wanted)):
+            most = widest(self.runnable(), wanted) if self.sealed else width
+            for part in in_parts(group, most):
                 yield from self._readings(part, wanted, load)
 
-    def _widest(self, wanted: ReadKey) -> int:
-        """Tokens of a row that are read at a time: if no program that is there is so wide, and none
-        is compiled any more, as many as the widest reads."""
-        if not self.sealed:
-            return wanted.width
-        keys = [key for key in self.runnable() if isinstance(key, ReadKey)]
-        widths = [key.width for key in keys if key.holds(wanted._replace(width=0))]
-        return min(wanted.width, max(widths, default=wanted.width))
-
-    def _readings(
-        self, reads: Reads, wanted: ReadKey, load: Load
-    ) -> Iterator[tuple[ReadKey, Reads]]:
+    def _readings(self, reads: Reads, wanted: ReadKey, load: Load) -> Readings:
         """The calls that read these tokens, which are all masked or all not."""
         shards = self.sizes.by_shard([row for row, *_ in reads])
         longest = max(map(len, shards))
@@ -357,13 +346,9 @@ class Programs(CompiledPrograms):
         """The program that runs rounds of these rows; see run_rounds."""
         size, columns = self.sizes.size_for(rows), self.sizes.columns_for(tokens)
         wanted = RoundsKey(size, columns, shape, self.sizes.kind_for(kind), masked, rounds)
-        return self._chosen(wanted, load)
-
-    def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
-        share = self.sizes.num_rows // self.shards
-        rows = self.sizes.rows_for(min(-(-load.rows // self.shards), share))
+        loaded = min(-(-load.rows // self.shards), self.sizes.num_rows // self.shards)
         target = wanted._replace(
-            rows=wanted.rows if wanted.masked else max(wanted.rows, rows),
+            rows=size if masked else max(size, self.sizes.rows_for(loaded)),
             columns=max(wanted.columns, self.sizes.columns_for(load.tokens)),
             kind=max(wanted.kind, load.kind),
         )

@@ -247,6 +247,14 @@ def in_parts(reads: Reads, most: int) -> Iterator[Reads]:
         reads = [(row, count - most, tokens) for row, count, tokens in reads if count > most]
 
 
+def widest(ready: Iterable[object], wanted: ReadKey) -> int:
+    """Tokens of a row that are read at a time where nothing is compiled any more: those wanted, or
+    as many as a program that is ready reads."""
+    keys = [key for key in ready if isinstance(key, ReadKey)]
+    widths = [key.width for key in keys if key.holds(wanted._replace(width=0))]
+    return min(wanted.width, max(widths, default=wanted.width))
+
+
 def choose_reading(
     ready: Iterable[object],
     wanted: ReadKey,
