@@ -76,6 +76,16 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
     ),
+    "glm47": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+    ),
+    "olmo3": (
+        '<function_calls>\nweather(city="Oslo", days=3)\n</function_calls>',
+        '<function_calls>\nweather(city="Oslo", days=3)\nnow()\n</function_calls>',
+    ),
     "minimax_m2": (
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
@@ -327,6 +337,8 @@ def test_what_the_grammar_allows_is_read(form: str, special: bool):
         ("<|tool_call_start|>[", "lfm2"),
         ("<tool_call>\n<function=example_function_name>", "qwen3_coder"),
         ("<tool_call>{function-name}\n<arg_key>", "glm45"),
+        ("<tool_call>{function-name}<arg_key>", "glm47"),
+        ("wrapped in <function_calls></function_calls> XML tags", "olmo3"),
         ("<minimax:tool_call>\n<invoke name=", "minimax_m2"),
         ("'<｜tool▁calls▁begin｜>' ... '\\n' + '```json' + '\\n'", "deepseek_v3"),
         ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name", "deepseek_v31"),

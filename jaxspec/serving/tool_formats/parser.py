@@ -97,6 +97,8 @@ class ToolParser:
         self._opened, heads = opened, self._form.heads
         begin = max((begin for begin, _ in heads if opened.endswith(begin)), key=len)
         self._middles = tuple(middle for other, middle in heads if other == begin)
+        if self._form.middle == "" and self._form.arguments is not None:
+            self._middles = (self._form.arguments.before, self._form.end)
         return self._go(self._head)
 
     def _head(self, last: bool) -> list[Part] | None:
@@ -114,7 +116,7 @@ class ToolParser:
         if place < 0 or name not in self._syntax.kinds:
             text, self._opened = self._opened, ""
             return [Part(text), *self._go(self._text if form.trigger else self._free)]
-        self._cut(place + len(middle))
+        self._cut(place + (len(middle) if form.middle else 0))
         self._tool, self._arguments, self._end = name, 0, JsonEnd()
         self._calls += 1
         self._state = self._json if form.arguments is None else self._argument
@@ -156,11 +158,13 @@ class ToolParser:
         close = form.section[1]
         if not close and form.trigger:
             return self._expect(form.separator, self._text, last)
-        if self._take(form.further):
-            return self._begin(form.further)
         if close and self._take(close):
             return self._go(self._free)
-        if any(self._may_come(text) for text in (form.further, close)):
+        if self._may_come(close):  # it may begin as what stands between calls
+            return self._drop() if last else None
+        if self._take(form.further):
+            return self._begin(form.further)
+        if self._may_come(form.further):
             return self._drop() if last else None
         return self._go(self._free)
 

@@ -31,7 +31,8 @@ class ToolFormat:
     """How a model writes calls: ``section[0] begin NAME middle ARGUMENTS end section[1]``.
 
     Attributes:
-      begin, middle, end: of one call.
+      begin, middle, end: of one call. Without a middle, the name ends where an argument or the end
+        of the call begins.
       trigger: what begins calls in the midst of text, the first part of section and begin; empty:
         calls are the whole text.
       section: around all calls.
@@ -196,6 +197,24 @@ FORMATS = MappingProxyType(
             separator="\n",
             arguments=Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
         ),
+        # GLM-4.7, GLM-5
+        "glm47": ToolFormat(
+            begin="<tool_call>",
+            middle="",
+            end="</tool_call>",
+            trigger="<tool_call>",
+            arguments=Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        ),
+        # Olmo 3, as vLLM's template has it
+        "olmo3": ToolFormat(
+            begin="",
+            middle="(",
+            end=")",
+            trigger="<function_calls>",
+            section=("<function_calls>\n", "\n</function_calls>"),
+            separator="\n",
+            arguments=Parameters("", "=", "", separator=", ", raw=False, python=True),
+        ),
         # MiniMax-M2
         "minimax_m2": ToolFormat(
             begin='<invoke name="',
@@ -269,7 +288,9 @@ TELLING = (
     (DSML, "deepseek_v32"),
     ("tool_calls_section_begin", "kimi_k2"),
     ("minimax:tool_call", "minimax_m2"),
+    ("{function-name}<arg_key>", "glm47"),
     ("<arg_key>", "glm45"),
+    ("<function_calls>", "olmo3"),
     ("<seed:tool_call>", "seed"),
     ("<function=", "qwen3_coder"),
     ("[ARGS]", "mistral"),
