@@ -36,8 +36,7 @@ def shapes_to_choose(
 ) -> tuple[TreeShape, ...]:
     """The trees of an adaptive engine, plain decoding first.
 
-    One that never ``learns`` its costs has the largest tree alone beside it: an estimate tells
-    these two from each other, but hardly a tree from another.
+    One that never ``learns`` its costs has fewer: each is compiled as soon as it is chosen.
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """
@@ -46,7 +45,7 @@ def shapes_to_choose(
     if config.shapes is not None:
         return tuple(dict.fromkeys([PLAIN, *(_checked(params, shape) for shape in config.shapes)]))
     shapes = choices(params)
-    return shapes if learns else (shapes[0], shapes[-1])
+    return shapes if learns else tuple(dict.fromkeys([PLAIN, *shapes[-2:]]))
 
 
 def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
@@ -98,10 +97,12 @@ class AdaptiveTrees:
 
     def compiled_ahead(self, shape: TreeShape | None) -> tuple[TreeShape, ...]:
         """Shapes whose programs are compiled before the load comes. An engine that nobody asked to
-        adapt compiles others beside its work, if it wants them."""
+        adapt compiles others beside its work, if it learns that they pay."""
         if self.choices is None:
             return (self._resolved(shape),)
-        return self.choices if self._measures else (PLAIN, self._resolved(None))
+        if self._measures or not self.learns:
+            return self.choices
+        return PLAIN, self._resolved(None)
 
     def prepare(
         self,

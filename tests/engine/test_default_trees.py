@@ -65,7 +65,7 @@ def test_costs_are_estimates_where_trees_change_texts_by_rounding():
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
     cache, config = CacheConfig(page_size=8, max_length=24), EngineConfig(max_rows=1)
     engine = Engine(params.replace(target=rounded), cache, config)
-    assert engine.shapes.choices == (PLAIN, CHAIN)
+    assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), CHAIN)
     assert engine.programs.ask is None  # whether a program is ready must not decide either
     before = engine.shapes.seconds(1, PLAIN)
     engine.finish([engine.add(prompt, SamplingParams(max_tokens=12, stop_token_ids=()))])
