@@ -295,8 +295,9 @@ class Engine:
         """Compile all programs of a load, so that nothing compiles while it is served.
 
         An engine with ``adaptive=True`` does so for each tree, and measures what a round costs; one
-        that adapts by default for its largest tree and plain decoding. What preemption costs is
-        measured too, if that decides. What the prefix cache holds is forgotten.
+        that adapts by default and learns what trees cost, for its largest tree and plain decoding.
+        What preemption costs is measured too, if that decides. What the prefix cache holds is
+        forgotten.
 
         Args:
           sampling: of the requests; what counts is whether one samples, has bias, penalties or
