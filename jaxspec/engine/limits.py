@@ -33,7 +33,7 @@ MOST_STOPS = 16
 LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
 # Prompt tokens between two calls of rounds, and the seconds that they may take; of a row that is
 # read slowly, tokens that are worth a call.
-LARGEST_BUDGET, READ_SECONDS, LEAST_READ = 2048, 0.5, 128
+LARGEST_BUDGET, READ_SECONDS, LEAST_READ = 2048, 1.0, 128
 # Seconds of the host for a call of an accelerator, and for each of its rows. A CPU's programs are
 # called in no time, and their rounds take the cores that plans would.
 HOST_CALL, HOST_ROW = 2e-3, 80e-6

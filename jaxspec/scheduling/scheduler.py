@@ -26,6 +26,8 @@ from jaxspec.scheduling.rows_and_pages import Placement, Shard
 from jaxspec.scheduling.sequence import Request, Sequence, State
 from jaxspec.scheduling.shares import fair_shares
 
+MOST_PASSED_OVER = 3  # plans in a row that read only prompts which came later, and are shorter
+
 
 class Scheduler:
     """Plans calls for requests that come and go.
@@ -55,6 +57,7 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()
         self._num_added = 0
         self._num_planned = 0
+        self._passed_over = 0  # plans in a row that read nothing of the earliest prompt
         self._rounds = CallRounds(limits)
 
     @property
@@ -290,7 +293,10 @@ class Scheduler:
         readers.sort(key=lambda sequence: sequence.order)
         most = self.limits.largest_read or self.limits.prefill_budget
         wanted = [min(s.goal - s.read, most) for s in readers]
-        counts = fair_shares(wanted, self.limits.prefill_budget, self.limits.least_read)
+        budget, least = self.limits.prefill_budget, self.limits.least_read
+        serves_first = self._passed_over == MOST_PASSED_OVER
+        counts = fair_shares(wanted, budget, least, serves_first=serves_first)
+        self._passed_over = self._passed_over + 1 if 0 in counts[:1] else 0
         for sequence, most in zip(readers, counts, strict=True):
             if not most:
                 continue

@@ -171,6 +171,17 @@ def test_shares_are_not_cut_to_shreds(wanted: list[int], budget: int, least: int
     assert sum(share > 0 for share in small) <= 1, "what is left of the budget, if not nothing"
 
 
+def test_short_prompts_are_read_first_where_a_plan_reads_one_of_them():
+    run = Run(made(num_rows=6, num_pages=99, prefill_budget=8, least_read=8, prefix_caching=False))
+    long, *short = [run.add(prompt(size, size), max_tokens=2) for size in (80, 5, 6, 7, 8)]
+    plans = [run.step() for _ in range(7)]
+    read = [{plan.sequences[each.row].request_id for each in plan.reads} for plan in plans]
+    assert set(short) <= set().union(*read), "26 tokens, and two parts of the long one"
+    assert long in set().union(*read[:4]), "it comes on meanwhile"
+    run.finish()
+    assert list(run.endings)[-1] == long
+
+
 def test_a_long_prompt_comes_through_beside_an_endless_stream_of_short_ones():
     run = Run(made(num_rows=2, num_pages=60, prefill_budget=8))
     long = run.add(prompt(100, 2), max_tokens=20)

@@ -3,9 +3,10 @@
 The requests are cut from Python's own source files: prompts and new tokens of many lengths, and
 temperatures in turn. Three engines serve them: the default one, which chooses its draft trees; one
 with its largest tree always; and one without a drafter. Their calls alternate, so that a machine
-whose speed drifts is as fast for each. The first call of an engine compiles its programs. Later
-calls give a share of plain decoding's speed each; the table has their median and range, by wall
-time and by the processor's time, which other processes disturb less.
+whose speed drifts is as fast for each. The first call of an engine compiles its programs, or reads
+those that an earlier run stored. Later calls give a share of plain decoding's speed each; the table
+has their median and range, by wall time and by the processor's time, which other processes disturb
+less.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.commands.shared.engine_options import add_program_options, check_program_options
 from jaxspec.commands.shared.option_types import number
+from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.shared.run_facts import run_facts
 from jaxspec.commands.shared.shell import (
     JSON_PARTS,
@@ -54,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         "but the first")  # fmt: skip
     add("--max-rows", type=number, default=EngineConfig.max_rows, help="most requests together")
     add("--json", action="store_true", help=JSON_PARTS)
+    add_program_options(parser)
     return parser
 
 
@@ -114,6 +118,8 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     """All calls of all engines in turn: then one part for each engine."""
     if args.calls < 3:
         raise ValueError("--calls must be at least 3: the first call compiles")
+    check_program_options(args)
+    keep_compiled_programs(program_folder(args))
     bench, count = Bench(args), args.requests
     few = min(args.alone, count)
     together: dict[str, list[Timed]] = {name: [] for name in bench.llms}

@@ -146,7 +146,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=number, help="most prompt tokens between two calls (default: "
-        "2048, or what is read in half a second, if that is less)")  # fmt: skip
+        "2048, or what is read in a second, if that is less)")  # fmt: skip
     add("--max-programs", type=int, default=192, help="compiled programs that are kept")
     add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time")  # fmt: skip
