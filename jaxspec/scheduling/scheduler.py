@@ -24,9 +24,7 @@ from jaxspec.scheduling.preemption_costs import HostMemory, PreemptionCosts
 from jaxspec.scheduling.rounds_per_call import CallRounds
 from jaxspec.scheduling.rows_and_pages import Placement, Shard
 from jaxspec.scheduling.sequence import Request, Sequence, State
-from jaxspec.scheduling.shares import fair_shares
-
-MOST_PASSED_OVER = 3  # plans in a row that read only prompts which came later, and are shorter
+from jaxspec.scheduling.shares import ReadingShares
 
 
 class Scheduler:
@@ -57,8 +55,7 @@ class Scheduler:
         self._in_flight: deque[Plan] = deque()
         self._num_added = 0
         self._num_planned = 0
-        self._passed_over = 0  # plans in a row that read nothing of the earliest prompt
-        self._rounds = CallRounds(limits)
+        self._rounds, self._shares = CallRounds(limits), ReadingShares(limits)
 
     @property
     def num_waiting(self) -> int:
@@ -291,12 +288,7 @@ class Scheduler:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
         readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
         readers.sort(key=lambda sequence: sequence.order)
-        most = self.limits.largest_read or self.limits.prefill_budget
-        wanted = [min(s.goal - s.read, most) for s in readers]
-        budget, least = self.limits.prefill_budget, self.limits.least_read
-        serves_first = self._passed_over == MOST_PASSED_OVER
-        counts = fair_shares(wanted, budget, least, serves_first=serves_first)
-        self._passed_over = self._passed_over + 1 if 0 in counts[:1] else 0
+        counts = self._shares.choose([sequence.goal - sequence.read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:
                 continue

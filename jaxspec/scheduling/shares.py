@@ -1,5 +1,35 @@
 """How the rows that read share the prompt tokens of a plan."""
 
+from jaxspec.scheduling.plan import Limits
+
+MOST_PASSED_OVER = 3  # plans in a row that read only of prompts that came later, and are shorter
+
+
+class ReadingShares:
+    """Shares the budget of each plan: fairly, and what is too small to share among the shortest.
+
+    Prompts that are nearly read come first, since each then waits for the fewest others. But the
+    earliest one gets some at the latest after MOST_PASSED_OVER plans.
+    """
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._passed_over = 0  # plans in a row in which the earliest got nothing
+
+    def choose(self, left: list[int]) -> list[int]:
+        """Tokens that each row reads, of those that are ``left`` of its prompt; the earliest row
+        is the first."""
+        limits, waits = self.limits, self._passed_over >= MOST_PASSED_OVER
+        ranked = sorted(range(len(left)), key=lambda row: (row > 0 or not waits, left[row]))
+        most = limits.largest_read or limits.prefill_budget
+        wanted = [min(left[row], most) for row in ranked]
+        shares = fair_shares(wanted, limits.prefill_budget, limits.least_read, serves_first=waits)
+        counts = [0] * len(left)
+        for row, share in zip(ranked, shares, strict=True):
+            counts[row] = share
+        self._passed_over = self._passed_over + 1 if 0 in counts[:1] else 0
+        return counts
+
 
 def fair_shares(
     wanted: list[int], budget: int, least: int = 1, *, serves_first: bool = True
