@@ -23,6 +23,7 @@ from jaxspec.commands.shared.option_types import (
     positive,
     positives,
     tensor_parallel,
+    whole_number,
     whole_numbers,
 )
 from jaxspec.commands.shared.program_cache import default_folder
@@ -136,11 +137,13 @@ def test_an_option_that_counts_refuses_less_than_one(command: str, capsys):
     [
         (numbers, "4,1,4", (4, 1, 4)),
         (positives, "0.5,2", (0.5, 2.0)),
+        (whole_number, "0", 0),
         (whole_numbers, "0,1", (0, 1)),
         (tensor_parallel, "4", 4),
         (tensor_parallel, "2x3", (2, 3)),
         *((numbers, text, None) for text in ("", "1,", "x", "1.5", "-1")),
         *((positives, text, None) for text in ("", "0", "x", "nan", "inf", "1,-1")),
+        *((whole_number, text, None) for text in ("", "-1", "1.5", "x")),
         *((whole_numbers, text, None) for text in ("", "0,", "-1", "x")),
         *((tensor_parallel, text, None) for text in ("", "x2", "2x", "-1")),
     ],

@@ -110,7 +110,7 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help="another origin whose "
         "pages may ask this server, such as https://example.org, or *; may be repeated (default: "
         "none)")  # fmt: skip
-    add("--drain-seconds", type=whole_seconds, default=30, metavar="SECONDS", help="that requests "
+    add("--drain-seconds", type=whole_number, default=30, metavar="SECONDS", help="that requests "
         "have to end after SIGTERM; a second before the limit they are cut, a second SIGTERM cuts "
         "them at once (default: 30)")  # fmt: skip
 
@@ -179,13 +179,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
     return found
-
-
-def whole_seconds(text: str) -> int:
-    """The value of an option that is a time of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number of seconds, got {text!r}")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> None:
