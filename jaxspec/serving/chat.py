@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.config.structured_output import JSON_KINDS, StructuredOutput
@@ -264,7 +264,8 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     template = chat_template(service, bool(request.tools) and request.tool_choice != "none")
     if len(request.messages) > service.max_length:  # each has a token at least
         raise FieldError("messages", f"too many: at most {service.max_length} tokens fit")
-    variables = template_variables(request, service.template_variables)
+    off = await _reasoning_off(service, request, template)
+    variables = template_variables(request, service.template_variables, off)
     use = None
     if earlier_calls(request):
         use = await asyncio.to_thread(lambda: service.tool_use)
@@ -279,6 +280,23 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     except ValueError as error:
         raise FieldError("messages", str(error)) from error
     return truncated(prompt, request)
+
+
+async def _reasoning_off(
+    service: Service, request: ChatRequest, template: str
+) -> Mapping[str, Any]:
+    """The variables of a request that asks for no reasoning. Raises FieldError for a model that
+    always reasons."""
+    if request.reasoning_effort != "none":
+        return {}
+    off = await asyncio.to_thread(lambda: service.reasoning_off)
+    if off is None and reasoning_format(service.reasoning_format, template) is not None:
+        raise FieldError(
+            "reasoning_effort",
+            f"reasoning_effort none: the chat template of {service.name} cannot turn reasoning "
+            "off; thinking_token_budget limits it",
+        )
+    return off or {}
 
 
 def _message(parts: Sequence[Part]) -> ChatMessage:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.serving.effort_trial import EFFORT, THINKING
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.template_trial import ToolUse
@@ -25,8 +26,6 @@ RESERVED = frozenset(
     }
 )
 REASONING = ("reasoning_content", "reasoning")
-# Variables that turn reasoning on: of Qwen3, GLM and others; of DeepSeek, Granite and Kimi.
-THINKING = ("enable_thinking", "thinking")
 
 
 def template_messages(
@@ -165,10 +164,14 @@ def check_variables(variables: Mapping[str, Any]) -> None:
         raise ValueError(f"must not have {wrong[0]}: it is no variable of a template")
 
 
-def template_variables(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def template_variables(
+    request: ChatRequest, defaults: Mapping[str, Any], off: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a chat template gets beside the messages. Raises FieldError for reserved names.
 
-    ``defaults``: of variables that the request does not set.
+    Args:
+      defaults: of variables that the request does not set.
+      off: variables that turn reasoning off, for the effort ``none``; see effort_trial.
     """
     given, effort = request.chat_template_kwargs or {}, request.reasoning_effort
     try:
@@ -177,9 +180,11 @@ def template_variables(request: ChatRequest, defaults: Mapping[str, Any]) -> dic
         name = "chat_template_kwargs"
         raise FieldError(name, f"{name} {error}") from error
     variables = dict(defaults)
-    if effort is not None:
-        variables["reasoning_effort"] = effort
-        variables |= dict.fromkeys(THINKING, effort != "none")
+    if effort == "none":
+        variables.pop(EFFORT, None)
+        variables |= off
+    elif effort is not None:
+        variables |= {EFFORT: effort, **dict.fromkeys(THINKING, True)}
     variables |= given
     if request.tools and request.tool_choice != "none":
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]

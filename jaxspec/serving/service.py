@@ -11,10 +11,11 @@ from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.llm.tokenizer import render_chat
 from jaxspec.serving.background import WarmUp
+from jaxspec.serving.effort_trial import reasoning_off
 from jaxspec.serving.errors import ApiError, NotReady
 from jaxspec.serving.fingerprint import fingerprint
 from jaxspec.serving.results import TokenTexts, now
-from jaxspec.serving.template_trial import TOOL, ToolUse, tool_use
+from jaxspec.serving.template_trial import TOOL, USER, ToolUse, tool_use
 
 State = Literal["loading", "ready", "ending"]
 
@@ -126,6 +127,16 @@ class Service:
         variables = {**self.template_variables, "tools": [TOOL]}
         return tool_use(
             template, lambda messages: render_chat(tokenizer, messages, template, variables)
+        )
+
+    @functools.cached_property
+    def reasoning_off(self) -> Mapping[str, Any] | None:
+        """The variables with which the template of chats turns reasoning off, found by a trial;
+        None: it cannot."""
+        template, tokenizer = self.template() or "", self.llm.llm.tokenizer
+        given = {**self.template_variables, "add_generation_prompt": True}
+        return reasoning_off(
+            lambda variables: render_chat(tokenizer, [USER], template, {**given, **variables})
         )
 
     def turn_end(self) -> tuple[int, ...]:

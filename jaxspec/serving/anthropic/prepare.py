@@ -10,6 +10,7 @@ from jaxspec.serving import chat
 from jaxspec.serving.answers import renamed_errors
 from jaxspec.serving.anthropic.conversation import has_late_system, messages_of, system_in_front
 from jaxspec.serving.anthropic.writer import MessageWriter
+from jaxspec.serving.effort_trial import THINKING
 from jaxspec.serving.errors import ApiError, validated
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
@@ -33,7 +34,6 @@ CHOICES = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
 NO_THREADS: Mapping[str, Any] = MappingProxyType(
     {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 )
-THINKING = ("enable_thinking", "thinking")  # variables of chat templates
 PROBE = "fd9c51"  # a text that is found again in a prompt
 
 
