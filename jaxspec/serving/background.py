@@ -1,8 +1,9 @@
 """Compiles, while no request runs, what later ones may ask for.
 
-A server is ready with few programs. A request that needs another one would wait for its compiler:
-one with log-probabilities, penalties, a structured output, long texts. So their programs are
-compiled one by one whenever the engine has nothing to do, from the likeliest on.
+A server is ready with few programs, and with all that move rows and pages (compile_general). A
+request that needs another one would wait for its compiler: one with log-probabilities, penalties, a
+structured output, long texts. So their programs are compiled one by one whenever the engine has
+nothing to do, from the likeliest on.
 """
 
 import asyncio
@@ -20,7 +21,6 @@ from jaxspec.engine.programs.sizes import SMALLEST_TABLE, ReadKey, RoundsKey
 from jaxspec.engine.programs.structured import prepare_program
 from jaxspec.engine.warm_up.compile_all import (
     Coverage,
-    compile_small,
     coverage,
     reading_keys,
     rounds_keys,
@@ -33,7 +33,7 @@ SAMPLED = SamplingParams(temperature=1.0)
 FULL = dataclasses.replace(SAMPLED, logprobs=1, presence_penalty=0.5)
 MASKED = dataclasses.replace(FULL, structured=StructuredOutput(json_object=True))
 PROMPT = dataclasses.replace(FULL, prompt_logprobs=1)
-SMALL = 16  # programs that move rows and pages, at most
+OTHERS = 16  # programs that may come beside these, at most
 PAUSE = 0.2  # seconds between two looks whether the engine is idle
 IDLE = 2.0  # seconds without a request before a program is compiled: who comes next is not slowed
 
@@ -69,7 +69,7 @@ async def warm_in_background(
     Returns whether all are compiled. Raises RuntimeError if the AsyncLLM is closed, or a program
     cannot be compiled.
     """
-    keys, progress = [*await llm.run(missing_programs), None], progress or WarmUp()
+    keys, progress = await llm.run(missing_programs), progress or WarmUp()
     progress.programs += len(keys)
     quiet = 0.0
     with contextlib.closing(CompilesKinds()) as compiler:
@@ -97,7 +97,7 @@ def missing_programs(engine: Engine) -> list[Key]:
     keys += _keys(engine, dataclasses.replace(MASKED, plain=True))
     programs = engine.programs
     missing = [key for key in dict.fromkeys(keys) if key not in programs.ready]
-    return missing[: max(0, programs.max_programs - len(programs.ready) - SMALL)]
+    return missing[: max(0, programs.max_programs - len(programs.ready) - OTHERS)]
 
 
 def _is_idle(engine: Engine) -> bool:
@@ -130,24 +130,19 @@ def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]
     return coverage(engine.programs, engine.limits, trees, (sampling,), tokens, few)
 
 
-async def _compile(llm: AsyncLLM, compiler: CompilesKinds, key: Key | None) -> bool:
-    """Compile a program beside the engine's thread, or (None) by running them on nothing those that
-    move rows and pages; False: the engine is busy."""
+async def _compile(llm: AsyncLLM, compiler: CompilesKinds, key: Key) -> bool:
+    """Compile a program beside the engine's thread; False: the engine is busy."""
 
     def begin(engine: Engine) -> list[Future[Any]] | None:
         if llm.holds or not _is_idle(engine):
             return None
-        if key is None:
-            cover = _cover(engine, FULL, engine.limits.max_length, [1])
-            compile_small(engine.programs, cover)
-        elif engine.programs.compiles_beside and not engine.programs.is_ready(key):
+        if engine.programs.compiles_beside and not engine.programs.is_ready(key):
             return [compiler.begin_program(engine, key)]
-        else:
-            prepare_program(engine.programs, key)
+        prepare_program(engine.programs, key)
         return []
 
     futures = await llm.run(begin)
-    if futures and key is not None:
+    if futures:
         await all_done(futures)
         await llm.run(lambda engine: prepare_program(engine.programs, key))
     return futures is not None

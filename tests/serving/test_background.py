@@ -13,7 +13,7 @@ from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.names import program_name
 from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey
-from jaxspec.engine.warm_up.compile_general import general_keys
+from jaxspec.engine.warm_up.compile_general import compile_moves, general_keys
 from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind, lacking, needed
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.background import missing_programs, warm_in_background
@@ -55,6 +55,7 @@ def test_afterwards_no_request_waits_for_a_compiler(model: Path):
     speculation = SpeculationConfig.chain(2)
     llm = LLM(model, "ngram", speculation=speculation, max_length=300, page_size=8, engine=config)
     llm.engine.prepare(1, 8, SAMPLED)
+    compile_moves(llm.engine)  # as a server that is ready has
     llm.engine.programs.sealed = True
 
     async def test() -> tuple[int, int]:

@@ -48,14 +48,19 @@ class GeneralPrograms:
 
         Raises what the compiler has raised.
         """
-        engine, programs = self._engine, self._programs
+        programs = self._programs
         wait(self._coming.values())
         programs.coming |= self._coming
         for key in self._keys:
             prepare_program(programs, key)
-        shapes, most = engine.shapes.compiled_ahead(engine.shape), engine.limits.max_length
-        cover = coverage(programs, engine.limits, shapes, (ANYTHING,), most, rows=[1])
-        compile_small(programs, cover)
+        compile_moves(self._engine)
+
+
+def compile_moves(engine: Engine) -> None:
+    """Compile what moves rows and pages of any request; the engine is idle."""
+    shapes, most = engine.shapes.compiled_ahead(engine.shape), engine.limits.max_length
+    cover = coverage(engine.programs, engine.limits, shapes, (ANYTHING,), most, rows=[1])
+    compile_small(engine.programs, cover)
 
 
 def general_keys(engine: Engine) -> list[Key]:
