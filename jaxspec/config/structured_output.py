@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config.checks import check_unicode
+from jaxspec.config.checks import check_unicode, is_integer
 
 KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 JSON_KINDS = ("json_schema", "json_object")
@@ -21,9 +21,9 @@ class Reasoning:
       optional: whether a text that has begun to reason may match the description without ``end``.
       dropped: markers that may come between the reasoning and the output.
       begin_ids: the tokens that a text begins with which reasons, in all ways.
-      end_ids: the tokens of which each ends the reasoning. If they are given, reasoning is free: no
-        mask restricts it, and rows run as many rounds a call as others. A marker that is spelled in
-        other tokens ends nothing then.
+      end_id: the token of ``end``. If it is given, reasoning is free: no mask restricts it, and
+        rows run as many rounds a call as others. An end that is spelled in other tokens ends
+        nothing then.
     """
 
     begin: str
@@ -32,7 +32,7 @@ class Reasoning:
     optional: bool = False
     dropped: tuple[str, ...] = ()
     begin_ids: tuple[tuple[int, ...], ...] = ()
-    end_ids: tuple[int, ...] = ()
+    end_id: int | None = None
 
     def __post_init__(self):
         for name in ("begin", "end"):
@@ -57,6 +57,9 @@ class StructuredOutput:
       blank_line: whether at most two line breaks may come before JSON. Chat templates leave them
         after reasoning, and models write them. They are no part of the answer.
       reasoning: what may come before the output; None: nothing.
+      trigger: a token. The text before the first one is free: no mask restricts it, rows run as
+        many rounds a call as others, and the description sees the text from there on. It must allow
+        any text before, too: of a request with too many stop tokens it sees all.
 
     Equal descriptions are equal and have one hash. Raises ValueError for none or several kinds, and
     for values that are none. What only a compiler can see, GrammarCompiler refuses.
@@ -70,6 +73,7 @@ class StructuredOutput:
     whitespace: bool = True
     blank_line: bool = False
     reasoning: Reasoning | None = None
+    trigger: int | None = None
 
     def __post_init__(self):
         for name in ("json_object", "whitespace", "blank_line"):
@@ -77,6 +81,8 @@ class StructuredOutput:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
         if not isinstance(self.reasoning, Reasoning | None):
             raise ValueError(f"reasoning must be a Reasoning, or None, got {self.reasoning!r:.80}")
+        if self.trigger is not None and not (is_integer(self.trigger) and self.trigger >= 0):
+            raise ValueError(f"trigger must be a token's id, or None, got {self.trigger!r:.80}")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(

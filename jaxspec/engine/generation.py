@@ -128,7 +128,7 @@ class Timings:
 class Grammar:
     """A matcher, and how many tokens of its request it has seen.
 
-    ``phases``: of a request whose reasoning the matcher does not see.
+    ``phases``: of a request some of whose text the matcher does not see.
     """
 
     matcher: Matcher
@@ -159,7 +159,7 @@ def new_grammar(
     if make_matcher is None:
         raise ValueError("structured needs an engine with make_matcher")
     matcher = make_matcher(sampling.structured)
-    phases = new_phases(sampling.structured.reasoning, stops, most_stops)
+    phases = new_phases(sampling.structured, stops, most_stops)
     return Grammar(matcher.ending_at(sampling.further_stop_token_ids), phases=phases)
 
 
@@ -209,7 +209,7 @@ class Generation:
 
     @property
     def phases(self) -> Phases | None:
-        """Of a structured request whose reasoning is free."""
+        """Of a structured request with free text."""
         return None if self.grammar is None else self.grammar.phases
 
     @property

@@ -49,7 +49,7 @@ from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
 from jaxspec.serving.tool_formats.table import FORMATS
 from jaxspec.serving.tool_grammar import ToolGrammar
-from jaxspec.serving.tools import earlier_calls, is_free, offered_tools
+from jaxspec.serving.tools import call_token, earlier_calls, is_free, offered_tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +164,11 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     prompt = await prompt_ids(service, request)
     marks = reasoning_format(service.reasoning_format, template)
     reasoning = None if marks is None else chat_reasoning(service.llm.llm, marks, request, prompt)
+    trigger = form.form.trigger if form and free else ""
     if structured is not None and reasoning is not None:
-        trigger = form.form.trigger if form and free else ""
-        [marker] = service.llm.llm.tokenize([trigger], special=False) if trigger else [[]]
-        structured = reasoning.before(structured, marker)
+        structured = reasoning.before(structured, calls=bool(trigger))
+    if structured is not None and trigger:
+        structured = dataclasses.replace(structured, trigger=call_token(service.llm.llm, trigger))
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens

@@ -36,10 +36,10 @@ class ChatReasoning:
     begins: tuple[tuple[int, ...], ...]
     hidden: bool
 
-    def before(self, structured: StructuredOutput, call: Sequence[int]) -> StructuredOutput:
+    def before(self, structured: StructuredOutput, calls: bool) -> StructuredOutput:
         """A structured output that begins after the reasoning; see Reasoning.
 
-        ``call``: the tokens of the marker of a call, which may end the reasoning; empty: none may.
+        ``calls``: whether the marker of a call, too, ends the reasoning.
         """
         if self.closed:
             return structured
@@ -48,10 +48,10 @@ class ChatReasoning:
             form.begin,
             form.end,
             self.inside,
-            optional=bool(call),
+            optional=calls,
             dropped=form.dropped,
             begin_ids=self.begins,
-            end_ids=(*self.end, *call) if len(self.end) == 1 and len(call) < 2 else (),
+            end_id=self.end[0] if len(self.end) == 1 and not calls else None,
         )
         return dataclasses.replace(structured, reasoning=reasoning)
 
@@ -94,7 +94,7 @@ def reasoning_budget(
             return None
         if reasoning is None:
             raise FieldError(name, f"{name} needs a model that reasons; see --reasoning-format")
-        if structured is not None and len(reasoning.end) > 1:
+        if structured is not None and structured.trigger is None and len(reasoning.end) > 1:
             problem = "needs a model whose reasoning ends with one token, beside structured output"
             raise FieldError(name, f"{name} {problem}")
         try:

@@ -1,5 +1,6 @@
 """Which tools the text of a request may call, and how it calls them."""
 
+from jaxspec.llm.llm import LLM
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 
@@ -35,6 +36,14 @@ def is_free(request: ChatRequest) -> bool:
     if isinstance(choice, AllowedTools):
         return choice.allowed_tools.mode == "auto"
     return choice in (None, "auto")
+
+
+def call_token(llm: LLM, trigger: str) -> int | None:
+    """The token that begins calls in the midst of text; None: the tokenizer has added none."""
+    [tokens] = llm.tokenize([trigger], special=False)
+    return (
+        tokens[0] if len(tokens) == 1 and tokens[0] in llm.tokenizer.added_tokens_decoder else None
+    )
 
 
 def earlier_calls(request: ChatRequest) -> int:

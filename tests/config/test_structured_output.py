@@ -40,6 +40,8 @@ def test_every_kind_is_known():
         ({"choice": ()}, "choice must hold at least one text"),
         ({"choice": ("a", "")}, "choice must not be empty"),
         ({"choice": ("a", "a")}, "choice holds the same text twice"),
+        ({"regex": "a", "trigger": -1}, "trigger must be a token's id, or None, got -1"),
+        ({"regex": "a", "trigger": True}, "trigger must be a token's id, or None, got True"),
         ({"regex": "a", "whitespace": False}, "whitespace=False is for JSON: a regex says so"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Structured output after reasoning that is free: equal to plain decoding, and to masked rows."""
+"""Structured output after free reasoning, or calls after free text: equal to plain decoding, and to
+masked rows."""
 
 import dataclasses
 import json
@@ -26,10 +27,8 @@ SPECIAL = (END, IDS["<|im_start|>"], IDS["<end>"], IDS["<begin>"])
 # What a grammar takes as reasoning, too, so that rows which it masks all along have the same texts:
 # no special token, and no part of a character.
 TEXTS = tuple(i for i in IDS.values() if TOKENIZER.decode([i]).isascii() and i not in SPECIAL)
-INSIDE = Reasoning("<think>", "</think>", inside=True, end_ids=(CLOSE,))
-OUTSIDE = Reasoning(
-    "<think>", "</think>", begin_ids=((BEGIN,), (IDS["Ċ"], BEGIN)), end_ids=(CLOSE,)
-)
+INSIDE = Reasoning("<think>", "</think>", inside=True, end_id=CLOSE)
+OUTSIDE = Reasoning("<think>", "</think>", begin_ids=((BEGIN,), (IDS["Ċ"], BEGIN)), end_id=CLOSE)
 CALLS = """
 start: trigger "x"
 spelled[lazy]: TEXT "<tool_call>"
@@ -56,7 +55,7 @@ def request(
     )
 
 
-OPTIONAL = dataclasses.replace(INSIDE, optional=True, end_ids=(CLOSE, CALL))
+OPTIONAL = dataclasses.replace(INSIDE, optional=True, end_id=None)
 SAMPLING = [
     request(INSIDE, 0, {}, 0),
     request(INSIDE, 9, {}, 1),
@@ -68,9 +67,13 @@ SAMPLING = [
     request(OUTSIDE, 9, {BEGIN: -100, IDS["Ċ"]: -100, IDS["\n\n"]: -100}, 11),  # it never begins
     dataclasses.replace(
         request(OPTIONAL, None, {CALL: 3, CLOSE: -100}, 13),
-        structured=StructuredOutput(grammar=CALLS, reasoning=OPTIONAL),
+        structured=StructuredOutput(grammar=CALLS, reasoning=OPTIONAL, trigger=CALL),
     ),
     dataclasses.replace(request(INSIDE, 9, {}, 15), max_tokens=10),  # its last token ends it
+    dataclasses.replace(  # a call in the midst of text, without reasoning
+        request(INSIDE, None, {CALL: 3, CLOSE: -100}, 17),
+        structured=StructuredOutput(grammar=CALLS, trigger=CALL),
+    ),
 ]
 PROMPTS: list[Any] = [[5, 60 + i % 4, 70, 80, 90] for i in range(len(SAMPLING))]
 
@@ -102,9 +105,10 @@ def found(llm: LLM, sampling: Sequence[SamplingParams] = SAMPLING) -> list[tuple
 
 def masked(params: SamplingParams) -> SamplingParams:
     """The same with reasoning that is not free."""
-    assert params.structured is not None and params.structured.reasoning is not None
-    reasoning = dataclasses.replace(params.structured.reasoning, begin_ids=(), end_ids=())
-    structured = dataclasses.replace(params.structured, reasoning=reasoning)
+    assert params.structured is not None
+    reasoning = params.structured.reasoning
+    reasoning = None if reasoning is None else dataclasses.replace(reasoning, end_id=None)
+    structured = dataclasses.replace(params.structured, reasoning=reasoning, trigger=None)
     return dataclasses.replace(params, structured=structured)
 
 
@@ -125,7 +129,7 @@ def test_outputs_follow_the_reasoning(expected: list[tuple[list[int], str]]):
         text = TOKENIZER.decode(tokens, skip_special_tokens=False).removesuffix("<|im_end|>")
         if index in (3, 9):
             assert reason == "length" and len(tokens) == SAMPLING[index].max_tokens
-        elif index == 8:
+        elif index in (8, 10):
             assert reason == "stop" and text.endswith("<tool_call>x") and CLOSE not in tokens
         else:
             output = text if index == 7 else text.split("</think>", 1)[1]
@@ -143,10 +147,11 @@ def test_free_reasoning_has_the_texts_of_masked_rows(
     llm.engine.on_read = lambda plan, _: plans.append(plan)
     assert found(llm) == expected
     assert any(plan.resumed for plan in plans) and any(plan.rounds > 1 for plan in plans)
-    # Only what comes before and after the reasoning ran as masked rows; a plan may be made before
+    # Only what comes before and after free text ran as masked rows; a plan may be made before
     # it is known that a row has paused.
     rounds = sum(len(plan.masked_rows) for plan in plans)
     free = sum(tokens.index(CLOSE) for tokens, _ in expected if CLOSE in tokens[:40])
+    free += sum(tokens.index(CALL) for tokens in (expected[8][0], expected[10][0]))
     assert rounds <= sum(len(tokens) for tokens, _ in expected) - free + len(SAMPLING)
 
 

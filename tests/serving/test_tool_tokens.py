@@ -88,8 +88,12 @@ def test_a_tool_without_parameters_is_called_with_nothing(llm: LLM):
 
 
 def test_free_text_may_have_markup(llm: LLM):
+    masked: list[int] = []
+    llm.engine.on_read = lambda plan, _: masked.extend(plan.masked_rows)
     found = answer(llm, tools=TOOLS, logit_bias={IDS["<table>"]: 100}, max_completion_tokens=4)
+    llm.engine.on_read = None
     assert found.message.content == "<table>" * 4 and found.message.tool_calls is None
+    assert not masked, "text before a call is free"
 
 
 def response_format(schema: dict[str, Any]) -> dict[str, Any]:

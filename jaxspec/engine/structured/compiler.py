@@ -1,6 +1,7 @@
 """From descriptions of outputs to matchers of requests."""
 
 import collections
+import dataclasses
 import importlib
 import json
 import threading
@@ -85,6 +86,7 @@ class GrammarCompiler:
         Raises ValueError, in one line, for a grammar that does not compile, or is too large; it
         names the keyword of a JSON schema that is not supported.
         """
+        spec = _of_grammar(spec)
         with self._lock:
             compiled = self._compiled.get(spec)
         if compiled is None:
@@ -101,7 +103,7 @@ class GrammarCompiler:
     def is_known(self, spec: StructuredOutput) -> bool:
         """Whether ``matcher`` has nothing to compile for this one."""
         with self._lock:
-            return spec in self._compiled
+            return _of_grammar(spec) in self._compiled
 
     def _new(self, compiled: Any) -> Matcher:
         return Matcher(compiled.deep_copy(), self.num_words, frozenset(self.stop_token_ids))
@@ -176,6 +178,11 @@ class GrammarCompiler:
         if not blank_line and not self.markers.mentioned(schema):
             return self._library.LLMatcher.grammar_from_json_schema(schema)
         return f"{self.header(schema)}start: {BLANK_LINE if blank_line else ''} %json {schema}"
+
+
+def _of_grammar(spec: StructuredOutput) -> StructuredOutput:
+    """What the grammar depends on."""
+    return dataclasses.replace(spec, trigger=None)
 
 
 def _import_llguidance() -> Any:

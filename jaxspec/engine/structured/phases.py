@@ -1,10 +1,10 @@
-"""Where a structured request stands: before, within or after its reasoning."""
+"""Where a structured request stands: before, within or after its free text."""
 
 import dataclasses
 import enum
 from collections.abc import Collection, Sequence
 
-from jaxspec.config.structured_output import Reasoning
+from jaxspec.config.structured_output import StructuredOutput
 
 
 class Phase(enum.Enum):
@@ -15,24 +15,29 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass
 class Phases:
-    """The phases of a request whose reasoning is free: its rows run as others do meanwhile.
+    """The phases of a request with free text, reasoning or what comes before a call: its rows run
+    as others do meanwhile.
 
     A row pauses where a phase may end: it stops at a token of ``pauses``, as at a stop token. Then
     ``pass_pause`` says what comes next, and the row is told to go on. Markers count as tokens: one
-    that is spelled in others is reasoning.
+    that is spelled in others is free text.
 
     Attributes:
-      first, last: the first token of the reasoning, and the one that ended it, by their numbers in
-        the text; None: they have not come.
+      begins: the tokens that a text begins with which is free from there, in all ways; none: it is
+        free from its beginning.
+      end: the token that ends the free text, and is the first that the grammar sees again.
+      first, last: the first free token, and the one that ended them, by their numbers in the text;
+        None: they have not come.
     """
 
-    reasoning: Reasoning
+    begins: tuple[tuple[int, ...], ...]
+    end: int
     first: int | None = None
     last: int | None = None
     phase: Phase = Phase.BEFORE
 
     def __post_init__(self):
-        if self.reasoning.inside:
+        if not self.begins:
             self.phase, self.first = Phase.WITHIN, 0
 
     @property
@@ -45,38 +50,42 @@ class Phases:
         """The tokens at which the row pauses."""
         match self.phase:
             case Phase.BEFORE:
-                return tuple({begin[-1] for begin in self.reasoning.begin_ids})
+                return tuple({begin[-1] for begin in self.begins})
             case Phase.WITHIN:
-                return self.reasoning.end_ids
+                return (self.end,)
         return ()
 
     def pass_pause(self, text: Sequence[int]) -> None:
         """Enter the phase that follows the pause at the last token of a text."""
-        if self.phase is Phase.BEFORE and tuple(text) in self.reasoning.begin_ids:
+        if self.phase is Phase.BEFORE and tuple(text) in self.begins:
             self.phase, self.first = Phase.WITHIN, len(text)
         else:  # the token of a beginning that stands elsewhere begins nothing
             self.last = len(text) - 1 if self.phase is Phase.WITHIN else None
             self.phase = Phase.AFTER
 
     def is_free(self, place: int) -> bool:
-        """Whether the grammar does not see the token of this number: it is reasoning."""
+        """Whether the grammar does not see the token of this number."""
         if self.first is None or place < self.first:
             return False
         return self.last is None or place < self.last
 
 
-def new_phases(
-    reasoning: Reasoning | None, stops: Collection[int], most_stops: int
-) -> Phases | None:
-    """The phases of a new request; None: it has none, the grammar holds the reasoning.
+def new_phases(spec: StructuredOutput, stops: Collection[int], most_stops: int) -> Phases | None:
+    """The phases of a new request; None: it has none, the grammar holds all of its text.
 
     Args:
       stops: the tokens that end the text. No marker may be among them.
       most_stops: most tokens at which a row may stop.
     """
-    if reasoning is None or not reasoning.end_ids:
+    reasoning = spec.reasoning
+    if spec.trigger is not None:
+        phases = Phases((), spec.trigger)
+    elif reasoning is None or reasoning.end_id is None:
         return None
-    phases = Phases(reasoning)
-    tokens = {*reasoning.end_ids, *phases.pauses}
+    elif reasoning.inside or reasoning.begin_ids:
+        phases = Phases(() if reasoning.inside else reasoning.begin_ids, reasoning.end_id)
+    else:
+        return None
+    tokens = {phases.end, *phases.pauses}
     fits = len(stops) + len(tokens) <= most_stops
     return phases if fits and not tokens & {*stops} else None
