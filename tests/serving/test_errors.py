@@ -45,6 +45,13 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
         ("completions", {"temperature": -1}, "temperature"),
         ("completions", {"temperature": "hot"}, "temperature"),
         ("completions", {"n": 2, "temperature": 0}, "n"),
+        # The types of JSON: 0 is no boolean, and "1" no number.
+        ("completions", {"echo": 0}, "echo"),
+        ("completions", {"top_k": 1.5}, "top_k"),
+        ("completions", {"logit_bias": {"1": True}}, "logit_bias.1"),
+        ("chat/completions", {"stream": "true"}, "stream"),
+        ("chat/completions", {"seed": "1"}, "seed"),
+        ("chat/completions", {"temperature": True}, "temperature"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
         ("completions", {"max_tokens": 1000}, "max_tokens"),
         ("completions", {"logprobs": 21}, "logprobs"),
@@ -107,6 +114,11 @@ def test_a_bad_field_is_refused_by_name(refuse: Any, path: str, fields: Any, par
 def test_a_body_that_is_no_request_is_refused(refuse: Any, body: bytes):
     status, _ = refuse("/v1/completions", body)
     assert status == 400
+
+
+def test_a_number_of_json_may_be_written_either_way(llm: LLM):
+    body = {"temperature": 1, "top_p": 1, "seed": 1.0, "max_tokens": 4.0}
+    ask(llm, {**CHAT, **body, "extra_body": {"logit_bias": {"7": 1}, "top_k": 5.0}})
 
 
 def test_fields_of_routers_and_hints_are_tolerated(llm: LLM):

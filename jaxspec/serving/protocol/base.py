@@ -83,9 +83,11 @@ class FieldError(ValueError):
 
 
 class RequestBody(BaseModel):
-    """A request. An unknown field is an error that names it, unless it asks for nothing."""
+    """A request. An unknown field is an error that names it, unless it asks for nothing. Values
+    have the types of JSON: 1 is no boolean, and "1" no number, but 1.0 is an integer.
+    """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
     refused: ClassVar[Refused] = REFUSED
     hints: ClassVar[frozenset[str]] = HINTS
 
@@ -106,7 +108,7 @@ class RequestBody(BaseModel):
         That of a field that is refused is the FieldError: so it is told with what else is wrong.
         """
         if name in cls.model_fields:
-            return value
+            return int(value) if isinstance(value, float) and value.is_integer() else value
         if name in cls.hints:
             return IDLE
         if name in cls.refused:

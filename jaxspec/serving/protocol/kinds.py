@@ -15,7 +15,7 @@ class Echoed(BaseModel):
     """What clients may send back as a server wrote it: fields that are not read here are ignored,
     as other servers have further ones."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 def of_kind(
