@@ -15,12 +15,23 @@ class Clamp(NamedTuple):
     limit: float
 
 
+class Limit(NamedTuple):
+    """SwiGLU whose factors are limited: silu(gate) is at most ``limit``, and up is between plus and
+    minus ``limit``."""
+
+    limit: float
+
+
 def units_of(
-    gate: Array, up: Array, clamp: Clamp | None, sigmoid: Callable[[Array], Array]
+    gate: Array, up: Array, clamp: Clamp | Limit | None, sigmoid: Callable[[Array], Array]
 ) -> Array:
     """Hidden units of gate and up, in their dtype."""
     if clamp is None:
         return gate * sigmoid(gate) * up
-    gate = jnp.minimum(gate, clamp.limit)
     up = jnp.minimum(jnp.maximum(up, -clamp.limit), clamp.limit)
-    return (up + 1) * gate * sigmoid(clamp.alpha * gate)
+    match clamp:
+        case Clamp(alpha, limit):
+            gate = jnp.minimum(gate, limit)
+            return (up + 1) * gate * sigmoid(alpha * gate)
+        case Limit(limit):
+            return jnp.minimum(gate * sigmoid(gate), limit) * up

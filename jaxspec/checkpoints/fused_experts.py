@@ -1,7 +1,8 @@
 """Tensors that hold a projection of all experts, read as if each expert had its own.
 
-``<block>.experts.gate_up_proj`` and ``down_proj`` become ``<block>.experts.<i>.gate_proj.weight``
-and so on, as most checkpoints have them. A router's correction [1, E] becomes [E].
+``<block>.experts.gate_up_proj`` (or ``gate_proj`` and ``up_proj``) and ``down_proj`` become
+``<block>.experts.<i>.gate_proj.weight`` and so on, as most checkpoints have them. A router's
+correction [1, E] becomes [E].
 """
 
 import dataclasses
@@ -15,7 +16,9 @@ from jaxspec.config.experts import ExpertsConfig, Fused
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.tensors import CheckpointTensor
 
-FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?")
+FUSED = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?P<bias>_bias)?"
+)
 CORRECTION = ".e_score_correction_bias"
 
 
@@ -126,7 +129,7 @@ def _layout(
     size = mlp.intermediate_size
     halves = {"gate_up_proj": (hidden_size, 2 * size), "down_proj": (size, hidden_size)}
     matches = ((FUSED.fullmatch(name), tensor.shape[1:]) for name, tensor in stored.items())
-    agree = all(shape == halves[match["kind"]] for match, shape in matches if match)
+    agree = all(shape == halves.get(match["kind"], shape) for match, shape in matches if match)
     return "halves" if agree else "stacked"
 
 
@@ -138,7 +141,7 @@ def _parts(tensor: CheckpointTensor, kind: str, expert: int, fused: Fused) -> di
     def part(first: int, step: int, size: int) -> OfExpert:
         return OfExpert(tensor, expert, first, step, size, inputs_first)
 
-    if kind == "down_proj":
+    if kind != "gate_up_proj":
         return {kind: part(0, 1, total)}
     size, step = total // 2, 2 if interleaved else 1
     return {

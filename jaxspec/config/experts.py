@@ -75,6 +75,17 @@ class ClampedSwiglu:
 
 
 @dataclasses.dataclass(frozen=True)
+class LimitedSwiglu:
+    """silu(gate) * up, where silu(gate) is at most ``limit`` and up is between plus and minus
+    ``limit`` (Step 3.5)."""
+
+    limit: float
+
+    def __post_init__(self):
+        check_positive(limit=self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertNames:
     """Names of a checkpoint's modules inside a layer."""
 
@@ -95,7 +106,8 @@ class ExpertsConfig:
       intermediate_size: hidden units of each expert.
       shared_size: hidden units of the expert that all tokens go through; 0: there is none.
       shared_gate: its output is multiplied by a sigmoid of the token.
-      activation: None: SwiGLU.
+      activation: of the experts; None: SwiGLU.
+      shared_activation: of the shared expert.
       bias: of the experts' projections.
       names, fused: what a checkpoint calls the weights. ``fused`` None: each expert has tensors of
         its own.
@@ -105,7 +117,8 @@ class ExpertsConfig:
     routing: RoutingConfig
     shared_size: int = 0
     shared_gate: bool = False
-    activation: ClampedSwiglu | None = None
+    activation: ClampedSwiglu | LimitedSwiglu | None = None
+    shared_activation: LimitedSwiglu | None = None
     bias: bool = False
     names: ExpertNames = ExpertNames()
     fused: Fused | None = None
@@ -114,8 +127,9 @@ class ExpertsConfig:
         check_positive(intermediate_size=self.intermediate_size)
         if self.shared_size < 0:
             raise ValueError(f"shared_size must be 0 or above, got {self.shared_size}")
-        if self.shared_gate and not self.shared_size:
-            raise ValueError("shared_gate needs a shared expert")
+        for name in ("shared_gate", "shared_activation"):
+            if getattr(self, name) and not self.shared_size:
+                raise ValueError(f"{name} needs a shared expert")
 
     @property
     def active_size(self) -> int:

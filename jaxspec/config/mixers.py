@@ -1,6 +1,7 @@
 """Configs of mixers: the part of a layer that combines information across tokens."""
 
 import dataclasses
+from typing import Literal
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.rope import RopeConfig
@@ -18,8 +19,9 @@ class AttentionConfig:
       softcap: scores x become softcap * tanh(x / softcap).
       sinks: each query head has a score for attending to nothing (see paged_attention).
       fused: checkpoints have the three projections in one tensor, ``qkv_proj``.
-      gated: what a head attends to is multiplied by a sigmoid of the token, entry by entry. In
-        checkpoints ``q_proj`` has each head's query, then its gate.
+      gate: what a head attends to is multiplied by a sigmoid of the token. ``entries``: entry by
+        entry; in checkpoints ``q_proj`` has each head's query, then its gate. ``heads``: by a
+        number for each head, of a projection ``g_proj``.
       interleaved: in checkpoints entries 2 i and 2 i + 1 of a head are rotated as a pair. When they
         are read, they become i and i + D / 2.
     """
@@ -36,7 +38,7 @@ class AttentionConfig:
     softcap: float | None = None
     sinks: bool = False
     fused: bool = False
-    gated: bool = False
+    gate: Literal["entries", "heads"] | None = None
     interleaved: bool = False
 
     def __post_init__(self):
@@ -47,9 +49,9 @@ class AttentionConfig:
                 check_positive(**{name: value})
         if self.whole_qk_norm and not self.qk_norm:
             raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
-        if self.gated and (self.fused or self.whole_qk_norm):
+        if self.gate == "entries" and (self.fused or self.whole_qk_norm):
             raise ValueError("gated attention has projections and norms of each head by itself")
-        if self.interleaved and (self.qk_norm or self.gated or self.rope.rotary_dim is not None):
+        if self.interleaved and (self.qk_norm or self.gate or self.rope.rotary_dim is not None):
             raise ValueError("interleaved attention has whole heads rotated, and no norms or gates")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

@@ -4,14 +4,14 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.experts import ExpertsConfig, LimitedSwiglu
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh"] | LimitedSwiglu
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """A gated MLP: down(activation(gate(x)) * up(x)).
+    """A gated MLP: down(activation(gate(x)) * up(x)), or what LimitedSwiglu makes of the two.
 
     ``fused``: checkpoints have gate and up in one tensor, ``gate_up_proj``.
     """

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import KVScales
-from jaxspec.config.experts import ClampedSwiglu
+from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
@@ -34,7 +34,7 @@ from jaxspec.models.linear import (
 from jaxspec.models.norms import norm_all_heads, rms_norm
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Layout
-from pallas_kernels.activations import Clamp
+from pallas_kernels.activations import Clamp, Limit, units_of
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.expert_product import expert_product
@@ -221,13 +221,13 @@ class ForwardPass:
         gate_up: Array,
         down: Array,
         bias: Array | None,
-        activation: ClampedSwiglu | None,
+        activation: ClampedSwiglu | LimitedSwiglu | None,
     ) -> Array | None:
         """What each chosen expert makes of rows x [N, H], see pallas_kernels.expert_product; None
         where no kernel does it."""
         if "expert_product" not in self.kernels or expert_misfit(x, gate_up, down, bias):
             return None
-        clamp = activation and Clamp(activation.alpha, activation.limit)
+        clamp = activation and clamp_of(activation)
         how = self.kernels.implementation("expert_product")
         return expert_product(x, experts, gate_up, down, bias, clamp=clamp, implementation=how)
 
@@ -260,7 +260,19 @@ def make_pass(
 
 
 @jax.named_scope("activation")
-def gated(gate_up: Array, activation: Activation) -> Array:
+def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
     """[..., 2, F] -> [..., F]"""
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    if not isinstance(activation, str):
+        return units_of(gate, up, clamp_of(activation), jax.nn.sigmoid)
     function = jax.nn.silu if activation == "silu" else jax.nn.gelu
-    return function(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    return function(gate) * up
+
+
+def clamp_of(activation: ClampedSwiglu | LimitedSwiglu) -> Clamp | Limit:
+    """An activation in the words of kernels."""
+    match activation:
+        case ClampedSwiglu(alpha, limit):
+            return Clamp(alpha, limit)
+        case LimitedSwiglu(limit):
+            return Limit(limit)

@@ -85,7 +85,7 @@ class Checkpoint:
         if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")
         mixers = [layer.mixer for layer in layers]
-        if any(not isinstance(mixer, AttentionConfig) or mixer.gated for mixer in mixers):
+        if any(not isinstance(mixer, AttentionConfig) or mixer.gate for mixer in mixers):
             raise ValueError(
                 f"{directory} has recurrent layers, or attention that is gated or over latents, "
                 "which are not quantized"

@@ -13,7 +13,7 @@ from jaxspec.training.precision import Attention, ComputeDtype
 
 MATRICES = frozenset(
     {"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc", "qkvz", "ba", "router", "shared_gate"}
-    | {"before", "after"}  # of a Markov head
+    | {"gate", "before", "after"}  # of a Markov head
 )
 
 

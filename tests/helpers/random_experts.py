@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.mlps.expert_linear import ExpertLinear
@@ -47,7 +47,11 @@ def random_expert_target(
 
 
 def random_own(
-    num_experts: int, hidden: int, units: int, activation: ClampedSwiglu | None, seed: int = 0
+    num_experts: int,
+    hidden: int,
+    units: int,
+    activation: ClampedSwiglu | LimitedSwiglu | None,
+    seed: int = 0,
 ) -> LocalExperts:
     """Random experts; with biases if they have an activation of their own."""
     rng, bias = np.random.default_rng(seed), activation is not None
@@ -90,8 +94,13 @@ def _product(linear: ExpertLinear, expert: int, x: np.ndarray) -> np.ndarray:
     return product if linear.bias is None else product + np.asarray(linear.bias[expert])
 
 
-def _activated(activation: ClampedSwiglu | None, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def _activated(
+    activation: ClampedSwiglu | LimitedSwiglu | None, gate: np.ndarray, up: np.ndarray
+) -> np.ndarray:
     if activation is None:
         return gate / (1 + np.exp(-gate)) * up
+    if isinstance(activation, LimitedSwiglu):
+        limit, opened = activation.limit, gate / (1 + np.exp(-gate))
+        return np.minimum(opened, limit) * np.clip(up, -limit, limit)
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
     return (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))

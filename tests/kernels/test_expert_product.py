@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.forward_pass import ForwardPass, make_pass
+from jaxspec.models.forward_pass import ForwardPass, clamp_of, make_pass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel import WHOLE, Layout, Shards, make_mesh, mesh_layout, partition_specs
-from pallas_kernels.activations import Clamp
 from pallas_kernels.expert_product import expert_product, misfit
 from pallas_kernels.expert_product.cases import (
     BENCHMARK_CASES,
@@ -204,7 +203,7 @@ class Interpreted:
     @staticmethod
     def product(*arguments: Any) -> Any:
         *arrays, activation = arguments
-        clamp = activation and Clamp(activation.alpha, activation.limit)
+        clamp = activation and clamp_of(activation)
         interpret = plgpu.InterpretGPUParams()
         return expert_product_mosaic(*arrays, clamp=clamp, interpret=interpret)
 
@@ -212,7 +211,13 @@ class Interpreted:
         return jax.block_until_ready(self.product(*arguments))
 
 
-@first_is_fast([(8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)), (8, 2, 24, 64, None)])
+@first_is_fast(
+    [
+        (8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)),
+        (8, 2, 24, 64, None),
+        (8, 3, 5, 64, LimitedSwiglu(0.2)),
+    ]
+)
 def test_a_mixture_by_the_kernel_is_what_is_written_out(case: Any):
     """On two devices that have half of the experts each."""
     num_experts, k, rows, units, activation = case

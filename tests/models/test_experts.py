@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.mlps import mix
@@ -23,7 +23,7 @@ from tests.helpers.random_experts import random_own, random_rows, written_out
 WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.blocks_of_experts))
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=1.0)
 # experts, chosen, rows, units, activation
-CASES = [(8, 2, 24, 40, None), (16, 4, 37, 24, CLAMPED), (6, 3, 1, 8, CLAMPED)]
+CASES = [(8, 2, 24, 40, None), (16, 4, 37, 24, CLAMPED), (6, 3, 1, 8, LimitedSwiglu(0.2))]
 
 
 @pytest.mark.parametrize("case", CASES)

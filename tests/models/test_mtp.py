@@ -370,7 +370,7 @@ def test_the_layer_has_gated_attention_and_the_models_mlp(hybrids: dict[str, Pat
     save_tensors(path / "other", {}, raw)
     for own in (load_model_config(path), load_model_config(path / "other")):
         [layer] = load_mtp_head(path, own, FLOAT32).config.layers
-        assert isinstance(layer.mixer, AttentionConfig) and layer.mixer.gated
+        assert isinstance(layer.mixer, AttentionConfig) and layer.mixer.gate == "entries"
         assert isinstance(layer.mlp, ExpertsConfig) and layer.mlp.shared_gate
 
 

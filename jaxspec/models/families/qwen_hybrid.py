@@ -40,7 +40,7 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
     Raises ValueError for kinds of layers, or numbers of MTP layers, that do not fit.
     """
     plain = attention_of(hf, rope_of(hf))
-    attention = dataclasses.replace(plain, qk_norm=True, gated=True)
+    attention = dataclasses.replace(plain, qk_norm=True, gate="entries")
     check_multiple(hf, "linear_num_value_heads", "linear_num_key_heads")
     recurrence = GatedDeltaConfig(
         num_key_heads=hf["linear_num_key_heads"],

@@ -20,14 +20,16 @@ from jaxspec.parallel.pytree import Pytree, array, pytree, static
 @pytree
 class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
-    its value. Gated attention has a gate after each query head: R = 2 Q / G + 2. With ``kv_scales``
-    the cache has 8-bit pages (see quantized.kv_cache).
+    its value. With gates of entries there is one after each query head: R = 2 Q / G + 2; those of
+    whole heads are of ``gate``. With ``kv_scales`` the cache has 8-bit pages (see
+    quantized.kv_cache).
 
     ``q_norm`` and ``k_norm`` are norms of each head by itself, ``qk_norm`` [G, R - 1, D] are norms
     of all query heads as one vector and of all key heads."""
 
     qkv: Linear  # [in, G, R, D]
     o: Linear  # [Q * D, H]
+    gate: Linear | None = None  # [in, Q]
     q_norm: Array | None = array("head_dim")
     k_norm: Array | None = array("head_dim")
     qk_norm: Array | None = array("kv_heads", "group", "head_dim", default=None)
@@ -46,19 +48,22 @@ class Attention(Pytree):
         out, state = step.attend(state, heads, self.config.window)
         if gates is not None:
             with jax.named_scope("activation"):
-                opened = jax.nn.sigmoid(gates.reshape(out.shape).astype(jnp.float32))
+                opened = jax.nn.sigmoid(gates.reshape(*out.shape[:3], -1).astype(jnp.float32))
                 out = (out * opened).astype(out.dtype)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
     @property
     def reader(self) -> AnyLinear | None:
         """The projection that alone reads the input, if there is one."""
-        return self.qkv
+        return self.qkv if self.gate is None else None
 
     def _projected(self, x: Array, step: ForwardPass) -> tuple[Addend, Array | None]:
-        """Queries, keys and values, and the gates [B, T, G, Q / G, D] of what is attended to."""
+        """Queries, keys and values, and the gates of what is attended to: [B, T, G, Q / G, D], or
+        [B, T, Q] of heads."""
         product = self.qkv.product(x, "qkv")
-        if not self.config.gated:
+        if self.gate is not None:
+            return product, self.gate.product(x, "gate").result(step.layout, step.kernels)
+        if self.config.gate is None:
             return product, None
         both = product.result(step.layout, step.kernels)
         queries, gates = (both[..., first:-2:2, :] for first in range(2))
@@ -84,6 +89,7 @@ class Attention(Pytree):
         return self.replace(
             qkv=tensor_map.linear(self.qkv, source),
             o=tensor_map.linear(self.o, One(f"{module}o_proj")),
+            gate=tensor_map.linear(self.gate, One(f"{module}g_proj")),
             q_norm=tensor_map.norm(f"{module}q_norm.weight", self.q_norm),
             k_norm=tensor_map.norm(f"{module}k_norm.weight", self.k_norm),
             qk_norm=tensor_map.of_source(norms, "weight", self.qk_norm),
@@ -101,8 +107,9 @@ def attention_shape(
 ) -> Attention:
     """An Attention of ShapeDtypeStructs. ``input_size``: width of the qkv projection's input."""
     kv_heads, head_dim = parallel_kv_heads(config, shards.of("heads")), config.head_dim
-    group = config.num_heads // kv_heads * (2 if config.gated else 1) + 2
+    group = config.num_heads // kv_heads * (2 if config.gate == "entries" else 1) + 2
     by_head = config.qk_norm and not config.whole_qk_norm
+    gates = linear_shape(("hidden", "heads"), (input_size or hidden_size, config.num_heads), dtype)
     return Attention(
         qkv=linear_shape(
             ("hidden", "kv_heads", "group", "head_dim"),
@@ -116,6 +123,7 @@ def attention_shape(
             dtype,
             bias=config.o_bias,
         ),
+        gate=gates if config.gate == "heads" else None,
         q_norm=vector(head_dim, dtype, when=by_head),
         k_norm=vector(head_dim, dtype, when=by_head),
         qk_norm=array_shape(kv_heads, group - 1, head_dim, dtype=dtype, when=config.whole_qk_norm),

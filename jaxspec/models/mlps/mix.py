@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.config.experts import ClampedSwiglu
+from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass, gated
 from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
-from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
@@ -45,24 +44,15 @@ class LocalExperts(Pytree):
     gate_up: ExpertLinear
     down: ExpertLinear
     first: Array | int = array()
-    activation: ClampedSwiglu | None = static()  # None: SwiGLU
+    activation: ClampedSwiglu | LimitedSwiglu | None = static()  # None: SwiGLU
 
     def hidden_units(self, gate_up: Array, weights: Array, kept: Array) -> Array:
         """From gate and up [..., 2, F] to hidden units [..., F] times weights [...]: zeros where
         not ``kept``, whatever the values there are."""
         gate_up = gate_up.astype(self.down.dtype)
-        kind = self.activation
-        units = gated(gate_up, "silu") if kind is None else clamped_swiglu(kind, gate_up)
-        units = units.astype(jnp.float32)
+        units = gated(gate_up, self.activation or "silu").astype(jnp.float32)
         units = jnp.where(kept[..., None], units * weights[..., None], 0.0)
         return units.astype(self.down.dtype)
-
-
-@jax.named_scope("activation")
-def clamped_swiglu(config: ClampedSwiglu, gate_up: Array) -> Array:
-    """[..., 2, F] -> [..., F], as config.experts.ClampedSwiglu says."""
-    clamp = Clamp(config.alpha, config.limit)
-    return units_of(gate_up[..., 0, :], gate_up[..., 1, :], clamp, jax.nn.sigmoid)
 
 
 def mix(
