@@ -19,7 +19,13 @@ from jaxspec.checkpoints.safetensors_io import (
     placements,
     save_tree,
 )
-from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
+from jaxspec.checkpoints.tied_head import (
+    COMPARED_DTYPES,
+    EMBEDDINGS,
+    HEAD,
+    same_values,
+    warn_of_changed_copies,
+)
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import ALL_MTP_STATES, MtpConfig, MtpStates
 from jaxspec.models.from_config.model import load_model_config, with_mtp_layer
@@ -30,9 +36,9 @@ from jaxspec.models.heads import (
     mtp_head_config,
     mtp_states,
 )
-from jaxspec.models.json.mtp_names import mtp_tensors
+from jaxspec.models.json.mtp_names import mtp_names, mtp_tensors
 from jaxspec.models.quantized.kv_cache import without_kv_scales
-from jaxspec.models.tensors import choosing, splitting
+from jaxspec.models.tensors import CheckpointTensor, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
 
 # Ends of the names of what joins an MTP layer's inputs.
@@ -172,11 +178,14 @@ def load_mtp_head(
     mtp = _mtp_config(directory)
     if states is not None:
         mtp = dataclasses.replace(mtp, states=states)
-    head = mtp_head_config(target, mtp, index)
-    assert head.mtp is not None
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, dtype, shards, None)
+    has_lm_head = mtp.own_heads and _have_own_values(stored, mtp, target.num_layers)
+    head = mtp_head_config(target, mtp, index, has_lm_head=has_lm_head)
+    assert head.mtp is not None
     tensors = {name: tensor for name, tensor in stored.items() if head.mtp.have(name)}
+    if not has_lm_head:
+        tensors.pop(f"{head.mtp.prefix}{head.mtp.lm_head}.weight", None)
     named = {_COPIED[copy]: f"{head.mtp.prefix}{copy}" for copy in head.mtp.copies}
     copies = {name: stored[copy] for name, copy in named.items() if copy in stored}
     warn_of_changed_copies(copies, stored, are_read=False, stacklevel=3)
@@ -195,6 +204,23 @@ def load_mtp_head(
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
+
+
+def _have_own_values(
+    stored: Mapping[str, CheckpointTensor], mtp: MtpConfig, num_layers: int
+) -> bool:
+    """Whether the LM head of an MTP layer is no copy of the target's. Then each layer reads its own
+    one, else all read the target's."""
+    layers = (mtp_names(mtp, num_layers, index) for index in range(mtp.num_layers))
+    heads = (stored.get(f"{names.prefix}{names.lm_head}.weight") for names in layers)
+    target = stored.get(HEAD, stored.get(EMBEDDINGS))
+
+    def is_copy(head: CheckpointTensor) -> bool:
+        if target is None or not {head.dtype, target.dtype} <= COMPARED_DTYPES:
+            return False
+        return same_values(head, target, rounded=True)
+
+    return any(head is not None and not is_copy(head) for head in heads)
 
 
 def _mtp_config(directory: Path) -> MtpConfig:

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+from jaxspec.config.layer import LayerConfig
+
 # How families name and join the parts of such a layer; see models/heads/mtp.py.
 MtpLayout = Literal["deepseek", "mimo", "qwen"]
 
@@ -55,11 +57,15 @@ class MtpConfig:
 
     Attributes:
       layout: how their tensors are named, and how their inputs are joined.
-      num_layers: how many there are. Each is like the model's last layer that
-        is not recurrent.
+      num_layers: how many there are.
       states: the hidden states that they read.
+      layers: the transformer layer of each. Where there is none, it is like the model's last layer
+        that is not recurrent.
+      own_heads: each may have an LM head of other values than the target's.
     """
 
     layout: MtpLayout
     num_layers: int
     states: MtpStates
+    layers: tuple[LayerConfig, ...] = ()
+    own_heads: bool = False

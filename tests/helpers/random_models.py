@@ -184,7 +184,8 @@ def mtp_head(
 ) -> DraftHead:
     """``fc`` passes the embedding on, and ``mixing`` times a random product of the hidden state;
     ``context`` is the weight of the layer, ``index`` its place among several."""
-    described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, states), index)
+    layers = target.config.mtp.layers if target.config.mtp else ()
+    described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, states, layers), index)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
     halves = [np.eye(hidden, dtype=np.float32), mixing * np.asarray(head.front.fc.weight)[hidden:]]

@@ -23,7 +23,7 @@ class HeadConfig:
       capture: the target's hidden states that it reads (see decoder.run).
       draft_vocab_size: size of a reduced draft vocabulary; None: the target's vocabulary.
       has_embeddings: it has its own embeddings instead of the target's.
-      has_lm_head: an EAGLE-3 head has its own LM head instead of the target's.
+      has_lm_head: an EAGLE-3 head or an MTP layer has its own LM head instead of the target's.
       fc_bias, fc_norm, norm_before_fc, norm_before_residual: see Eagle3Front.
       norm_output: see DraftHead.recycle_normed.
       mtp: names of an MTP layer's tensors.

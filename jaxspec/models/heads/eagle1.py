@@ -24,7 +24,7 @@ class Eagle1Front(Pytree):
 
     fc: Linear
 
-    method, norm_name = "eagle1", "norm.weight"
+    method, norm_name, lm_head_name = "eagle1", "norm.weight", "lm_head"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """The captured state is the hidden state."""

@@ -41,7 +41,7 @@ class Eagle3Front(Pytree):
     input_norm: Array | None = array("features")
     norm_before_residual: bool = static(default=False)
 
-    method, norm_name = "eagle3", "norm.weight"
+    method, norm_name, lm_head_name = "eagle3", "norm.weight", "lm_head"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """Fuse captured states: [..., C] -> [..., H]."""

@@ -49,6 +49,11 @@ class Front(Protocol):
         ...
 
     @property
+    def lm_head_name(self) -> str:
+        """What checkpoints call the head's LM head, if it has one."""
+        ...
+
+    @property
     def fc(self) -> Linear:
         """The projection that combines the front's inputs."""
         ...
@@ -189,7 +194,7 @@ class DraftHead(Pytree):
                 for layer, prefix in zip(self.layers, prefixes, strict=True)
             ),
             norm=tensor_map.norm(self.front.norm_name, self.norm),
-            lm_head=tensor_map.linear(self.lm_head, One("lm_head")),
+            lm_head=tensor_map.linear(self.lm_head, One(self.front.lm_head_name)),
             token_ids=None,
             embed=tensor_map.array("embed_tokens.weight", self.embed),
         )

@@ -26,19 +26,24 @@ from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
 
-def mtp_head_config(target: ModelConfig, mtp: MtpConfig, index: int = 0) -> HeadConfig:
-    """The HeadConfig of MTP layer ``index`` of a target.
+def mtp_head_config(
+    target: ModelConfig, mtp: MtpConfig, index: int = 0, *, has_lm_head: bool = False
+) -> HeadConfig:
+    """The HeadConfig of MTP layer ``index`` of a target; ``has_lm_head``: with an LM head of its
+    own.
 
     Raises ValueError for a target of recurrent layers only, and as ``mtp_names``.
     """
-    attending = [layer for layer in target.layers if not isinstance(layer.mixer, GatedDeltaConfig)]
-    if not attending:
+    layers = [layer for layer in target.layers if not isinstance(layer.mixer, GatedDeltaConfig)]
+    like = mtp.layers[index : index + 1] or tuple(layers[-1:])
+    if not like:
         raise ValueError("MTP layers have attention, and the model has none to take sizes from")
-    model = dataclasses.replace(target, layers=(attending[-1],), mtp=None, stop_token_ids=())
+    model = dataclasses.replace(target, layers=like, mtp=None, stop_token_ids=())
     return HeadConfig(
         model=model,
         method="mtp",
         capture=(FINAL_NORM if mtp.states.target_normed else target.num_layers,),
+        has_lm_head=has_lm_head,
         norm_output=mtp.states.draft_normed,
         mtp=mtp_names(mtp, target.num_layers, index),
     )
@@ -63,6 +68,10 @@ class MtpFront(Pytree):
     @property
     def norm_name(self) -> str:
         return f"{self.names.prefix}{self.names.norm}.weight"
+
+    @property
+    def lm_head_name(self) -> str:
+        return f"{self.names.prefix}{self.names.lm_head}"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """The captured state is the hidden state."""
@@ -102,5 +111,9 @@ def mtp_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
         names=head.mtp,
     )
     return FrontShape(
-        front, mixer_input_size=hidden, norms_input=True, has_norm=True, has_lm_head=False
+        front,
+        mixer_input_size=hidden,
+        norms_input=True,
+        has_norm=True,
+        has_lm_head=head.has_lm_head,
     )

@@ -21,6 +21,8 @@ class MtpNames:
       embed_norm, hidden_norm, fc, norm: the rest of the others' names, without ``weight``.
       hidden_first: the projection reads the hidden state before the embedding.
       copies: tensors that repeat the target's embeddings and LM head. They are not read.
+      lm_head: the rest of the name of an LM head that may have other values than the target's, and
+        is read then.
     """
 
     prefix: str
@@ -31,6 +33,7 @@ class MtpNames:
     norm: str
     hidden_first: bool = False
     copies: tuple[str, ...] = ()
+    lm_head: str | None = None
 
     def have(self, name: str) -> bool:
         """Whether a tensor is of this layer, and not of another MTP layer."""
@@ -45,7 +48,8 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
     """
     match mtp.layout:
         case "deepseek":
-            layer = f"model.layers.{num_layers + index}."
+            layer, head = f"model.layers.{num_layers + index}.", "shared_head.head"
+            copies = ("embed_tokens.weight", f"{head}.weight")
             return MtpNames(
                 layer,
                 layer,
@@ -53,7 +57,8 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 hidden_norm="hnorm",
                 fc="eh_proj",
                 norm="shared_head.norm",
-                copies=("embed_tokens.weight", "shared_head.head.weight"),
+                copies=copies[:1] if mtp.own_heads else copies,
+                lm_head=head if mtp.own_heads else None,
             )
         case "mimo":
             layer = f"model.mtp_layers.{index}."

@@ -115,18 +115,24 @@ def init_head(
 
 
 def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
-    """A float32 MTP layer to train: a copy of the target's last layer that is not recurrent and of
-    its final norm, that reads the hidden state, and the embedding a little.
+    """A float32 MTP layer to train: a copy of the target's last layer of its kind and of the final
+    norm, that reads the hidden state, and the embedding a little.
 
     ``mtp``: how its family names such a layer (see models.from_config.model).
 
-    Raises ValueError for a target whose last such layer is quantized, or has latent attention.
+    Raises ValueError for a target whose last such layer is quantized, or has latent attention, or
+    that has none.
     """
     config = mtp_head_config(target.config, mtp)
     shapes = head_shapes(config, target.config, jnp.dtype("float32"))
     check_unrolled(config.model)
     [head_layer] = config.model.layers
     places = [index for index, layer in enumerate(target.config.layers) if layer == head_layer]
+    if not places:
+        raise ValueError(
+            "an MTP layer begins as a copy of a layer of the model, and config.json describes one "
+            "that is like none of them"
+        )
     last = target.layers[places[-1]]
     if jax.tree.structure(last) != jax.tree.structure(shapes.layers[0]):
         raise ValueError("an MTP layer is trained for a model whose weights are not quantized")

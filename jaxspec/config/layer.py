@@ -1,0 +1,37 @@
+"""The config of a layer."""
+
+import dataclasses
+from typing import Literal
+
+from jaxspec.config.checks import check_positive
+from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.mixers import AttentionConfig, MixerConfig
+from jaxspec.config.mlps import DenseConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One transformer layer: a mixer (attention) and an MLP.
+
+    Attributes:
+      norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
+      residual_scale: what mixer and MLP give is multiplied by it.
+    """
+
+    mixer: MixerConfig
+    mlp: DenseConfig | ExpertsConfig
+    norms: Literal["before", "after", "both"] = "before"
+    residual_scale: float = 1.0
+
+    def __post_init__(self):
+        check_positive(residual_scale=self.residual_scale)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer, if it has grouped KV heads. Raises ValueError for any other kind."""
+        if not isinstance(self.mixer, AttentionConfig):
+            raise ValueError(
+                f"layers of {type(self.mixer).__name__} are not supported here: only attention "
+                "with grouped KV heads is"
+            )
+        return self.mixer
