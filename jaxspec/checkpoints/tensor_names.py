@@ -28,7 +28,7 @@ TEXT_MODEL = MappingProxyType(
 # Prefixes of tensors that read images, with and without the whole model's prefix.
 OF_IMAGES = (
     *("visual.", "vision_tower.", "vision_model.", "vision_encoder."),
-    *("multi_modal_projector.", "mm_projector.", "patch_merger."),
+    *("multi_modal_projector.", "mm_projector.", "patch_merger.", "vit_large_projector."),
 )
 
 # Prefixes of the tensors of a model without its LM head, as LlamaModel.save_pretrained names them.

@@ -63,7 +63,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
 }
 # Tensors that other families do not have, on meshes.
-ALIASES = (("ernie4_5", "tp4"), ("ernie4_5_moe", "tp2"), ("minimax_m2", "tp2"), ("exaone4", "pp2"))
+ALIASES = (
+    ("ernie4_5", "tp4"),
+    ("ernie4_5_moe", "tp2"),
+    ("minimax_m2", "tp2"),
+    ("exaone4", "pp2"),
+    ("step3p7", "tp2"),
+    ("step3p7", "tp2x2"),
+)
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [
     SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index)

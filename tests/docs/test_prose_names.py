@@ -20,6 +20,7 @@ CODE = ("jaxspec", "pallas_kernels", "scripts", "tests", "examples")
 FOLDERS = (*CODE, "docs", ".ci", ".github")
 # Files of vLLM, which our pages and docstrings cite.
 FOREIGN = {"deepseek_mtp.py", "mimo.py", "mimo_mtp.py", "qwen3_5_mtp.py", "qwen3_next_mtp.py"}
+FOREIGN |= {"step3p5.py", "step3p5_mtp.py"}
 FOREIGN |= {"deepseek_nextn.py"}  # of SGLang
 FOREIGN |= {"jaxspec/compilation"}  # a folder in a user's cache directory
 

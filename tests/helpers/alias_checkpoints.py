@@ -4,6 +4,7 @@ They are made with transformers.
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,44 @@ PIXTRAL = {
     "head_dim": 16,
     "image_size": 32,
     "patch_size": 8,
+}
+
+
+# Full layers and those with a window differ in heads and rope, and a text of 40 tokens is longer
+# than the original length. Limits differ from layer to layer.
+STEP: dict[str, Any] = {
+    "model_type": "step3p5",
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "num_attention_groups": 2,
+    "head_dim": 32,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 8,
+        "num_attention_groups": 2,
+        "head_dim": 32,
+        "true_head_dim": 32,
+    },
+    "sliding_window": 8,
+    "rope_theta": [5e6, 1e4, 5e6],
+    "partial_rotary_factors": [0.5, 1.0, 0.5],
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": ["full_attention"],
+    "moe_layers_enum": "1,2",
+    "moe_num_experts": 8,
+    "moe_top_k": 3,
+    "moe_intermediate_size": 48,
+    "share_expert_dim": 96,
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [0.0, 0.2, 0.0],
+    "swiglu_limits_shared": [0.3, 0.1, 0.0],
+    "use_head_wise_attn_gate": True,
 }
 
 
@@ -156,6 +195,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
             PIXTRAL, tied=True, model_type="ministral3", head_dim=16, rope_parameters=YARN
         ),
     ),
+    "step3p7": (
+        transformers.Step3p7Config,
+        _with_images({"width": 32, "layers": 1, "heads": 2, "image_size": 28}, **STEP),
+    ),
     "kimi_k25": (
         transformers.Kimi_K25Config,
         _with_images(
@@ -195,6 +238,9 @@ def save_alias(directory: Path, name: str, **changes: Any) -> Path:
     kind, own = copy.deepcopy(VARIANTS[name])  # transformers changes what it is given
     given = own if "text_config" in own else SIZES | own
     save_random_model(directory, kind(**given | changes))
+    if name == "step3p7":  # with the keys of published files, which transformers does not write
+        raw = read_json(directory / "config.json") | {"text_config": SIZES | STEP}
+        (directory / "config.json").write_text(json.dumps(raw))
     if name != "kimi_k25":
         return directory
     tensors = {  # transformers 5.24 writes other names than it reads

@@ -129,6 +129,8 @@ EXPECTED = {
     "qwen3-vl-2b-instruct": Facts(28, 151936, 262144, 16, 8, 128, "default"),
     "qwen3-vl-30b-a3b-instruct": Facts(48, 151936, 262144, 32, 4, 128, "default", (128, 8)),
     "seed-oss-36b-instruct": Facts(64, 155136, 524288, 80, 8, 128, "default"),
+    "step-3.5-flash": Facts(45, 128896, 262144, 64, 8, 128, "llama3", (288, 8), windows=33),
+    "step-3.7-flash": Facts(45, 128896, 262144, 64, 8, 128, "llama3", (288, 8), windows=33),
     "smollm3-3b": Facts(36, 128256, 65536, 16, 4, 128, "default"),
 }
 

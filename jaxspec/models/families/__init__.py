@@ -14,6 +14,7 @@ from jaxspec.models.families import (
     qwen_hybrid,
     routed,
     routed_aliases,
+    step,
     text_of_images,
 )
 from jaxspec.models.families.family import Family
@@ -61,6 +62,8 @@ FAMILIES: Mapping[str, Family | WithImages] = MappingProxyType(
         "hy_v3": routed_aliases.HY_V3,
         "ernie4_5_moe": routed_aliases.ERNIE4_5_MOE,
         "qwen2_moe": routed_aliases.QWEN2_MOE,
+        "step3p5": step.STEP3P5,
+        "step3p7": step.STEP3P7,
         "qwen2_vl": text_of_images.QWEN2_VL,
         "qwen2_5_vl": text_of_images.QWEN2_5_VL,
         "qwen3_vl": text_of_images.QWEN3_VL,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 COMPUTED = object()  # stands for a default that is no literal
+ELSEWHERE = MappingProxyType({"step3p5": "step3p7"})  # classes in the folder of another model_type
 
 
 @functools.cache
@@ -23,7 +24,8 @@ def declared_keys(model_type: str) -> Mapping[str, Any] | None:
 
     None: the installed transformers has no such class.
     """
-    for folder in dict.fromkeys((model_type, model_type.removesuffix("_text"))):
+    folders = ELSEWHERE.get(model_type, model_type), model_type.removesuffix("_text")
+    for folder in dict.fromkeys(folders):
         path = _models() / folder / f"configuration_{folder}.py"
         if path.is_file():
             for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -46,9 +46,9 @@ SIZES = words(
     num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings
     sliding_window_pattern _sliding_window_pattern no_rope_layer_interval num_local_experts
     num_experts num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
-    n_routed_experts n_shared_experts n_group topk_group shared_expert_intermediate_size
-    full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-    linear_num_key_heads linear_num_value_heads"""
+    n_routed_experts n_shared_experts share_expert_dim n_group topk_group
+    shared_expert_intermediate_size full_attention_interval linear_conv_kernel_dim
+    linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
@@ -61,7 +61,8 @@ NEVER_NULL = words("norm_topk_prob")
 NUMBERS = words(  # above 0
     """rms_norm_eps query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_local_base_freq embedding_multiplier logits_scaling residual_multiplier
-    attention_multiplier routed_scaling_factor swiglu_alpha swiglu_limit"""
+    attention_multiplier routed_scaling_factor moe_router_scaling_factor swiglu_alpha
+    swiglu_limit"""
 )
 OPTIONAL = words("attn_logit_softcapping final_logit_softcapping")  # null: there is none
 
@@ -99,7 +100,8 @@ AROUND_KEYS = words(
     video_token_id vision_start_token_id vision_end_token_id language_model_only mm_tokens_per_image
     boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id auto_map
     projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
-    projection_hidden_size projection_layer_norm_eps"""
+    projection_hidden_size projection_layer_norm_eps projector_bias image_token_len patch_token_len
+    understand_projector_stride"""
 )
 
 # Keys that must have one of these values, in families that do not read them.
