@@ -209,7 +209,8 @@ class AdaptiveTrees:
         if wanted is None or programs.ask is None or not compiles_alone(targets[wanted]):
             return
         if wanted == self.policy.best and self._served >= LONG_RUN:
-            programs.ask(targets[wanted])
+            if programs.ask(targets[wanted]):
+                self.policy.began_to_compile()
         elif self._served >= self._tried + PATIENCE and programs.ask(targets[wanted]):
             self._tried = self._served
 

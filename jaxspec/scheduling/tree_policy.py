@@ -19,7 +19,9 @@ ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
 # families is worth a few rounds.
 DEVIATION = 0.7
 LEAST_SEEN = 4
-WORTH_COMPILING = 0.3  # gain for which a shape is compiled: that slows the calls for a while
+# A better shape is compiled at once if it gains so much, or when as many seconds were lost without
+# it: compiling slows the calls for a while.
+WORTH_COMPILING, LOST_SECONDS = 0.3, 2.0
 SAVED_SECONDS = 5.0  # of serving: what they earn for the first rounds of new rows is kept
 
 
@@ -71,6 +73,7 @@ class TreePolicy:
         drafting = [shape for shape in self.shapes if not shape.is_plain]
         self._credit = {family_of(shape): 0.0 for shape in drafting}  # seconds
         self._first_credit = 0.0  # seconds, for the first rounds of new rows
+        self._lost = 0.0  # seconds, since the best shape was ready or began to be compiled
         self.best: TreeShape | None = None
         self.wanted: TreeShape | None = None
 
@@ -100,7 +103,7 @@ class TreePolicy:
         self.best, self.wanted = outlook.best, None
         if ready is not None and ready != sizes:
             of_all, outlook = outlook, _Outlook(tuple(ready), hazards, self.estimate, costs, ready)
-            self.wanted = self._wanted(of_all, outlook, sizes)
+            self.wanted = self._wanted(of_all, outlook, sizes, rounds)
         self.shape = best = outlook.pick(self.shape, self.hysteresis)
         candidates = outlook.candidates()
         first = self._first_look(outlook, rows, rounds)
@@ -110,14 +113,21 @@ class TreePolicy:
         return explored or best
 
     def _wanted(
-        self, outlook: "_Outlook", ready: "_Outlook", sizes: Mapping[TreeShape, int]
+        self, outlook: "_Outlook", ready: "_Outlook", sizes: Mapping[TreeShape, int], rounds: int
     ) -> TreeShape | None:
         """What is not ready and should be: the best shape if it gains enough, or else one that may
         be better. ``outlook`` is that of all shapes."""
         better = [each for each in outlook.candidates() if self._may_be_best(outlook, each)]
-        if outlook.rate(outlook.best) > (1 + WORTH_COMPILING) * ready.rate(ready.best):
+        gain = outlook.rate(outlook.best) / ready.rate(ready.best) - 1
+        lost = max(0.0, rounds * ready.seconds[ready.best] * (1 - 1 / (1 + gain)))
+        self._lost = self._lost + lost if gain > 0 else 0.0
+        if gain > WORTH_COMPILING or self._lost > LOST_SECONDS:
             better.insert(0, outlook.best)
         return next((each for each in better if ready.sizes.get(each) != sizes[each]), None)
+
+    def began_to_compile(self) -> None:
+        """What was wanted is coming."""
+        self._lost = 0.0
 
     def _first_look(
         self, outlook: "_Outlook", rows: Sequence[Hashable], rounds: int

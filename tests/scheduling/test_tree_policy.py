@@ -279,6 +279,23 @@ def test_while_the_best_shape_is_not_ready_another_runs_and_it_is_wanted():
     assert policy.choose(["a"], h100_costs(), ready={PLAIN: 1, CHAINS[-1]: 1}) == CHAINS[-1]
 
 
+def test_what_is_a_little_better_is_wanted_when_much_was_lost_without_it():
+    chain = CHAINS[1]
+    costs = RoundCosts({(1, PLAIN): 1.0, (1, chain): 1.8})
+    policy = TreePolicy((PLAIN, chain), exploration=0)
+    wanted = []
+    for _ in range(40):
+        chosen = policy.choose(["a"], costs, ready={chain: 1})
+        wanted.append(policy.wanted == PLAIN)
+        policy.estimate.observe(["a"], chosen, np.array([[0], [1]]), np.array([[1], [2]]))
+    assert chosen == chain and policy.best == PLAIN
+    first = wanted.index(True)
+    assert 5 < first < 30 and all(wanted[first:])
+    policy.began_to_compile()
+    policy.choose(["a"], costs, ready={chain: 1})
+    assert policy.wanted != PLAIN
+
+
 def test_a_larger_program_that_is_ready_counts_with_its_own_rows():
     chain = CHAINS[1]
     costs = {(1, PLAIN): 1.0, (1, chain): 1.2, (128, PLAIN): 2.0, (128, chain): 20.0}
