@@ -286,3 +286,14 @@ def test_a_budget_beside_structured_output_needs_an_end_of_one_token(llm: LLM):
         assert caught.value.param == "thinking_token_budget"
 
     with_client(llm, test, chat_template=TEMPLATE, reasoning_format="seed")
+
+
+def test_a_budget_beside_calls_that_a_token_begins_may_end_with_several(llm: LLM):
+    shown = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    template = shown + "{{ messages[0].content }}<seed:think>\n"
+    fields = {**REQUEST, "tools": TOOLS, "logit_bias": {END: -100, IDS["<tool_call>"]: -100}}
+    fields["extra_body"] = {"thinking_token_budget": 3, "return_token_ids": True}
+    [found] = ask(llm, fields, chat_template=template)
+    tokens = found.choices[0].token_ids
+    assert TOKENIZER.decode(tokens[3:]).startswith("</seed:think>")
+    assert found.usage.completion_tokens_details.reasoning_tokens == 3
