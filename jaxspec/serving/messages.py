@@ -7,10 +7,9 @@ from typing import Any
 
 from jaxspec.serving.effort_trial import EFFORT, THINKING
 from jaxspec.serving.protocol.base import FieldError
-from jaxspec.serving.protocol.chat import ChatRequest
+from jaxspec.serving.protocol.chat import ROLES, ChatRequest
 from jaxspec.serving.template_trial import ToolUse
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 # Arguments of apply_chat_template that are no variables of a template.
 RESERVED = frozenset(
     {

@@ -45,6 +45,12 @@ class AllowedTools(RequestBody):
     allowed_tools: AllowedFunctions
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# A turn, read in serving/messages.py.
+type Message = Annotated[
+    dict[str, Any],
+    Field(json_schema_extra={"properties": {"role": {"enum": [*ROLES]}}, "required": ["role"]}),
+]
 CHOICES = MappingProxyType({"function": NamedTool, "allowed_tools": AllowedTools})
 type ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | AllowedTools,
@@ -73,7 +79,7 @@ class ChatRequest(SamplingFields):
         }
     )
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

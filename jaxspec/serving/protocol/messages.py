@@ -14,7 +14,7 @@ from jaxspec.serving.protocol.base import (
 )
 from jaxspec.serving.protocol.chat import MOST_TOOLS, FunctionName
 from jaxspec.serving.protocol.kinds import MOST_ITEMS, Echoed, of_kind
-from jaxspec.serving.protocol.sampling import MOST_SALT_CHARACTERS, Stops, in_range
+from jaxspec.serving.protocol.sampling import MOST_SALT_CHARACTERS, Stops, in_range, stated
 
 LEAST_BUDGET = 1024
 # Fields that change no text, or are hints to Anthropic's caches, queues and places.
@@ -40,7 +40,7 @@ def _blocks(value: Any) -> Any:
 
 
 class TextBlock(Echoed):
-    type: Literal["text"] = "text"
+    type: Literal["text"]
     text: str
 
 
@@ -210,10 +210,11 @@ class CountRequest(RequestBody):
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: Stops | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = stated(minimum=0)
+    top_p: float | None = stated(exclusiveMinimum=0, maximum=1)
     top_k: int | None = None
-    cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)  # vLLM's
+    # vLLM's
+    cache_salt: str | None = Field(None, min_length=1, max_length=MOST_SALT_CHARACTERS)
     stream: bool | None = False
 
     _in_range = field_validator("temperature", "top_p", "cache_salt")(in_range)

@@ -104,7 +104,7 @@ type Items = Annotated[
 
 
 class FunctionTool(RequestBody):
-    type: Literal["function"] = "function"
+    type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None

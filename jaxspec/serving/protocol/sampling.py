@@ -73,6 +73,12 @@ def in_range(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
+def stated(**rule: Any) -> Any:
+    """A field that may be left out, whose rule ``in_range`` enforces: the OpenAPI document has it,
+    too. Keywords of a JSON schema hold for values of their types alone, so null is allowed."""
+    return Field(None, json_schema_extra=rule)
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against listeners: there is none
@@ -95,23 +101,25 @@ class StructuredOutputs(RequestBody):
 class SamplingControls(RequestBody):
     """How to sample. None: the default of the engine, or of OpenAI."""
 
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = stated(minimum=0)
+    top_p: float | None = stated(exclusiveMinimum=0, maximum=1)
     top_k: int | None = None
-    min_p: float | None = None
+    min_p: float | None = stated(minimum=0, maximum=1)
     seed: int | None = None
-    min_tokens: int | None = None
+    min_tokens: int | None = stated(minimum=0)
     stop: StopOrStops | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
-    allowed_token_ids: TokenIds | None = Field(None, max_length=MOST_ALLOWED)
+    presence_penalty: float | None = stated(minimum=-2, maximum=2)
+    frequency_penalty: float | None = stated(minimum=-2, maximum=2)
+    repetition_penalty: float | None = stated(minimum=0.01, maximum=100)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = stated(
+        propertyNames={"pattern": "^[0-9]+$"}
+    )
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, max_length=MOST_ALLOWED)
     bad_words: Stops | None = None
     priority: int | None = None
-    cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MOST_SALT_CHARACTERS)
     plain: bool = False  # draft nothing, see SamplingParams
 
     _in_range = field_validator(*RANGED)(in_range)

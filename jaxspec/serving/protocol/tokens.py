@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from jaxspec.serving.protocol.base import REFUSED_EVERYWHERE, Refused, RequestBody, ResponseBody
-from jaxspec.serving.protocol.chat import Tools
+from jaxspec.serving.protocol.chat import Message, Tools
 from jaxspec.serving.protocol.sampling import TokenIds
 
 
@@ -28,7 +28,7 @@ class TokenizeRequest(RequestBody):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
