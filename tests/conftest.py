@@ -1,6 +1,5 @@
 """Several CPU devices, text to train on, few compiled programs, and a record of GPU tests."""
 
-import dataclasses
 import datetime
 import functools
 import gc
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from jaxspec.commands.shared.run_facts import source_commit
 from jaxspec.engine.memory import USABLE_MAPS, maps_are_scarce
@@ -69,19 +69,44 @@ def compilations() -> Iterator[Compilations]:
 LONGEST = (
     "test_engine", "test_likely_chain", "test_exactness", "test_layers",
     "test_tensor_parallel", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
-    "test_chat", "test_hybrid_prefixes", "test_llm_structured", "test_expert_product",
+    "test_hybrid_prefixes", "test_expert_product",
     "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",
     "test_shared_pages", "test_delta_rule", "test_run", "test_delta_rule_benchmarks",
-    "test_latent_attention", "test_pipeline", "test_background", "test_delta_rule_kernel",
-    "test_llm_options", "test_scripts", "test_preemption", "test_block_exactness",
+    "test_latent_attention", "test_pipeline", "test_delta_rule_kernel",
+    "test_scripts", "test_preemption", "test_block_exactness",
     "test_quantized_exactness", "test_layering", "test_async_engine", "test_endings",
     "test_generate", "test_examples",
 )  # fmt: skip
 
+# Files whose tests ask byte_llm. Its programs take ten seconds to compile, in each worker and again
+# whenever few_programs has forgotten them. So these files come first, and all in one worker.
+OF_BYTE_LLM = (
+    "tests/serving/",
+    "tests/llm/test_llm_structured.py",
+    "tests/llm/test_llm_options.py",
+    "tests/llm/test_request_length.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+    def place(item: pytest.Item) -> int:
+        first = item.nodeid.startswith(OF_BYTE_LLM)
+        return -1 if first else order.get(item.path.stem, len(order))
+
+    items.sort(key=place)
+
+
+class Scheduling(LoadFileScheduling):
+    """Gives a worker a file at a time, and all files of OF_BYTE_LLM together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "byte_llm" if nodeid.startswith(OF_BYTE_LLM) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 class PartOfGpuTests:
@@ -134,7 +159,7 @@ GPU_RECORD = ROOT / "docs/gpu_tests.json"
 def few_programs() -> Iterator[None]:
     """Forget the compiled programs between files, before engines have to do so by themselves."""
     yield
-    if maps_are_scarce(USABLE_MAPS / 2):
+    if maps_are_scarce(0.7 * USABLE_MAPS):
         jax.clear_caches()
 
 
@@ -157,12 +182,18 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def byte_llm(byte_model: Path) -> "LLM":
     """It drafts by lookup; its few programs, for requests of any kind, serve several files."""
-    from jaxspec.config.structured_output import StructuredOutput  # noqa: PLC0415
-    from tests.helpers.engines import FULL, seal, tiny_llm  # noqa: PLC0415
+    from tests.helpers.engines import FULL, STRUCTURED, tiny_llm  # noqa: PLC0415
 
-    llm = tiny_llm(byte_model)
-    seal(llm.engine, dataclasses.replace(FULL, structured=StructuredOutput(json_object=True)))
-    return llm
+    return tiny_llm(byte_model, kinds=(STRUCTURED, FULL))
+
+
+@pytest.fixture(scope="session")
+def plain_byte_llm(byte_model: Path) -> "LLM":
+    """It decodes one request after the other, without speculation: log-probabilities of structured
+    ones only."""
+    from tests.helpers.engines import SAMPLED, STRUCTURED, tiny_llm  # noqa: PLC0415
+
+    return tiny_llm(byte_model, "none", kinds=(STRUCTURED, SAMPLED), max_rows=1)
 
 
 @pytest.fixture

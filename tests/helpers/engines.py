@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from tests.helpers.random_models import make_params
@@ -18,6 +20,8 @@ CHAIN = SpeculationConfig.chain(2)
 LENGTH = 64
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
 FULL = dataclasses.replace(SAMPLED, logprobs=1, prompt_logprobs=1)  # every program serves all
+# Its prompts are read with masks, by a program that reads all others' prompts, too.
+STRUCTURED = dataclasses.replace(FULL, structured=StructuredOutput(json_object=True))
 
 
 def new_engine(
@@ -42,12 +46,21 @@ def seal(own: Engine, sampling: SamplingParams = SAMPLED, prompt_tokens: int = 1
     return own
 
 
-def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False, **other: Any) -> LLM:
-    """Four rows, with few programs, which are compiled."""
-    config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64, trees=trees)
+def tiny_llm(
+    path: Path,
+    drafter: str = "ngram",
+    *,
+    kinds: Sequence[SamplingParams] = (FULL,),
+    max_rows: int = 4,
+    trees: bool = False,
+    **other: Any,
+) -> LLM:
+    """It has few programs, which are compiled: for requests of these ``kinds``."""
+    config = EngineConfig(max_rows=max_rows, rounds_per_call=4, max_queue=64, trees=trees)
     other |= {"speculation": CHAIN, "max_length": 256, "page_size": 8, "engine": config}
     llm = LLM(path, drafter, **other)
-    seal(llm.engine, FULL)
+    for kind in kinds:
+        seal(llm.engine, kind)
     return llm
 
 

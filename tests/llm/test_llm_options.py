@@ -1,14 +1,11 @@
 """Every option of SamplingParams through LLM, equal to plain decoding."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
-from jaxspec.config.engine import EngineConfig
-from tests.helpers.engines import seal
 
 PROMPTS = ["def f(x):", "hello", "class A:"]
 GREEDY = SamplingParams(max_tokens=40)
@@ -21,10 +18,8 @@ def llm(byte_llm: LLM) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def plain(byte_model: Path) -> LLM:
-    llm = LLM(byte_model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
-    seal(llm.engine)
-    return llm
+def plain(plain_byte_llm: LLM) -> LLM:
+    return plain_byte_llm
 
 
 def stream(llm: LLM, prompts: list[str], sampling: Any) -> tuple[list[TextChunk], list[Completion]]:

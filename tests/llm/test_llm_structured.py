@@ -1,6 +1,5 @@
 """Structured output through LLM: it matches, equal to plain decoding, beside free requests."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.generation import ErrorKind
 from jaxspec.engine.structured import GrammarError, GrammarLimit
-from tests.helpers.engines import FULL, seal
 
 PATTERN = "[a-f]{3}(, [0-9]{2}){2,6}"
 LIST = StructuredOutput(regex=PATTERN)
@@ -47,17 +45,15 @@ def llm(byte_llm: LLM) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Any, llm: LLM) -> list[tuple[str, list[int], str]]:
+def expected(plain_byte_llm: LLM, llm: LLM) -> list[tuple[str, list[int], str]]:
     """Texts, tokens and finish reasons of plain decoding, one request after the other.
 
     Those of the free requests are from ``llm`` itself, when no structured one runs beside them.
     """
-    plain = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
-    seal(plain.engine, dataclasses.replace(FULL, structured=CHOICE))
     free = [index for index, sampling in enumerate(SAMPLING) if sampling.structured is None]
     structured = [index for index in range(len(SAMPLING)) if index not in free]
     results = dict(zip(free, found(llm, free), strict=True))
-    results |= dict(zip(structured, found(plain, structured), strict=True))
+    results |= dict(zip(structured, found(plain_byte_llm, structured), strict=True))
     return [results[index] for index in range(len(SAMPLING))]
 
 

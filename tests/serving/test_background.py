@@ -151,7 +151,7 @@ def test_a_new_kind_is_compiled_beside_the_work(model: Path, compilations: Compi
 
 def test_a_request_goes_first(model: Path):
     """While one runs, nothing is compiled; a closed engine ends the work."""
-    llm = tiny_llm(model)
+    llm = tiny_llm(model, kinds=(SamplingParams(),))
 
     async def test() -> list[int]:
         counts = []

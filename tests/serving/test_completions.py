@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.llm.async_llm import AsyncLLM
-from tests.helpers.engines import tiny_llm
 from tests.helpers.served import (
     MODEL,
     TEMPLATE,
@@ -163,15 +161,13 @@ def test_prompts_may_be_token_ids(llm: LLM):
     assert all(choice.prompt_token_ids == ids for choice in choices)
 
 
-def test_the_text_is_that_of_plain_decoding(llm: LLM, model: Path):
-    plain = tiny_llm(model, "none")
-
+def test_the_text_is_that_of_plain_decoding(llm: LLM, plain_byte_llm: LLM):
     async def test(client: Any) -> list[str]:
         requests = [SAMPLED, {**SAMPLED, "temperature": 0}, {**SAMPLED, "n": 3, "top_p": 0.9}]
         answers = await asyncio.gather(*(client.completions.create(**one) for one in requests))
         return [choice.text for answer in answers for choice in answer.choices]
 
-    assert with_client(llm, test) == with_client(plain, test)
+    assert with_client(llm, test) == with_client(plain_byte_llm, test)
 
 
 def test_a_client_that_goes_away_frees_its_pages(llm: LLM):
