@@ -47,7 +47,8 @@ TUNED = (
 LONGEST = Case("L: 8k", (8192, 8192), 6, 32, 8, 128, 64, tree=True)  # blocks of 128 slots
 FAST = {"K: window under a tree"}
 INTERPRETED = [
-    *TUNED,
+    TUNED[0],
+    slow(*TUNED[1]),
     *(
         pytest.param(case, config, marks=() if case.name in FAST else pytest.mark.slow)
         for case in KERNEL_CASES
