@@ -35,7 +35,7 @@ from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.parallel import WHOLE
 from tests.helpers.marks import slow
 
-VOCAB, ROWS = 8, 40_000
+VOCAB, ROWS = 8, 20_000
 ROOT, CONTEXT = 3, 17
 P_VALUE = 1e-3  # right rules stay above it; wrong ones fall far below
 

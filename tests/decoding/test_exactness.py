@@ -161,7 +161,7 @@ def test_text_ends_at_its_own_length_limit():
 
 def test_finished_rows_stay_as_they_are():
     done = np.array([0, 2])
-    params, state = started("draft_model", [len(PROMPTS[0]) + 10, 200, len(PROMPTS[2]) + 3])
+    params, state = started("draft_model", [len(PROMPTS[0]) + 10, 150, len(PROMPTS[2]) + 3])
     before, _ = decode(params, state, 12)
     assert before.rows.active.tolist() == [False, True, False]
     after, emitted = decode(params, before, 5)

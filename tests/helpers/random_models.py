@@ -62,7 +62,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 CONFIG = tiny_config()
 DRAFTERS = ("ngram", "draft_model", "eagle3", "eagle1", "mixed")
-PREFILL_WIDTH, NEW_TOKENS = 32, 256
+PREFILL_WIDTH, NEW_TOKENS = 32, 160
 MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
 _CHOICES = ("greedy", "controls", "logprobs", "top_logprobs", "prompt_logprobs", "hidden")

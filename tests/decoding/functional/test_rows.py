@@ -291,7 +291,7 @@ def test_the_requests_end_for_different_reasons():
 
 
 @given(history=steps)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 def test_texts_equal_those_of_separate_runs(history: list[tuple[str, int]]):
     """Drafted by EAGLE-3 or, in rows where it finds something, by lookup."""
     run("mixed", history, TWO_SHAPES)
@@ -308,7 +308,7 @@ def test_in_200_random_histories_texts_equal_those_of_separate_runs(
 
 
 @given(history=steps)
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 def test_drafts_do_not_depend_on_other_rows_memory(history: list[tuple[str, int]]):
     """What is accepted is the same, round by round, with NaN there and without."""
     poisoned_log, log = (
