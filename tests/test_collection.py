@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import OF_BYTE_LLM
 from tests.helpers.marks import slow
 
 ROOT = Path(__file__).parent.parent
@@ -59,3 +60,14 @@ def test_collecting_needs_one_device_and_no_package_of_the_tests(
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tests/parallel/test_sharding.py::test_a_grid_of_one_line_is_no_grid[4]" in result.stdout
     assert f"no {missing}: install jaxspec-decoding[test]" in result.stdout
+
+
+def test_files_that_ask_byte_llm_are_run_by_one_worker():
+    """Those of tests/serving/ ask it under another name; tests/clients/ are slow."""
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    found = {
+        path.relative_to(ROOT).as_posix() for path in paths if "byte_llm" in path.read_text("utf-8")
+    }
+    assert len(found) > 2
+    assert [name for name in found if not name.startswith(OF_BYTE_LLM)] == []
+    assert all((ROOT / name).exists() for name in OF_BYTE_LLM)
