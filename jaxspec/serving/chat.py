@@ -167,7 +167,8 @@ async def prepare(service: Service, request: ChatRequest) -> PreparedChat:
     trigger = form.form.trigger if form and free else ""
     if structured is not None and reasoning is not None:
         structured = reasoning.before(structured, calls=bool(trigger))
-    if structured is not None and trigger:
+    # Free text may spell what begins a call in other tokens; the grammar would not see that call.
+    if structured is not None and trigger and not any(tool.function.strict for tool in tools):
         structured = dataclasses.replace(structured, trigger=call_token(service.llm.llm, trigger))
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None

@@ -87,13 +87,22 @@ def test_a_tool_without_parameters_is_called_with_nothing(llm: LLM):
     assert json.loads(call.function.arguments) == {}
 
 
-def test_free_text_may_have_markup(llm: LLM):
-    masked: list[int] = []
-    llm.engine.on_read = lambda plan, _: masked.extend(plan.masked_rows)
-    found = answer(llm, tools=TOOLS, logit_bias={IDS["<table>"]: 100}, max_completion_tokens=4)
-    llm.engine.on_read = None
+@pytest.mark.parametrize("strict", [False, True])
+def test_free_text_may_have_markup(llm: LLM, strict: bool, monkeypatch: pytest.MonkeyPatch):
+    scheduler, plans = llm.engine.scheduler, []
+    plan = scheduler.plan
+    monkeypatch.setattr(
+        scheduler,
+        "plan",
+        lambda *args, **options: plans.append(plan(*args, **options)) or plans[-1],
+    )
+    tools = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": strict}}]
+    found = answer(llm, tools=tools, logit_bias={IDS["<table>"]: 100}, max_completion_tokens=4)
     assert found.message.content == "<table>" * 4 and found.message.tool_calls is None
-    assert not masked, "text before a call is free"
+    is_masked = any(each.masked_rows for each in plans)
+    assert any(each.decode_rows for each in plans) != is_masked == strict, (
+        "a call of a strict tool may not be spelled in other tokens"
+    )
 
 
 def response_format(schema: dict[str, Any]) -> dict[str, Any]:
