@@ -130,7 +130,8 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
             console.print(f"{name}, call {turn + 1}: {together[name][-1].wall:,.0f} tokens/s")
         for name in bench.llms if turn else ():
             alone[name].append(bench.call(name, turn, few, alone=True))
-    facts = {**run_facts(), "arguments": vars(args)}
+    folder = args.compilation_cache and str(args.compilation_cache)
+    facts = {**run_facts(), "arguments": vars(args) | {"compilation_cache": folder}}
     for name, llm in bench.llms.items():
         rounds = rounds_by_name(llm.engine.shapes.rounds)
         yield facts | {"engines": [result(name, together, alone) | {"rounds": rounds}]}
