@@ -44,8 +44,8 @@ class EngineConfig:
         the ``rejection`` rule, but there a seed may give another text each time. False: always the
         largest tree. None: adaptive if nobody asked for a tree. Then, where the tree changes texts
         by rounding (in bfloat16 without a fixed verify width), the choices are the largest tree, a
-        chain of 3 and plain decoding, by estimates alone: the same requests get the same texts
-        again.
+        chain of 3 (of 1 beside a tree no deeper than that) and plain decoding, by estimates alone:
+        the same requests get the same texts again.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
         1 and 3, where they are shorter than the largest tree, and that tree.
       trees: programs emit the draft tree of every round, for requests that ask for it (see
@@ -64,7 +64,7 @@ class EngineConfig:
     snapshot_memory: float = 4.0
     fixed_rounds: bool | None = None
     deterministic: bool = False
-    max_programs: int = 192
+    max_programs: int = 288
     adaptive: bool | None = None
     shapes: tuple[TreeShape, ...] | None = None
     trees: bool = False

@@ -119,7 +119,7 @@ class TreePolicy:
         be better. ``outlook`` is that of all shapes."""
         better = [each for each in outlook.candidates() if self._may_be_best(outlook, each)]
         gain = outlook.rate(outlook.best) / ready.rate(ready.best) - 1
-        lost = max(0.0, rounds * ready.seconds[ready.best] * (1 - 1 / (1 + gain)))
+        lost = rounds * ready.seconds[ready.best] * gain / (1 + gain)
         self._lost = self._lost + lost if gain > 0 else 0.0
         if gain > WORTH_COMPILING or self._lost > LOST_SECONDS:
             better.insert(0, outlook.best)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.commands.serve.server import EVERYTHING
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
@@ -13,11 +14,13 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.limits import adapts, crowded_rows, learns_costs
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
+from jaxspec.engine.warm_up.compile_all import coverage, reading_keys, rounds_keys
 from jaxspec.functional import EngineParams
 from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts
 from tests.helpers.random_models import make_params
 
 CHAIN = TreeShape.parse("chain:2")
+MOVES = 24  # programs that move rows and pages, at most
 
 
 def default_params(drafter: str = "ngram", acceptance: str = "match") -> EngineParams:
@@ -73,6 +76,22 @@ def test_costs_are_estimates_where_trees_change_texts_by_rounding():
     assert engine.shapes.seconds(1, PLAIN) == before
     assert learns_costs(params, config)
     assert learns_costs(params.replace(target=rounded), EngineConfig(adaptive=True))
+
+
+@pytest.mark.parametrize("rows", [32, 256])
+def test_a_whole_warm_up_of_a_gpus_default_engine_fits_its_programs(rows: int):
+    """In bfloat16, with programs of fixed rounds; nothing is compiled here."""
+    params = default_params()
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
+    config = EngineConfig(max_rows=rows, fixed_rounds=True)
+    engine = Engine(
+        params.replace(target=rounded), CacheConfig(page_size=16, max_length=1024), config
+    )
+    programs, shapes = engine.programs, engine.shapes.compiled_ahead(None)
+    assert len(shapes) == 3
+    cover = coverage(programs, engine.limits, shapes, EVERYTHING, None, None)
+    keys = {*reading_keys(programs, cover), *rounds_keys(programs, cover)}
+    assert len(keys) + MOVES <= config.max_programs
 
 
 def test_a_better_tree_is_compiled_beside_the_work_and_the_text_stays():

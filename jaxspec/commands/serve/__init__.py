@@ -34,6 +34,7 @@ from jaxspec.commands.shared.shell import (
     given_option,
     run_command,
 )
+from jaxspec.config.engine import EngineConfig
 from jaxspec.serving.tool_formats.table import FORMATS as TOOL_FORMATS
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -147,7 +148,8 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=number, help="most prompt tokens between two calls (default: "
         "2048, or what is read in a second, if that is less)")  # fmt: skip
-    add("--max-programs", type=int, default=192, help="compiled programs that are kept")
+    add("--max-programs", type=int, default=EngineConfig.max_programs, help="compiled programs "
+        "that are kept")  # fmt: skip
     add("--no-trees", action="store_true", help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time")  # fmt: skip
     add("--warm-up", choices=("none", "quick", "background", "full"), default="background",

@@ -117,7 +117,7 @@ def _sliding_heads(hf: Keys, kinds: list[str]) -> int:
     given = [hf["num_sliding_attention_heads"], other.get("num_attention_heads")]
     given = [heads for heads in given if heads is not None] or [hf["num_attention_heads"]]
     heads, groups = given[0], hf["num_key_value_heads"] or 1
-    if any(one != heads for one in given) or not is_positive_integer(heads) or heads % groups:
+    if any(other != heads for other in given) or not is_positive_integer(heads) or heads % groups:
         raise ValueError(
             f"{_OTHER}: num_attention_heads must be a multiple of num_key_value_heads ({groups}), "
             f"and num_sliding_attention_heads the same, got {shown(given)}"
@@ -162,7 +162,8 @@ def _attention(hf: Keys, kinds: list[str]) -> list[AttentionConfig]:
     if SLIDING in kinds and window is None:
         raise ValueError("layer_types has sliding_attention, but no sliding_window is in use")
     thetas = _entries(hf, "rope_theta") if isinstance(hf["rope_theta"], list) else None
-    described = min(len(one) for one in (kinds, thetas, _entries(hf, _SHARES)) if one is not None)
+    lists = (kinds, thetas, _entries(hf, _SHARES))
+    described = min(len(entries) for entries in lists if entries is not None)
     full = AttentionConfig(
         hf["num_attention_heads"],
         hf["num_key_value_heads"],
@@ -188,10 +189,8 @@ def _read(hf: Keys) -> ModelConfig:
         scale=float(hf["moe_router_scaling_factor"]),
         correction=True,
     )
-    count, mtp = (
-        hf["num_hidden_layers"],
-        mtp_of(hf, "deepseek", BEFORE),
-    )  # as step3p5_mtp.py of vLLM
+    count = hf["num_hidden_layers"]
+    mtp = mtp_of(hf, "deepseek", BEFORE)  # as step3p5_mtp.py of vLLM
     have_experts = _have_experts(hf, count + (mtp.num_layers if mtp else 0))
 
     def mlp(index: int) -> DenseConfig | ExpertsConfig:
@@ -211,10 +210,10 @@ def _read(hf: Keys) -> ModelConfig:
     layers = [LayerConfig(mixer, mlp(index)) for index, mixer in mixers]
     model = model_of(hf, layers[:count], norm_offset=1)
     if mtp is not None:
-        own = tuple(layers[count : count + mtp.num_layers])
-        if len(own) not in (0, mtp.num_layers):
-            raise ValueError(f"layer_types has {len(own)} of {mtp.num_layers} MTP layers")
-        mtp = dataclasses.replace(mtp, layers=own, own_heads=True)
+        described = tuple(layers[count : count + mtp.num_layers])
+        if len(described) not in (0, mtp.num_layers):
+            raise ValueError(f"layer_types has {len(described)} of {mtp.num_layers} MTP layers")
+        mtp = dataclasses.replace(mtp, layers=described, own_heads=True)
     return dataclasses.replace(model, mtp=mtp)
 
 

@@ -159,8 +159,8 @@ def experts_shape(
     check_divides("num_experts", count, shards.of("experts"))
     shared = gate = None
     if config.shared_size:
-        own = DenseConfig(config.shared_size, activation=config.shared_activation or "silu")
-        shared = dense_shape(own, hidden_size, dtype, shards)
+        dense = DenseConfig(config.shared_size, activation=config.shared_activation or "silu")
+        shared = dense_shape(dense, hidden_size, dtype, shards)
     if config.shared_gate:
         gate = linear_shape(("whole_hidden", "routes"), (hidden_size, 1), dtype)
     return Experts(
