@@ -3,45 +3,39 @@
 The host plans and launches a call while the device runs the one before, then reads its results.
 """
 
+import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
-import numpy as np
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import TreeShape
-from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.decoding.all_reduce_buffers import replacement
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.adaptive_trees import AdaptiveTrees
 from jaxspec.engine.draft_watch import DraftWatch
 from jaxspec.engine.emitted import take_calls
-from jaxspec.engine.generation import (
-    FinishReason,
-    Generation,
-    RequestStatistics,
-    Running,
-    new_grammar,
-)
+from jaxspec.engine.generation import FinishReason, Generation
 from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
-from jaxspec.engine.programs.sizes import Kind, Load, RoundsKey
+from jaxspec.engine.programs.sizes import RoundsKey
 from jaxspec.engine.programs.weights import without_lm_head_copy
 from jaxspec.engine.request_checks import check_for_engine
-from jaxspec.engine.structured import Matcher
+from jaxspec.engine.requests import MakeMatcher, Requests
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED, Progress
 from jaxspec.engine.warm_up.compile_early import CompilesBeside, compile_first
 from jaxspec.engine.warm_up.measure_costs import measure_preemption
+from jaxspec.engine.weights.changes import WeightChanges
+from jaxspec.engine.weights.in_flight import InFlight, rule_for
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.placement import committed
 from jaxspec.scheduling.plan import Delivery, Plan
@@ -83,7 +77,7 @@ class Engine:
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
         *,
-        make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
+        make_matcher: MakeMatcher | None = None,
         make_programs: MakePrograms = single_process_programs,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
@@ -102,17 +96,14 @@ class Engine:
         self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
+        self._requests = Requests(self.programs, make_matcher)
+        self._weights = WeightChanges(self.programs, self.shapes, self.watch, self._requests)
         self._start()
-        self._make_matcher = make_matcher
-        self._ids = map(str, itertools.count())
-        self._seeds = np.random.default_rng()
 
     def _start(self) -> None:
         self.scheduler = Scheduler(self.limits, self.preemption_costs)
-        self._running: dict[str, Running] = {}
         self._runner = PlanRunner(self.programs, self.preemption_costs)
         self._in_flight: Launched | None = None
-        self._load = Load()
 
     @property
     def params(self) -> EngineParams:
@@ -125,8 +116,18 @@ class Engine:
         return self.programs.pipeline
 
     @property
+    def version(self) -> int:
+        """Of the weights in use: 0 at first; see use_target."""
+        return self._weights.version
+
+    @property
     def is_idle(self) -> bool:
-        return not self._running
+        return not self._requests.running
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do, if only for requests that have ended."""
+        return not self.scheduler.is_idle or self._weights.pending is not None
 
     @property
     def swapped_bytes(self) -> int:
@@ -144,7 +145,7 @@ class Engine:
         check_for_engine(prompts, sampling, model, self.limits, trees=self.config.trees)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        return params.stops(self.params.target.config.stop_token_ids)
+        return self._requests.stop_ids(params)
 
     def add(
         self,
@@ -153,12 +154,14 @@ class Engine:
         *,
         timeout: float | None = None,
         group: str | None = None,
+        streams: bool = False,
     ) -> Generation:
         """Queue a request; without a seed it gets one of its own. Stop strings are left to LLM.
 
         Args:
           timeout: seconds after which it ends, with what it has.
           group: requests of one group and prompt share its pages.
+          streams: its tokens are shown before it ends, and not taken back; see use_target.
 
         Raises ValueError for a request that could not run, and for several samples (see add_all);
         QueueFull if too many wait.
@@ -166,27 +169,13 @@ class Engine:
         self.check([prompt], [sampling])
         if sampling.num_samples > 1:
             raise ValueError("add starts one sample: use add_all for n or best_of above 1")
-        return self._add(prompt, sampling, timeout, group)
+        return self._add(self._requests.new(prompt, sampling, streams), timeout, group)
 
-    def _add(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        timeout: float | None = None,
-        group: str | None = None,
-    ) -> Generation:
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        statistics = RequestStatistics(0, 0, [0] * (self.params.speculation.max_depth + 1))
-        generation = Generation(next(self._ids), tuple(map(int, prompt)), sampling, statistics)
-        stops, most = self.stop_ids(sampling), self.programs.sizes.max_stops
-        generation.grammar = new_grammar(sampling, self._make_matcher, stops, most)
+    def _add(self, generation: Generation, timeout: float | None, group: str | None) -> Generation:
         request = generation.request(time.perf_counter(), timeout, group)
         self.scheduler.add(request)
-        self._load = Load() if self.is_idle else self._load
-        self._load.add(len(self._running) + 1, len(prompt) + request.max_tokens, Kind.of(sampling))
-        started = self._clock(), self.programs.compile_seconds
-        self._running[request.request_id] = Running(generation, *started)
+        generation.version = self.version
+        self._requests.add(generation, request)
         return generation
 
     def add_all(
@@ -195,6 +184,7 @@ class Engine:
         sampling: Sequence[SamplingParams],
         *,
         timeout: float | None = None,
+        streams: bool = False,
     ) -> list[Generation]:
         """Queue requests, all or none of them; see add.
 
@@ -203,10 +193,8 @@ class Engine:
         self.check(prompts, sampling)
         added: list[Generation] = []
         try:
-            for prompt, params in zip(prompts, sampling, strict=True):
-                group = next(self._ids) if params.num_samples > 1 else None
-                for sample in params.samples(int(self._seeds.integers(2**32))):
-                    added.append(self._add(prompt, sample, timeout, group))
+            for generation, group in self._requests.new_samples(prompts, sampling, streams):
+                added.append(self._add(generation, timeout, group))
         except BaseException:
             for generation in added:
                 self.cancel(generation)
@@ -217,34 +205,44 @@ class Engine:
         """End a request with what it has; does nothing if it has ended."""
         if not generation.done:
             self.scheduler.cancel(generation.request_id)
-            self._end(generation, reason)
+            self._end(generation.request_id, reason)
 
     def step(self, most_rounds: int | None = None) -> None:
         """Launch the next calls, then wait for those before them and add what they emitted.
 
         Fewer rounds (``most_rounds``) give results sooner. Errors end all requests and are raised.
         """
-        try:
-            # The first tokens are read before the first program of rounds is compiled.
-            first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
-            most = self.shapes.most_rounds(most_rounds)
-            plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
-            for request_id in plan.timed_out:
-                self._end(self._running[request_id].generation, "timeout")
-            shape = self.shapes.choose(plan, self._load, self.shape)
-            if first:
-                compile_first(self.programs, plan, self._load, shape)
-            calls = self._runner.launch(plan, self._load, shape)
-            if calls and self.on_launch is not None:
-                self.on_launch(calls)
+        with self._ending_all_by_errors():
+            self._step(most_rounds)
+            self._change_weights()
+
+    def _step(self, most_rounds: int | None = None) -> None:
+        # The first tokens are read before the first program of rounds is compiled.
+        first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
+        most = self.shapes.most_rounds(most_rounds)
+        plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
+        for request_id in plan.timed_out:
+            self._end(request_id, "timeout")
+        load = self._requests.load
+        shape = self.shapes.choose(plan, load, self.shape)
+        if first:
+            compile_first(self.programs, plan, load, shape)
+        calls = self._runner.launch(plan, load, shape)
+        if calls and self.on_launch is not None:
+            self.on_launch(calls)
+        self._read()
+        if plan.runs_model:  # masks of structured requests need what was just read
+            calls = [*calls, *self._runner.structured.verify()]
+            self._in_flight = Launched(plan, calls, shape)
+        if first and plan.reads:
             self._read()
-            if plan.runs_model:  # masks of structured requests need what was just read
-                calls = [*calls, *self._runner.structured.verify()]
-                self._in_flight = Launched(plan, calls, shape)
-            if first and plan.reads:
-                self._read()
-            for generation in self._runner.structured.take_failed():
-                self.cancel(generation, "error")
+        for generation in self._runner.structured.take_failed():
+            self.cancel(generation, "error")
+
+    @contextlib.contextmanager
+    def _ending_all_by_errors(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._fail(error)
             raise
@@ -268,13 +266,9 @@ class Engine:
 
         Raises ValueError for requests that could not run.
         """
-        generations = [
-            self.add(
-                [index % self.params.target.config.vocab_size] * prompt_tokens,
-                dataclasses.replace(sampling, cache_salt=f"prepare {index}"),
-            )
-            for index in range(requests)
-        ]
+        vocab = self.params.target.config.vocab_size
+        salted = [dataclasses.replace(sampling, cache_salt=f"prepare {i}") for i in range(requests)]
+        generations = [self.add([i % vocab] * prompt_tokens, s) for i, s in enumerate(salted)]
         try:
             while not all(len(each.token_ids) > 1 or each.done for each in generations):
                 self.step(1)
@@ -310,7 +304,10 @@ class Engine:
         Returns the seconds it took. Raises RuntimeError while requests are under way, and
         ValueError for bad sizes, and for more programs than ``max_programs``.
         """
-        self._restart()
+        if not self.is_idle:
+            raise RuntimeError("requests are under way: let them finish, or cancel them, first")
+        self._drain()
+        self._start()
         started = time.perf_counter()
         cover = self.shapes.prepare(sampling, self.shape, tokens, rows, on_progress)
         if self.limits.preemption == "auto":
@@ -318,16 +315,16 @@ class Engine:
         return time.perf_counter() - started
 
     def _drain(self) -> None:
-        while not self.scheduler.is_idle:
+        while self.has_work:
             self.step()
 
     def _fail(self, error: BaseException) -> None:
         """End all requests, and start anew: the interrupted call may have taken the state."""
-        for running in list(self._running.values()):
-            running.generation.fail_interrupted(error)
-            self._end(running.generation, "error")
+        for generation in self._requests.interrupted(error):
+            self._end(generation.request_id, "error")
         self._start()
         self.programs.reset()
+        self._change_weights()
 
     def _read(self) -> None:
         """Wait for the calls that are in flight, if there are some, and hand out what they gave."""
@@ -336,65 +333,68 @@ class Engine:
         launched, self._in_flight = self._in_flight, None
         plan, (calls, seconds) = launched.plan, self._runner.wait(launched.calls)
         launched = launched._replace(calls=calls)
-        take_calls(calls, plan.sequences, self._running)
+        take_calls(calls, plan.sequences, self._requests.running)
         self.watch.add(calls)
-        self.shapes.observe(launched, self._running, seconds)
+        self.shapes.observe(launched, self._requests.running, seconds)
         deliveries = self.scheduler.update(plan, self._runner.results(launched))
-        for delivery in deliveries:
-            if delivery.request_id in self._running:
-                self._deliver(delivery, self._running[delivery.request_id])
+        for request_id, reason in self._requests.deliver(deliveries):
+            self._end(request_id, reason)
         if self.on_read is not None:
             self.on_read(plan, deliveries)
 
-    def _deliver(self, delivery: Delivery, running: Running) -> None:
-        generation = running.generation
-        if delivery.tokens and not generation.token_ids:
-            running.first_token = self._clock()
-        generation.token_ids.extend(delivery.tokens)
-        if delivery.ended is not None:
-            self._end(generation, generation.row_ended(delivery.ended))
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        self.shapes.forget(request_id)
+        self._runner.past.add(self._requests.end(request_id, reason))
 
-    def _end(self, generation: Generation, reason: FinishReason) -> None:
-        running = self._running.pop(generation.request_id)
-        self.shapes.forget(generation.request_id)
-        generation.finish_reason = reason
-        generation.timings = running.timings(self._clock(), self.programs.compile_seconds)
-        self._runner.past.add(generation)
-
-    def _clock(self) -> float:
-        return time.perf_counter() - self.programs.compile_seconds
-
-    def use_target(self, target: Decoder) -> None:
-        """From the next request on, generate with other weights of the same shapes.
+    def use_target(
+        self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
+    ) -> None:
+        """Generate with other weights of the same shapes.
 
         Nothing is compiled again, and nothing passes through the host where the weights are on the
-        devices. They are not copied there: a caller must not donate them while they serve. What the
-        prefix cache holds is forgotten.
+        devices. They are not copied there: a caller must not donate them while they serve, which is
+        until ``version`` has changed again. What the prefix cache holds, and the texts that the
+        drafter looks up, are forgotten.
 
-        Raises ValueError for other shapes, and RuntimeError while requests are under way.
+        No text is of two versions: a request that has begun ends under the old weights, or goes
+        back to its prompt. All others, those that come too, wait for the new weights, and get what
+        fresh requests with their seeds get. The steps that follow see to it.
+
+        Args:
+          version: what ``Engine.version`` and the generations call the weights; None: the last one
+            that was given, and 1. Weights that are given before these are used take their place.
+          in_flight: what becomes of requests that have begun. ``refuse``: there may be none.
+            ``finish``: they end first. ``restart``: they go back; but those that stream (see add)
+            end first, and the others wait for them: what was shown stays as it is.
+
+        Raises ValueError for other shapes, a version that is no integer, and an unknown
+        ``in_flight``; RuntimeError for ``refuse`` while requests are under way.
         """
-        self._use(self.params.replace(target=replacement(self.params.target, target)))
+        params = self._weights.newest.params
+        params = params.replace(target=replacement(params.target, target))
+        self._change(params, self._weights.next_version(version), in_flight)
 
-    def use_drafter(self, drafter: Drafter) -> None:
-        """From the next request on, draft with other weights: see use_target."""
-        self._use(self.params.replace(drafter=replacement(self.params.drafter, drafter)))
+    def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
+        """Draft with other weights of the same shapes: see use_target. The version stays."""
+        params, version = self._weights.newest
+        params = params.replace(drafter=replacement(params.drafter, drafter))
+        self._change(params, version, in_flight)
 
     def forget_texts(self) -> None:
-        """Forget what the prefix cache holds, and the texts that the drafter looks up.
+        """Forget what use_target forgets; raises RuntimeError while requests are under way."""
+        self._change(*self._weights.newest, in_flight="refuse")
 
-        Raises RuntimeError while requests are under way.
-        """
-        self._restart()
-        self.programs.reset()
+    def _change(self, params: EngineParams, version: int, in_flight: InFlight) -> None:
+        rule = rule_for(in_flight, is_idle=self.is_idle)
+        with self._ending_all_by_errors():
+            self._read()
+            self._weights.ask(params, version, rule, self.scheduler)
+            self._change_weights()
 
-    def _use(self, params: EngineParams) -> None:
-        self._restart()
-        self.watch.restart(params.drafter)
-        self.programs.use(params)
-        self.shapes.restart()
-
-    def _restart(self) -> None:
-        if not self.is_idle:
-            raise RuntimeError("requests are under way: let them finish, or cancel them, first")
-        self._drain()
-        self._start()
+    def _change_weights(self) -> None:
+        """Use the weights that were given, unless requests are left that end under the old ones."""
+        if self._weights.pending is None or self.scheduler.begun:
+            return
+        while not self.scheduler.is_quiet:
+            self._step()
+        self._weights.apply(self.scheduler, self._runner)

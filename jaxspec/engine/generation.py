@@ -181,6 +181,9 @@ class Generation:
       cached_tokens: of the prompt, whose KV it found when it got its first row.
       waited: seconds until it got that row; None: it never had one.
       preemptions: times that it lost its row to others, as far as it got one again.
+      streams: whether its tokens are shown before it has ended, so that they cannot be taken back.
+      version: of the weights that generate it, all of it; see Engine.use_target.
+      restarts: times that it went back to its prompt as the weights changed.
     """
 
     request_id: str
@@ -199,8 +202,14 @@ class Generation:
     cached_tokens: int = 0
     waited: float | None = None
     preemptions: int = 0
+    streams: bool = False
+    version: int = 0
+    restarts: int = 0
 
     def __post_init__(self):
+        self._forget_text()
+
+    def _forget_text(self) -> None:
         if self.sampling.logprobs is not None:
             self.logprobs = []
         if self.sampling.trees:
@@ -243,6 +252,16 @@ class Generation:
             self.cached_tokens, self.waited = cached, waited
         self.preemptions = preemptions
         self.forget_prompt()
+
+    def begin_again(self, statistics: RequestStatistics, grammar: Grammar | None) -> None:
+        """Go back to the prompt, with nothing generated, read or counted.
+
+        Lists that were handed out stay as they are: it gets new ones.
+        """
+        self.token_ids, self.statistics, self.grammar = [], statistics, grammar
+        self.cached_tokens, self.waited = 0, None
+        self.restarts += 1
+        self._forget_text()
 
     def forget_prompt(self) -> None:
         """Nothing of it has been read."""

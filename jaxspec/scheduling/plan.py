@@ -1,6 +1,7 @@
 """What the scheduler and the engine say to each other."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxspec.config.cache import pages_for
@@ -221,6 +222,16 @@ class Plan:
         )
         sequence.least += least
         sequence.most += most
+
+    def check(self, results: Iterable["RowResult"]) -> None:
+        """Raise ValueError for results that this plan's calls cannot have."""
+        for result in results:
+            most = self.flights[result.row].most if result.row in self.flights else 0
+            if len(result.tokens) > most:
+                raise ValueError(
+                    f"row {result.row} emitted {len(result.tokens)} tokens, planned were at most "
+                    f"{most}"
+                )
 
     @property
     def runs_model(self) -> bool:

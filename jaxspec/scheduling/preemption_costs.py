@@ -92,6 +92,15 @@ class HostMemory:
         most = self.limits.host_parts
         return most is None or self.parts + self.parts_for(num_pages) <= most
 
+    def is_better(self, num_tokens: int, num_pages: int, costs: PreemptionCosts) -> bool:
+        """Whether a sequence is swapped rather than recomputed."""
+        if self.limits.preemption == "recompute" or not self.fits(num_pages):
+            assert not self.limits.swaps_only, "too many were admitted to swap them all"
+            return False
+        if self.limits.preemption == "swap":
+            return True
+        return costs.swap_is_cheaper(num_tokens, self.parts_for(num_pages))
+
     def take(self, sequence: Sequence, num_pages: int) -> None:
         """The first pages of a sequence are moved here."""
         sequence.swapped = num_pages

@@ -3,7 +3,7 @@
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.pages import PageUsage, page_usage
@@ -28,24 +28,25 @@ from jaxspec.scheduling.shares import ReadingShares
 
 
 class Scheduler:
-    """Plans calls for requests that come and go.
+    """Plans calls for requests that come and go. All methods are called from one thread.
 
     The engine calls ``plan``, does what it says, and tells ``update`` what each plan that
     ``runs_model`` emitted, in the same order. It may make further plans before that: they are right
-    whatever the calls in flight turn out to emit. All methods are called from one thread.
+    whatever the calls in flight turn out to emit.
 
     Attributes:
       costs: what decides how a sequence is preempted; it may learn meanwhile.
       host: what is in host memory now.
       preemptions: how many sequences were preempted, by "recompute" and "swap".
+      holds: whether only those get rows that have begun.
     """
 
     def __init__(self, limits: Limits, costs: PreemptionCosts | None = None):
-        self.limits = limits
+        self.limits, self.host = limits, HostMemory(limits)
         self.costs = PreemptionCosts() if costs is None else costs
-        self.host = HostMemory(limits)
         self.shards = tuple(Shard(index, limits) for index in range(limits.shards))
         self.preemptions = {"recompute": 0, "swap": 0}
+        self.holds = False
         self._sequences: dict[str, Sequence] = {}  # that have not ended
         self._waiting: list[Sequence] = []  # by queue_rank
         self._deferred: list[Sequence] = []  # passed over by the last plan, see num_deferred
@@ -53,8 +54,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._dropped: list[str] = []  # to be told by the next plan
         self._in_flight: deque[Plan] = deque()
-        self._num_added = 0
-        self._num_planned = 0
+        self._num_added = self._num_planned = 0
         self._rounds, self._shares = CallRounds(limits), ReadingShares(limits)
 
     @property
@@ -75,6 +75,16 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no request is left, no call is in flight, and no row is still to be released."""
         return not (self._sequences or self._leaving or self._in_flight or self._dropped)
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """Those that have begun and not ended."""
+        return [sequence for sequence in self._sequences.values() if sequence.has_begun]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no row is in use and no call in flight; requests may wait for a first row."""
+        return not (self._leaving or self._in_flight or self._dropped or self.begun)
 
     def usage(self) -> PageUsage:
         """What the pages are used for. The whole prompt of a reading row counts as its tokens."""
@@ -101,6 +111,9 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is already here: give it another id")
         if self.limits.max_queue is not None and self.num_waiting >= self.limits.max_queue:
             raise QueueFull(f"{self.num_waiting} requests wait, max_queue={self.limits.max_queue}")
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         limit = self.limits.most_tokens(len(request.prompt), request.max_tokens)
         sequence = Sequence(request, self._num_added, limit, list(request.prompt))
         sequence.free = request.begins_free
@@ -112,9 +125,18 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """End a request, whatever it is doing. Does nothing if it has ended."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        if (sequence := self._sequences.get(request_id)) is not None:
             self._end(sequence)
+
+    def send_back(self, sequence: Sequence) -> None:
+        """Let a request without calls in flight wait for its first row again."""
+        sequence.needs_drafter_catch_up = False
+        self._end(sequence)
+        self._queue(sequence.request)
+
+    def forget_prefixes(self) -> None:
+        """Find no page of what was read so far, once it ``is_quiet``."""
+        self.shards = tuple(Shard(index, self.limits) for index in range(self.limits.shards))
 
     def plan(self, now: float, most_rounds: int | None = None, *, reads_only: bool = False) -> Plan:
         """What the device does next. Without any step if it can only wait.
@@ -147,7 +169,7 @@ class Scheduler:
         """
         by_row = {result.row: result for result in results}
         deliveries = []
-        for row, flight in self._take_flights(plan, by_row).items():
+        for row, flight in self._take_flights(plan, by_row.values()).items():
             result, sequence = by_row.get(row, RowResult(row)), flight.sequence
             sequence.flights -= 1
             sequence.least -= flight.least
@@ -216,7 +238,9 @@ class Scheduler:
         """Take a sequence's row and pages, to go on later."""
         context = sequence.most_context
         num_pages = pages_for(context, self.limits.page_size)
-        is_swapped = sequence.state is State.DECODING and self._swap_is_better(context, num_pages)
+        is_swapped = sequence.state is State.DECODING and self.host.is_better(
+            context, num_pages, self.costs
+        )
         if is_swapped:
             pages = tuple(sequence.pages[:num_pages])
             plan.swap_out.append(SwapOut(sequence.row, sequence, pages))
@@ -227,21 +251,14 @@ class Scheduler:
         sequence.preemptions += 1
         self._enqueue(sequence)
 
-    def _swap_is_better(self, num_tokens: int, num_pages: int) -> bool:
-        if self.limits.preemption == "recompute" or not self.host.fits(num_pages):
-            assert not self.limits.swaps_only, "too many were admitted to swap them all"
-            return False
-        if self.limits.preemption == "swap":
-            return True
-        return self.costs.swap_is_cheaper(num_tokens, self.host.parts_for(num_pages))
-
     def _admit(self, plan: Plan) -> None:
         """Give free rows to those who wait, in order.
 
         One that lacks pages blocks those behind it. One that waits for calls in flight, or for KV
         that a running row is computing, does not.
         """
-        for sequence in self._waiting[: 2 * self.limits.num_rows]:
+        waiting = [s for s in self._waiting if s.has_begun] if self.holds else self._waiting
+        for sequence in waiting[: 2 * self.limits.num_rows]:
             shards = [shard for shard in self.shards if shard.free_rows]
             if not shards:
                 return
@@ -356,17 +373,12 @@ class Scheduler:
 
     # What came out of it.
 
-    def _take_flights(self, plan: Plan, results: Mapping[int, RowResult]) -> dict[int, Flight]:
+    def _take_flights(self, plan: Plan, results: Iterable[RowResult]) -> dict[int, Flight]:
         """The flights of the earliest plan whose results are not known yet."""
         index = self._in_flight[0].index if self._in_flight else None
         if index != plan.index:
             raise ValueError(f"plan {plan.index} is updated, but the next one is {index}")
-        for row, result in results.items():
-            most = plan.flights[row].most if row in plan.flights else 0
-            if len(result.tokens) > most:
-                raise ValueError(
-                    f"row {row} emitted {len(result.tokens)} tokens, planned were at most {most}"
-                )
+        plan.check(results)
         return self._in_flight.popleft().flights
 
     def _advance(self, flight: Flight, result: RowResult) -> None:

@@ -114,6 +114,11 @@ class Sequence:
         return self.row >= 0
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has, or had, a row."""
+        return self.state is not State.WAITING or self.preemptions > 0
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
 

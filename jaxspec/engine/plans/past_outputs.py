@@ -32,6 +32,13 @@ class PastOutputs:
         if self._size:
             self._programs.remember(np.full(min(PART, self._size), GAP, np.int32), 0)
 
+    def forget(self) -> None:
+        """Overwrite all of them."""
+        part = min(PART, self._size)
+        for start in range(0, self._size, part or 1):
+            count = min(part, self._size - start)
+            self._programs.remember(np.full(part, GAP, np.int32), count)
+
     def write(self, text: Sequence[int]) -> None:
         """A text and a gap; of a text that is longer than the ring, its end."""
         part = min(PART, self._size)

@@ -60,6 +60,11 @@ class PlanRunner:
         self.structured = StructuredRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
+    def forget_texts(self) -> None:
+        """Forget copies of states, and past outputs: other weights will run. All rows are empty."""
+        self.snapshots = RowSnapshots(self.programs)
+        self.past.forget()
+
     def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         """Start everything that a plan says, in its order. Nothing is waited for."""
         programs = self.programs

@@ -1,0 +1,1 @@
+"""Changes of an engine's weights, also while requests run."""
