@@ -45,6 +45,7 @@ from jaxspec.decoding.functional.rows import (
     resume,
     set_controls,
 )
+from jaxspec.decoding.functional.verify_prefix import verify_prefix
 from jaxspec.decoding.functional.whole_prompts import prefill_all
 
 __all__ = [
@@ -71,4 +72,5 @@ __all__ = [
     "set_controls",
     "take_states",
     "verify_drafts",
+    "verify_prefix",
 ]
