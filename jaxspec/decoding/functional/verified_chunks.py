@@ -10,7 +10,7 @@ from jax import Array, lax
 from jaxspec.cache import LayerStates
 from jaxspec.decoding.drafters import PrefillChunk
 from jaxspec.decoding.drafters.checks import checked_state
-from jaxspec.decoding.drafters.paged import TokenRun, causal_attend, prompt_tokens
+from jaxspec.decoding.drafters.paged import TokenRun, causal_attend
 from jaxspec.decoding.functional.decode import emitted_specs
 from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.prefill import SCORED_AT_ONCE, next_tokens
@@ -238,9 +238,7 @@ def _paths(tokens: Array, before: Array, size: int) -> Array:
     return jnp.where(back >= 0, found.reshape(place.shape), -1)
 
 
-def _advanced(
-    rows: Rows, kept: Array, judged: _Judged, ended: Array, given: Array
-) -> Rows:
+def _advanced(rows: Rows, kept: Array, judged: _Judged, ended: Array, given: Array) -> Rows:
     """The rows after a chunk of which they keep ``kept`` [B] tokens; where the draft has
     ``ended`` [B] they take the target's token after these."""
     last = jnp.maximum(kept - 1, 0)[:, None]

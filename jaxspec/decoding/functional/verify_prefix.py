@@ -90,9 +90,7 @@ def verify_prefix(
     return _read_all(params, state, options, listed, given, drafts.shape[1] + 1)
 
 
-def _checked_drafts(
-    drafts: Integers, draft_lens: Integers, num_rows: int
-) -> tuple[Array, Array]:
+def _checked_drafts(drafts: Integers, draft_lens: Integers, num_rows: int) -> tuple[Array, Array]:
     """Drafts [B, N] and lengths [B], int32. Raises ValueError for others."""
     tokens, lens = integers("drafts", drafts, "[B, N]"), integers("draft_lens", draft_lens, "[B]")
     problems, most = Problems(), tokens.shape[1]

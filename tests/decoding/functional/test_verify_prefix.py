@@ -18,8 +18,9 @@ from jaxspec.decoding.sampling import make_controls, make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
+from jaxspec.parallel import make_mesh
 from tests.decoding.test_family_exactness import target as family_target
-from tests.helpers.marks import slow
+from tests.helpers.layouts import on_mesh
 from tests.helpers.programs import new_jit, traces
 from tests.helpers.random_models import (
     make_drafter,
@@ -34,14 +35,21 @@ PROMPTS = random_prompts((5, 17, 1, 9), seed=3)
 LENS = np.array([len(prompt) for prompt in PROMPTS])
 ROWS, NEW, LENGTH, PAGE = len(PROMPTS), 24, 48, 4
 SAMPLING = make_sampling(
-    ROWS, temperature=[0.0, 0.9, 1.1, 0.7], top_p=[1, 0.9, 1, 1], top_k=[0, 0, 20, 0], seeds=range(4)
+    ROWS,
+    temperature=np.array([0.0, 0.9, 1.1, 0.7]),
+    top_p=np.array([1, 0.9, 1, 1]),
+    top_k=np.array([0, 0, 20, 0]),
+    seeds=np.arange(4),
 )
-PENALTIES = make_controls(ROWS, 96, repetition_penalty=[1.0, 1.3, 1.0, 1.0], presence_penalty=0.5)
+PENALTIES = make_controls(
+    ROWS, 96, repetition_penalty=np.array([1, 1.3, 1, 1]), presence_penalty=0.5
+)
 CHOICES = ("width", "greedy", "controls", "logprobs", "top_logprobs")
 
 admit = new_jit(functional.admit)
-prefill_all, verify = new_jit(functional.prefill_all, *CHOICES), new_jit(
-    functional.verify_prefix, *CHOICES
+prefill_all, verify = (
+    new_jit(functional.prefill_all, *CHOICES),
+    new_jit(functional.verify_prefix, *CHOICES),
 )
 decode = new_jit(functional.decode, "max_rounds", *CHOICES[1:])
 
@@ -62,7 +70,7 @@ def params_of(kind: str) -> EngineParams:
     target, drafter = random_target(), kind
     if kind == "recurrent":
         target, drafter = recurrent_target(), "ngram"
-    elif kind in ("gemma3_text", "deepseek_v3"):
+    elif kind in ("gemma3_text", "glm4_moe_lite"):
         target, drafter = family_target(kind), "ngram"
     return EngineParams(target=target, drafter=make_drafter(drafter, target), speculation=CHAIN)
 
@@ -79,36 +87,33 @@ def admitted(params: EngineParams, **options: Any) -> EngineState:
 def texts(state: EngineState) -> list[list[int]]:
     """The new tokens of each row."""
     tokens, ends = np.asarray(state.rows.tokens), np.asarray(state.rows.context_lens) + 1
-    return [
-        row[start:end].tolist() for row, start, end in zip(tokens, LENS, ends, strict=True)
-    ]
+    return [row[start:end].tolist() for row, start, end in zip(tokens, LENS, ends, strict=True)]
 
 
-def plain(params: EngineParams, **options: Any) -> tuple[list[list[int]], Any]:
-    """Texts without a draft, and their log-probabilities [ROWS, NEW]."""
-    controls = {"controls": "controls" in options}
-    state, first = prefill_all(
-        params, admitted(params, **options), None, width=8, logprobs=True, **controls
-    )
-    state, rest = decode(params, state, NEW, max_rounds=NEW, logprobs=True, **controls)
+def plain(params: EngineParams, **options: Any) -> tuple[list[list[int]], list[Any]]:
+    """Texts without a draft, and what their calls emitted."""
+    state, first = read_with(params, admitted(params, **options), [[]] * ROWS, **options)
+    state, rest = decoded(params, state, **options)
     assert set(np.asarray(state.rows.status)) == {Status.DONE}
     return texts(state), [first, rest]
 
 
-def verified(
-    params: EngineParams, drafts: list[list[int]], width: int = 8, **options: Any
-) -> tuple[EngineState, Any, EngineState]:
-    """The state after the drafts were read, what that emitted, and the state at the end."""
-    controls = {"controls": "controls" in options}
+def read_with(
+    params: EngineParams,
+    state: EngineState,
+    drafts: list[list[int]],
+    width: int = 8,
+    **options: Any,
+) -> tuple[EngineState, Any]:
     lens = np.array([len(draft) for draft in drafts], np.int32)
     table = padded([np.array(draft, np.int32) for draft in drafts], NEW)
-    state = admitted(params, **options)
-    state, emitted = verify(
-        params, state, None, table, lens, width=width, logprobs=True, **controls
-    )
-    read = jax.tree.map(np.asarray, state.rows)
-    end, _ = decode(params, state, NEW, max_rounds=NEW, logprobs=True, **controls)
-    return read, emitted, end
+    controls = "controls" in options
+    return verify(params, state, None, table, lens, width=width, logprobs=True, controls=controls)
+
+
+def decoded(params: EngineParams, state: EngineState, **options: Any) -> tuple[EngineState, Any]:
+    controls = "controls" in options
+    return decode(params, state, NEW, max_rounds=NEW, logprobs=True, controls=controls)
 
 
 def agreeing(draft: list[int], text: list[int]) -> int:
@@ -123,7 +128,9 @@ def assert_same(
     width: int = 8,
     **options: Any,
 ) -> Any:
-    read, emitted, end = verified(params, drafts, width, **options)
+    state, emitted = read_with(params, admitted(params, **options), drafts, width, **options)
+    read = jax.tree.map(np.asarray, state.rows)
+    end, _ = decoded(params, state, **options)
     assert texts(end) == expected
     kept = np.asarray(emitted.accepted)[0].tolist()
     most = [min(len(draft), NEW - 1) for draft in drafts]
@@ -145,17 +152,172 @@ def edited(expected: list[list[int]]) -> list[list[int]]:
     return [first, other, [], [*last[:3], 500, *last[3:]][:NEW]]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "recurrent"])
-def test_texts_equal_those_without_a_draft(kind: str) -> None:
-    params = params_of(kind)
-    expected, scores = plain(params)
+@functools.cache
+def plain_eagle3() -> tuple[list[list[int]], list[Any]]:
+    return plain(params_of("eagle3"))
+
+
+def test_texts_equal_those_without_a_draft() -> None:
+    params, (expected, scores) = params_of("eagle3"), plain_eagle3()
+    state, first = prefill_all(params, admitted(params), None, width=8, logprobs=True)
+    assert texts(decoded(params, state)[0]) == expected  # without verify_prefix
+    np.testing.assert_array_equal(first.tokens, scores[0].tokens[:, :, :1])
     emitted = assert_same(params, edited(expected), expected)
     assert np.asarray(emitted.drafted)[0].tolist() == [23, 16, 0, 3]  # to the end of its chunk
     first, rest = scores
     for row, count in enumerate(np.asarray(emitted.counts)[0]):
-        later = np.asarray(rest.logprobs)[:, row][
-            np.arange(4) < np.asarray(rest.counts)[:, row, None]
-        ]
-        all_scores = [np.asarray(first.logprobs)[0, row, 0], *later]
+        made = np.arange(4) < np.asarray(rest.counts)[:, row, None]
+        later = np.asarray(rest.logprobs)[:, row][made]
         got = np.asarray(emitted.logprobs)[0, row, :count]
-        np.testing.assert_allclose(got, all_scores[:count], atol=2e-5)
+        np.testing.assert_allclose(got, [first.logprobs[0, row, 0], *later][:count], atol=2e-5)
+
+
+def test_a_recurrent_state_forgets_what_was_not_kept() -> None:
+    params = params_of("recurrent")
+    expected, _ = plain(params)
+    assert_same(params, edited(expected), expected)
+
+
+def test_the_drafter_goes_on_as_after_a_prompt() -> None:
+    params, (expected, _) = params_of("eagle3"), plain_eagle3()
+    state, emitted = read_with(params, admitted(params), edited(expected))
+    kept = np.asarray(emitted.counts)[0] - 1
+    kept[0] = 3  # it is done: its prompt alone is compared
+    prompts = [
+        [*prompt, *text[:n]] for prompt, text, n in zip(PROMPTS, expected, kept, strict=True)
+    ]
+    lens = LENS + kept
+    other = functional.init_state(params, ROWS, LENGTH, page_size=PAGE, controls=False)
+    table = padded([np.array(each, np.int32) for each in prompts], LENGTH)
+    other = admit(
+        params, other, np.arange(ROWS), table, lens, sampling=SAMPLING, max_lens=LENS + NEW
+    )
+    other, _ = prefill_all(params, other, None, width=8, logprobs=True)
+    (state, got), (other, wanted) = decoded(params, state), decoded(params, other)
+    assert texts(state) == texts(other) == expected
+    np.testing.assert_array_equal(got.accepted[:, 1:], wanted.accepted[:, 1:])
+    assert np.asarray(got.accepted).sum() > 8
+
+
+def test_stop_tokens_and_limits_end_a_draft() -> None:
+    params, (expected, _) = params_of("eagle3"), plain_eagle3()
+    stops = np.full((ROWS, 2), -1)
+    stops[:2, 0] = expected[0][9], expected[1][4]
+    limits = LENS + np.array([NEW, NEW, 7, NEW])
+    options = {"stop_token_ids": stops, "max_lens": limits}
+    cut = [
+        expected[0][: expected[0].index(expected[0][9]) + 1],
+        expected[1][: expected[1].index(expected[1][4]) + 1],
+        expected[2][:7],
+        expected[3],
+    ]
+    state, emitted = read_with(params, admitted(params, **options), expected)
+    assert texts(state)[:3] == cut[:3]
+    assert np.asarray(state.rows.ending).tolist() == [
+        *(Ending.STOP, Ending.STOP, Ending.LENGTH, Ending.LENGTH)
+    ]
+    np.testing.assert_array_equal(emitted.counts[0], [len(text) for text in cut])
+    assert np.asarray(emitted.accepted)[0, :3].tolist() == [len(cut[0]), len(cut[1]), 6]
+
+
+def test_only_pages_of_the_row_and_past_the_cached_ones_are_written() -> None:
+    """Rows of which the first pages hold their prompts, and that have pages for a short draft."""
+    params, (expected, _) = params_of("eagle3"), plain_eagle3()
+    state, _ = prefill_all(params, admitted(params), None, width=8, logprobs=True)
+    before, table = np.asarray(state.rows.page_table), np.asarray(state.rows.page_table).copy()
+    state = functional.release(params, state, np.arange(ROWS))
+    cached, held = LENS // PAGE * PAGE, LENS // PAGE + 2  # pages: a few tokens of the draft fit
+    for row, pages in enumerate(held):
+        table[row, pages:] = 0
+    pools = jax.tree.map(np.asarray, (state.pool.target.layers, state.pool.draft.layers))
+    state = functional.admit(
+        params,
+        state,
+        np.arange(ROWS),
+        padded(PROMPTS, LENGTH),
+        LENS,
+        sampling=SAMPLING,
+        max_lens=LENS + NEW,
+        page_table=jnp.asarray(table),
+        cached_lens=cached,
+        may_wait=True,
+    )
+    state, emitted = read_with(params, state, expected)
+    after = jax.tree.map(np.asarray, (state.pool.target.layers, state.pool.draft.layers))
+    mine = {page for row in range(ROWS) for page in table[row, cached[row] // PAGE : held[row]]}
+    others = sorted(set(range(1, state.pool.num_pages)) - mine)
+    for old, new in zip(jax.tree.leaves(pools), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old[others], new[others])
+    np.testing.assert_array_equal(emitted.drafted[0], held * PAGE - LENS)
+    state = functional.assign_pages(params, state, np.arange(ROWS), before)
+    assert texts(decoded(params, state)[0]) == expected
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_edit_of_an_old_text_gives_the_same_text(data: st.DataObject) -> None:
+    params, (expected, _) = params_of("eagle3"), plain_eagle3()
+    drafts = []
+    for text in expected:
+        draft = text[: data.draw(st.integers(0, NEW))]
+        edits = st.tuples(st.integers(0, NEW - 1), st.integers(0, 95), st.booleans())
+        for place, token, inserts in data.draw(st.lists(edits, max_size=2)):
+            draft[place : place + (not inserts)] = [token]
+        drafts.append(draft[:NEW])
+    assert_same(params, drafts, expected)
+
+
+def test_two_policies_share_one_program() -> None:
+    params, (expected, _) = params_of("eagle3"), plain_eagle3()
+    before = traces(verify)
+    assert_same(params.replace(target=params.target.replace()), edited(expected), expected)
+    assert traces(verify) == before
+
+
+@pytest.mark.parametrize(
+    ("drafts", "lens", "message"),
+    [
+        (np.zeros((ROWS, 3), np.float32), [0] * ROWS, "drafts must be integers"),
+        (np.zeros((2, 3), np.int32), [0] * ROWS, "drafts has 2 rows for 4"),
+        (np.zeros((ROWS, 3), np.int32), [0, 0, 4, 0], "draft_lens.2. is 4: drafts have 3"),
+    ],
+)
+def test_bad_drafts_are_refused(drafts: Any, lens: Any, message: str) -> None:
+    params = params_of("eagle3")
+    with pytest.raises(ValueError, match=message):
+        functional.verify_prefix(params, admitted(params), None, drafts, lens, width=8)
+
+
+def test_another_rule_than_match_is_refused() -> None:
+    params = params_of("ngram")
+    params = params.replace(speculation=dataclasses.replace(CHAIN, acceptance="rejection"))
+    with pytest.raises(ValueError, match='needs the acceptance rule "match"'):
+        functional.verify_prefix(params, admitted(params), None, [[1]] * ROWS, [1] * ROWS, width=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 3, 64])
+@pytest.mark.parametrize(
+    "kind",
+    ["ngram", "mtp3", "mixed", "draft_model", "recurrent", "gemma3_text", "glm4_moe_lite"],
+)
+def test_texts_of_other_kinds(kind: str, width: int) -> None:
+    params = params_of(kind)
+    expected, _ = plain(params)
+    assert_same(params, edited(expected), expected, width)
+
+
+@pytest.mark.slow
+def test_penalties_see_the_draft() -> None:
+    params = params_of("ngram")
+    expected, _ = plain(params, controls=PENALTIES)
+    assert expected != plain(params)[0]
+    for width in (8, 40):
+        assert_same(params, edited(expected), expected, width, controls=PENALTIES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"data_parallel": 2}], ids=str)
+def test_texts_on_a_mesh(sizes: dict[str, Any]) -> None:
+    params, (expected, _) = params_of("eagle3"), plain_eagle3()
+    assert_same(on_mesh(params, make_mesh(**sizes)), edited(expected), expected)
