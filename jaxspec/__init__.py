@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     )
     from jaxspec.decoding.sampling import make_controls, make_sampling
     from jaxspec.decoding.state import Ending, Status
+    from jaxspec.decoding.token_logprobs import token_logprobs
     from jaxspec.engine.async_engine import AsyncEngine
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.generation import ErrorKind, Generation
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.llm.completion import Completion, TextChunk
     from jaxspec.llm.llm import LLM
     from jaxspec.llm.prompt_checks import check_prompts
+    from jaxspec.models.forward import forward, hidden_states
     from jaxspec.parallel import make_mesh
 
 __getattr__, __dir__ = lazy_names(
@@ -55,10 +57,12 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.checkpoints.load": ("load",),
         "jaxspec.decoding.sampling": ("make_controls", "make_sampling"),
         "jaxspec.llm.prompt_checks": ("check_prompts",),
+        "jaxspec.models.forward": ("forward", "hidden_states"),
         "jaxspec.config.reasoning": ("ReasoningBudget",),
         "jaxspec.config.sampling_params": ("SamplingParams",),
         "jaxspec.parallel": ("make_mesh",),
         "jaxspec.decoding.state": ("Ending", "Status"),
+        "jaxspec.decoding.token_logprobs": ("token_logprobs",),
         "jaxspec._version": ("__version__",),
     },
 )
@@ -89,6 +93,8 @@ __all__ = [
     "check_prompts",
     "choose_shape",
     "decode",
+    "forward",
+    "hidden_states",
     "init_state",
     "load",
     "make_controls",
@@ -97,4 +103,5 @@ __all__ = [
     "prefill",
     "prefill_all",
     "release",
+    "token_logprobs",
 ]

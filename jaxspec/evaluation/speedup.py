@@ -14,8 +14,8 @@ from jaxspec.evaluation.bootstrap import Interval
 from jaxspec.llm.completion import Completion, decode_seconds, steady_rate
 from jaxspec.llm.llm import LLM, Prompt
 from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import of_whole_sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +166,6 @@ def logit_gap(target: Decoder, first: Completion, second: Completion, index: int
     tokens = np.asarray([first.prompt_token_ids + first.token_ids[:index]], np.int32)
     last = tokens.shape[1] - 1
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64)))  # few lengths, few compilations
-    positions = jnp.arange(padded.shape[1])[None]
-    hidden, _, _ = decoder.run(
-        target, jnp.asarray(padded), positions, target.no_states(), dense_causal_attend
-    )
+    hidden = of_whole_sequences(target, jnp.asarray(padded))
     logits = np.asarray(decoder.logits(target, hidden[:, last]))[0]
     return float(abs(logits[first.token_ids[index]] - logits[second.token_ids[index]]))

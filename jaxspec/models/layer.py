@@ -1,7 +1,9 @@
 """A transformer layer: a mixer and an MLP, with norms before each, after each, or both."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,6 +26,7 @@ class Layer(Pytree):
       post_norm: of what the MLP reads.
       mixer_norm, mlp_norm: of what mixer and MLP give.
       residual_scale: what mixer and MLP give is multiplied by it.
+      recomputed: a gradient keeps the hidden states around it only, and computes it again.
     """
 
     input_norm: Array | None = array("hidden")
@@ -33,6 +36,7 @@ class Layer(Pytree):
     mixer_norm: Array | None = array("hidden", default=None)
     mlp_norm: Array | None = array("hidden", default=None)
     residual_scale: float = static(default=1.0)
+    recomputed: bool = static(default=False)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Layer":
         """The same, with every array replaced by ``tensor_map``'s result for layer ``prefix``.
@@ -76,14 +80,32 @@ def run_layers(
     following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
-        mixed, state = layer.mixer(normed, state, step)
-        mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-        x, normed = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
-        added = step.scaled(x, layer.mlp(normed, step), layer.mlp_norm, layer.residual_scale)
-        x, normed = step.add_norm(x, added, *following)
+        run_layer = functools.partial(_run_layer, step, following)
+        if layer.recomputed:
+            run_layer = jax.checkpoint(run_layer)
+        x, normed, state = run_layer(layer, x, normed, state)
         residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
+
+
+def _run_layer(
+    step: ForwardPass,
+    following: tuple[Any, ...],
+    layer: Layer,
+    x: Array,
+    normed: Any,
+    state: Any,
+) -> tuple[Array, Any, Any]:
+    """The residual stream after a layer, what reads it next, and the layer's state.
+
+    ``following``: the norm of that input, its reader, and rows beside it.
+    """
+    mixed, state = layer.mixer(normed, state, step)
+    mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
+    x, normed = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
+    added = step.scaled(x, layer.mlp(normed, step), layer.mlp_norm, layer.residual_scale)
+    return *step.add_norm(x, added, *following), state
 
 
 def layer_shape(

@@ -9,19 +9,14 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.decoding.drafters import checks
-from jaxspec.decoding.functional.checks import (
-    Problems,
-    as_int32,
-    check_admission,
-    check_rows,
-    check_state,
-)
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
+from jaxspec.decoding.functional.checks import check_admission, check_rows, check_state
+from jaxspec.decoding.functional.params import EngineParams, on_mesh
 from jaxspec.decoding.functional.rows import empty_rows, held_slots, new_controls, padded_controls
 from jaxspec.decoding.functional.subset import local_rows, put_rows, take_rows
 from jaxspec.decoding.sampling import Controls, Sampling, make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
 from jaxspec.parallel import Layout, partition_specs
+from jaxspec.parallel.array_checks import Integers, Problems, as_int32
 
 
 def admit(

@@ -9,108 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
-from jaxspec.config.checks import first_of, is_integer
-from jaxspec.decoding.functional.params import EngineParams, Integers
+from jaxspec.config.checks import first_of
+from jaxspec.decoding.functional.params import EngineParams
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.state import EngineState, Status
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import mesh_layout
+from jaxspec.parallel.array_checks import Integers, Problems, integers, known
 
 PADDING = -1  # an index of no row
 MOST_SHOWN = 4  # rows or values that an error lists
-INT32 = np.iinfo(np.int32)
 BUSY = (Status.READING, Status.DECODING)
-
-
-class Problems:
-    """What is wrong with the arguments of a call, told in one error."""
-
-    def __init__(self) -> None:
-        self._found: list[str] = []
-
-    def add(self, problem: str) -> None:
-        self._found.append(problem)
-
-    def tell(self) -> None:
-        """Raise ValueError that lists all problems, if there are any."""
-        if self._found:
-            raise ValueError("; ".join(self._found))
-
-    def whole(self, name: str, value: Any, least: int, cure: str = "") -> None:
-        """``value`` must be an int of at least ``least``."""
-        if is_integer(value) and value >= least:
-            return
-        self.add(f"{name} must be an int, at least {least}{cure}, got {value!r}")
-
-    def integers(self, name: str, value: Integers, shape: str) -> Array | np.ndarray:
-        """``value`` as an array, which must be of integers of 32 bits, and of so many dimensions as
-        ``shape``, such as "[B, T]"."""
-        dims = 0 if shape == "[]" else shape.count(",") + 1
-        wanted = f"{name} must be " + (f"integers {shape}" if dims else "an integer")
-        try:
-            array = as_array(value)
-        except (ValueError, TypeError):  # lists of several lengths
-            self.add(f"{wanted}: pad its lists to one length")
-            return np.zeros(0, np.int32)
-        if not isinstance(array, Array) and array.size == 0:
-            array = array.astype(np.int32)  # an empty list has no dtype
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            self.add(f"{wanted}, not {array.dtype}: cast it")
-        elif array.ndim != dims:
-            cure = f": give [{name}]" if array.ndim == dims - 1 else ""
-            self.add(f"{wanted}, got shape {list(array.shape)}{cure}")
-        else:
-            in_32_bits = "it does not fit 32 bits"
-            self.within(name, array, lambda x: (x >= INT32.min) & (x <= INT32.max), in_32_bits)
-        return array
-
-    def within(self, name: str, value: Any, is_ok: Callable[[np.ndarray], Any], rule: str) -> None:
-        """Each entry of ``value``, if it is known, must be ``is_ok``."""
-        values = known(value)
-        if values is None:
-            return
-        wrong = np.argwhere(~np.broadcast_to(is_ok(values), values.shape))
-        if len(wrong):
-            place = tuple(wrong[0].tolist())
-            index = f"[{', '.join(map(str, place))}]" if place else ""
-            self.add(f"{name}{index} is {values[place]}: {rule}")
-
-
-def known(value: Any) -> np.ndarray | None:
-    """The values of an array or a list; None if they are traced, or on other processes' devices."""
-    value = as_array(value)
-    if isinstance(value, Tracer) or (isinstance(value, Array) and not value.is_fully_addressable):
-        return None
-    return np.asarray(value)
-
-
-def as_array(value: Any) -> Array | np.ndarray:
-    """An array, or a list of numbers, arrays or traced values, as an array."""
-    if isinstance(value, Array | np.ndarray):
-        return value
-    holds_arrays = any(isinstance(leaf, Array) for leaf in jax.tree.leaves(value))
-    return jnp.asarray(value) if holds_arrays else np.asarray(value)
-
-
-def integers(name: str, value: Integers, shape: str) -> Array | np.ndarray:
-    """The integers of an array or a list; see Problems.integers.
-
-    Raises ValueError for other dtypes and numbers of dimensions, and for integers past 32 bits.
-    """
-    problems = Problems()
-    array = problems.integers(name, value, shape)
-    problems.tell()
-    return array
-
-
-def as_int32(name: str, value: Integers, shape: str) -> Array:
-    """The same as int32, on the device."""
-    return jnp.asarray(integers(name, value, shape), jnp.int32)
 
 
 def check_params(params: EngineParams) -> None:

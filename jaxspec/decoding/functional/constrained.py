@@ -21,13 +21,7 @@ from jaxspec.decoding.functional.decode import (
     max_pending_when_behind,
     read_pending,
 )
-from jaxspec.decoding.functional.params import (
-    EngineParams,
-    Integers,
-    on_mesh,
-    row_spec,
-    with_found_specs,
-)
+from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec, with_found_specs
 from jaxspec.decoding.functional.refusals import rows_to_decode
 from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_back, put_chosen
 from jaxspec.decoding.round import draft_tree, verify_tree
@@ -37,6 +31,7 @@ from jaxspec.decoding.token_masks import check_masks
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.pipeline_stage import Passage
 from jaxspec.parallel import partition_specs
+from jaxspec.parallel.array_checks import Integers
 
 
 def draft(

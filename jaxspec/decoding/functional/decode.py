@@ -15,7 +15,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.drafters.base import PendingRows, with_draft
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.functional.checks import check_order, check_rounds, check_sizes, check_state
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.refusals import refuse_unread, rows_to_decode
 from jaxspec.decoding.functional.subset import (
     choose_rows,
@@ -30,6 +30,7 @@ from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Logprobs
 from jaxspec.decoding.state import Emitted, EngineState, PromptLogprobs, RoundTrees, Status
 from jaxspec.parallel import partition_specs
+from jaxspec.parallel.array_checks import Integers
 from jaxspec.parallel.layout import Axes
 
 

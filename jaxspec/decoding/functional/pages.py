@@ -9,24 +9,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.cache import ModelState
-from jaxspec.decoding.functional.checks import (
-    as_int32,
-    check_pages,
-    check_rows,
-    check_state,
-    check_table,
-)
-from jaxspec.decoding.functional.params import (
-    EngineParams,
-    Integers,
-    on_mesh,
-    row_spec,
-    with_found_specs,
-)
+from jaxspec.decoding.functional.checks import check_pages, check_rows, check_state, check_table
+from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec, with_found_specs
 from jaxspec.decoding.functional.rows import held_slots
 from jaxspec.decoding.functional.subset import put_rows, take_rows
 from jaxspec.decoding.state import EngineState, Rows
 from jaxspec.parallel import partition_specs
+from jaxspec.parallel.array_checks import Integers, as_int32
 from jaxspec.parallel.pytree import Pytree, pytree
 
 

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import Drafter, NoDrafter
@@ -19,8 +18,6 @@ from jaxspec.models.pipeline_stage import Stage
 from jaxspec.parallel import Layout, axes_size, partition_specs, result_specs
 from jaxspec.parallel.pytree import Pytree, pytree, static
 from pallas_kernels.selection import Kernels
-
-Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # an array or lists of integers
 
 
 @pytree

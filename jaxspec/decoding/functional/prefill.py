@@ -5,14 +5,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from jaxspec.decoding.blocks import map_blocks
 from jaxspec.decoding.drafters import PrefillChunk
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.drafters.paged import TokenRun, causal_attend, prompt_tokens
 from jaxspec.decoding.functional.checks import check_counts, check_order, check_sizes, check_state
 from jaxspec.decoding.functional.decode import emitted_specs
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.refusals import refuse_rows
 from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_chosen
 from jaxspec.decoding.round import split_captured
@@ -32,6 +33,7 @@ from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.pipeline_stage import Passage
 from jaxspec.parallel import collectives
+from jaxspec.parallel.array_checks import Integers
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory together, for their logprobs
 
@@ -272,14 +274,6 @@ def _prompt_logprobs(
     valid = (jnp.arange(width) < counts[:, None]) & (place < rows.prompt_lens[:, None])
     place = jnp.minimum(place, rows.tokens.shape[1] - 1)
     tokens = jnp.take_along_axis(rows.tokens, place, axis=1)
-    block = min(width, max(1, SCORED_AT_ONCE // batch))
-
-    def in_blocks(x: Array) -> Array:  # [B, T, ...] -> [T / block, B, block, ...]
-        padded = jnp.pad(x, ((0, 0), (0, -width % block), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(batch, -1, block, *x.shape[2:]), 1, 0)
-
-    def whole(x: Array) -> Array:  # the inverse
-        return jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width]
 
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, tokens = block
@@ -288,8 +282,8 @@ def _prompt_logprobs(
         )
         return token_logprobs(logits, tokens, options.top_logprobs, target.layout, options.kernels)
 
-    scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))
-    logprobs, top_tokens, top_logprobs = jax.tree.map(whole, scores)
+    block = min(width, max(1, SCORED_AT_ONCE // batch))
+    logprobs, top_tokens, top_logprobs = map_blocks(score, (hidden, tokens), block)
     return PromptLogprobs(
         valid=valid, logprobs=logprobs, top_tokens=top_tokens, top_logprobs=top_logprobs
     )

@@ -10,15 +10,8 @@ from jax.typing import ArrayLike
 from jaxspec.cache import Geometry, sequential_page_table
 from jaxspec.config.cache import pages_for
 from jaxspec.decoding.drafters import checks
-from jaxspec.decoding.functional.checks import (
-    Problems,
-    as_int32,
-    check_params,
-    check_rows,
-    check_state,
-    check_table,
-)
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh
+from jaxspec.decoding.functional.checks import check_params, check_rows, check_state, check_table
+from jaxspec.decoding.functional.params import EngineParams, on_mesh
 from jaxspec.decoding.functional.subset import local_rows, put_rows
 from jaxspec.decoding.past_text import empty_past
 from jaxspec.decoding.sampling import Controls, make_controls, make_sampling
@@ -29,6 +22,7 @@ from jaxspec.parallel import (
     named_shardings,
     partition_specs,
 )
+from jaxspec.parallel.array_checks import Integers, Problems, as_int32
 
 
 def init_state(

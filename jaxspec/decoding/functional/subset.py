@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.decoding.functional.checks import check_rows, known
-from jaxspec.decoding.functional.params import EngineParams, Integers
+from jaxspec.decoding.functional.checks import check_rows
+from jaxspec.decoding.functional.params import EngineParams
 from jaxspec.decoding.state import Emitted, Ending, EngineState, Rows
 from jaxspec.parallel import Axes
+from jaxspec.parallel.array_checks import Integers, known
 
 
 def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.decoding.functional.params import EngineParams, Integers
+from jaxspec.decoding.functional.params import EngineParams
 from jaxspec.decoding.functional.prefill import prefill
 from jaxspec.decoding.functional.subset import listed_rows
 from jaxspec.decoding.state import Emitted, EngineState, Status
+from jaxspec.parallel.array_checks import Integers
 
 
 def prefill_all(

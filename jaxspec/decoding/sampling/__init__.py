@@ -22,7 +22,7 @@ from jaxspec.decoding.sampling.logits import (
     process_logits,
     vocab_ids,
 )
-from jaxspec.decoding.sampling.logprobs import Logprobs, token_logprobs
+from jaxspec.decoding.sampling.logprobs import Logprobs, policy_logprobs, token_logprobs
 
 __all__ = [
     "Controls",
@@ -34,6 +34,7 @@ __all__ = [
     "make_controls",
     "make_sampling",
     "perturb",
+    "policy_logprobs",
     "probabilities",
     "process_logits",
     "token_logprobs",

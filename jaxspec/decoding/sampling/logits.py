@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
@@ -146,7 +146,8 @@ def process_logits(
       logits: [B, N, V / shards] float32.
       greedy: no row samples; the logits are returned unchanged.
 
-    Returns the same shape; dropped entries are -inf. Rows of temperature 0 keep their logits.
+    Returns the same shape; dropped entries are -inf. Rows of temperature 0 keep their logits. What
+    is dropped has no gradient, nor has the choice of it.
     """
     if greedy:
         return logits
@@ -158,11 +159,12 @@ def process_logits(
         jnp.where(drawn, sampling.top_p, 1.0),
         jnp.where(drawn, sampling.min_p, 0.0),
     )
+    constant = lax.stop_gradient(logits)
     if layout.vocab:
         reductions = collectives.Reductions(layout)
-        threshold = truncation_threshold_reference(logits, *rules, reductions)
+        threshold = truncation_threshold_reference(constant, *rules, reductions)
     else:
-        threshold = truncation_threshold(logits, *rules, kernels.implementation("truncate"))
+        threshold = truncation_threshold(constant, *rules, kernels.implementation("truncate"))
     # Raw logits are compared, because two programs may round the quotient differently. NaN is not
     # hidden by this comparison.
     hidden = logits < threshold[..., None]

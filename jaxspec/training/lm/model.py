@@ -20,6 +20,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import of_whole_sequences
 from jaxspec.models.forward_pass import Attend
 from jaxspec.parallel.pytree import Pytree, pytree
 from jaxspec.training.held_out import batches_of
@@ -65,9 +66,7 @@ def loss(
     """Mean cross entropy, float32 [], of each token of int32 [B, T + 1] given those before it."""
     working = cast_weights(params, dtype)
     inputs, targets = batch[:, :-1], batch[:, 1:]
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    hidden, _, _ = decoder.run(working, inputs, positions, working.no_states(), attend)
-    scores = decoder.logits(working, hidden)
+    scores = decoder.logits(working, of_whole_sequences(working, inputs, attend))
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
 
 
@@ -167,12 +166,9 @@ def continue_text(
 
     There is no cache: each token recomputes the whole text. It is for short samples only.
     """
-    positions = jnp.arange(tokens.shape[0])[None]
 
     def body(i: Array, tokens: Array) -> Array:
-        hidden, _, _ = decoder.run(
-            params, tokens[None], positions, params.no_states(), dense_causal_attend
-        )
+        hidden = of_whole_sequences(params, tokens[None])
         scores = decoder.logits(params, hidden[0, i - 1])
         noise = jax.random.gumbel(jax.random.fold_in(key, i), scores.shape)
         return tokens.at[i].set(jnp.argmax(scores + temperature * noise).astype(tokens.dtype))
