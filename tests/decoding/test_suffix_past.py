@@ -263,6 +263,10 @@ def test_outputs_are_kept_with_the_end_of_their_prompts():
     (text,), _ = run(own, SAMPLING[:1])
     kept = [*PROMPTS[0][-BEFORE:], *text, GAP]
     assert past_of(own) == [*[GAP] * (96 - len(kept)), *kept]
+    own.use_target(own.params.target)
+    assert past_of(own) == [GAP] * 96, "outputs of other weights are kept"
+    run(own, SAMPLING[:1])
+    own.forget_texts()
     assert past_of(emptied()) == [GAP] * 96
     assert run(own, SAMPLING[:1])[0] == [text]
 
