@@ -6,19 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.decoding.functional.checks import (
-    Problems,
-    check_order,
-    check_sizes,
-    check_state,
-    integers,
-)
-from jaxspec.decoding.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
+from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.rows import held_slots
 from jaxspec.decoding.functional.subset import listed_rows, local_rows, put_rows, take_rows
 from jaxspec.decoding.functional.verified_chunks import verify_chunk
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState, Status
+from jaxspec.parallel.array_checks import Integers, Problems, integers
 
 
 def verify_prefix(
