@@ -27,6 +27,8 @@ class Limits:
       tokens_per_round: most tokens that a round commits.
       prefill_budget: most prompt tokens that a plan reads, of all rows together.
       largest_read: most prompt tokens of a row that a plan reads; None: any number.
+      largest_verified: the same of tokens that a plan verifies. What comes after the end of a draft
+        is read for nothing.
       least_read: fewest of a row that wants more, so that a small budget is not cut to shreds; the
         rows that get none wait for another plan.
       max_rounds: most rounds of a call.
@@ -63,6 +65,7 @@ class Limits:
     shards: int = 1
     prefill_budget: int = 2048
     largest_read: int | None = None
+    largest_verified: int = 128
     least_read: int = 1
     max_rounds: int = 16
     runs_all_rounds: bool = False
@@ -150,6 +153,15 @@ class Read:
     count: int
 
 
+class Verify(NamedTuple):
+    """Read a row's next ``count`` tokens, of which all but the first are a draft, and keep what the
+    target writes. The first is the last of its ``given`` tokens."""
+
+    row: int
+    count: int
+    given: int
+
+
 class Snapshot(NamedTuple):
     """Copy what a row keeps outside of pages to a slot, once it has read."""
 
@@ -163,12 +175,14 @@ class Flight(NamedTuple):
     Attributes:
       read: prompt tokens that are read afterwards.
       least, most: tokens that are added, unless it ends.
+      verifies: they are those of a draft that are kept, and perhaps one more.
     """
 
     sequence: Sequence
     read: int
     least: int
     most: int
+    verifies: bool = False
 
 
 @dataclasses.dataclass
@@ -203,12 +217,20 @@ class Plan:
     tables: list[Sequence] = dataclasses.field(default_factory=list)
     reads: list[Read] = dataclasses.field(default_factory=list)
     snapshots: list[Snapshot] = dataclasses.field(default_factory=list)
+    verifies: list[Verify] = dataclasses.field(default_factory=list)
     resumed: list[Sequence] = dataclasses.field(default_factory=list)
     decode_rows: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
     masked_rows: list[int] = dataclasses.field(default_factory=list)
     sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
+
+    def add_verify(self, sequence: Sequence, count: int) -> None:
+        """Verify the next ``count - 1`` tokens of a sequence's draft."""
+        self.verifies.append(Verify(sequence.row, count, sequence.goal))
+        self.add_flight(sequence, 0, count)
+        self.flights[sequence.row] = self.flights[sequence.row]._replace(verifies=True)
+        sequence.verifying = True
 
     def add_flight(self, sequence: Sequence, least: int, most: int) -> None:
         """Note that a call of this plan adds so many tokens to a sequence."""
@@ -236,7 +258,7 @@ class Plan:
     @property
     def runs_model(self) -> bool:
         """Whether rows read or decode, so that ``update`` must be told what they emitted."""
-        return bool(self.reads or self.decode_rows or self.masked_rows)
+        return bool(self.reads or self.verifies or self.decode_rows or self.masked_rows)
 
 
 class RowResult(NamedTuple):
@@ -250,6 +272,7 @@ class RowResult(NamedTuple):
       failed: whether it ended by an error: then the prefix cache learns nothing of it.
       pause: it is done, but must go on: whether the host restricts its tokens from there; None: it
         is not.
+      reads_on: whether it has not read all: its prompt, or a draft that it keeps.
     """
 
     row: int
@@ -258,6 +281,7 @@ class RowResult(NamedTuple):
     ended: str | None = None
     failed: bool = False
     pause: bool | None = None
+    reads_on: bool = False
 
 
 class Delivery(NamedTuple):

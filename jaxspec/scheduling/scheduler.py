@@ -117,6 +117,7 @@ class Scheduler:
         limit = self.limits.most_tokens(len(request.prompt), request.max_tokens)
         sequence = Sequence(request, self._num_added, limit, list(request.prompt))
         sequence.free = request.begins_free
+        sequence.set_draft(request.draft)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
         self._enqueue(sequence)
@@ -178,6 +179,8 @@ class Scheduler:
             if sequence.state is State.ENDED or stood_still:  # it had paused
                 continue
             self._advance(flight, result)
+            if flight.verifies and not result.ended:
+                sequence.verified(len(result.tokens), reads_on=result.reads_on)
             if result.pause is not None:
                 sequence.free = not result.pause
                 sequence.paused = sequence.has_row or bool(sequence.swapped)
@@ -303,11 +306,15 @@ class Scheduler:
 
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
-        readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
+        running = [sequence for shard in self.shards for sequence in shard.running]
+        readers = [s for s in running if s.state is State.READING and s.most_to_read]
         readers.sort(key=lambda sequence: sequence.order)
-        counts = self._shares.choose([sequence.goal - sequence.read for sequence in readers])
+        counts = self._shares.choose([sequence.most_to_read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:
+                continue
+            if not sequence.left_to_read:
+                plan.add_verify(sequence, min(most, self.limits.largest_verified))
                 continue
             shard = self._shard_of(sequence.row)
             count = shard.read_end(sequence, most) - sequence.read
@@ -333,7 +340,7 @@ class Scheduler:
         ]
         if not any(groups):
             return
-        reading = {read.row for read in plan.reads}
+        reading = {read.row for read in (*plan.reads, *plan.verifies)}
         running = [sequence for group in groups for sequence in group]
         waits = bool(self._waiting)
         rounds = self._rounds.choose(running, most_rounds, reads=bool(reading), waits=waits)

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from jaxspec.scheduling.prefix_cache import Node
 
@@ -23,6 +23,7 @@ class Request:
       reads_all: it reads its whole prompt, even what is cached.
       masked: the host restricts its tokens before every round.
       begins_free: not from the first one on, but once its row has paused.
+      draft: a text that may follow the prompt: it is verified first.
       payload: what the engine keeps of it; the scheduler does not look at it.
     """
 
@@ -37,6 +38,7 @@ class Request:
     reads_all: bool = False
     masked: bool = False
     begins_free: bool = False
+    draft: tuple[int, ...] = ()
     payload: object = None
 
 
@@ -65,6 +67,10 @@ class Sequence:
       chain: the nodes of its first pages in the prefix cache.
       goal: tokens that it reads before it decodes: those known when it was admitted.
       read: how many of them are read once the calls in flight are done.
+      draft: what may follow ``tokens``, and is to be verified. Before that all tokens but the last
+        are read: the token after it is compared with the draft's first.
+      verifying: whether a call in flight verifies a part of the draft. What it keeps is not known,
+        so nothing further is planned for the sequence.
       num_complete_tokens: tokens whose KV, the drafter's included, is known to be complete.
       needs_drafter_catch_up: whether it has full pages that the drafter must complete if it ends.
       branch: tokens of known pages that it began with, though no snapshot reached as far.
@@ -88,6 +94,8 @@ class Sequence:
     chain: list[Node] = dataclasses.field(default_factory=list)
     goal: int = 0
     read: int = 0
+    draft: list[int] = dataclasses.field(default_factory=list)
+    verifying: bool = False
     num_complete_tokens: int = 0
     needs_drafter_catch_up: bool = False
     branch: int = 0
@@ -147,7 +155,33 @@ class Sequence:
         """Most tokens that have KV after the calls in flight, and once its prompt is read."""
         if self.state is State.DECODING:
             return min(len(self.tokens) + self.most, self.limit) - 1
-        return len(self.tokens)
+        return len(self.tokens) + len(self.draft)
+
+    @property
+    def left_to_read(self) -> int:
+        """Tokens that it reads before it decodes, or before its draft is verified."""
+        return self.goal - self.read - bool(self.draft)
+
+    @property
+    def most_to_read(self) -> int:
+        """Most tokens of its next read, of which a part may be a draft's; 0: it must wait."""
+        if self.left_to_read or not self.draft:
+            return self.left_to_read
+        return 0 if self.verifying else 1 + len(self.draft)
+
+    def set_draft(self, tokens: Iterable[int]) -> None:
+        """Verify this draft next, as far as its limit allows. It is not in a call."""
+        self.draft = list(tokens)[: max(0, self.limit - len(self.tokens) - 1)]
+
+    def verified(self, kept: int, *, reads_on: bool) -> None:
+        """A call has added ``kept`` tokens that it verified. Unless it ``reads_on``, they end with
+        a token of the target's that the draft does not have, or that comes after it."""
+        self.verifying, self.draft = False, self.draft[kept:] if reads_on else []
+        if not self.has_row:  # it was preempted meanwhile
+            return
+        self.read = len(self.tokens) - 1
+        self.goal = len(self.tokens) if reads_on else self.read
+        self.state = State.READING if reads_on else State.DECODING
 
     @property
     def is_surely_done(self) -> bool:

@@ -73,6 +73,7 @@ class Row:
     context: int
     drafted: int  # tokens whose draft KV is written
     table: tuple[int, ...]
+    draft: list[int]
     ended: str | None = None
     keys: list[int] = dataclasses.field(default_factory=list)
 
@@ -111,9 +112,13 @@ class FakeDevice:
         self._change_tables(plan)
         self._check_ownership(plan)
         emitted: dict[int, list[int]] = {row: [] for row in plan.sequences}
-        assert sum(read.count for read in plan.reads) <= self.limits.prefill_budget
+        reads = [*plan.reads, *plan.verifies]
+        assert sum(read.count for read in reads) <= self.limits.prefill_budget
+        assert len({read.row for read in reads}) == len(reads)
         for read in plan.reads:
             emitted[read.row] += self._read(read.row, read.count)
+        for verify in plan.verifies:
+            emitted[verify.row] += self._verify(verify.row, verify.count, verify.given)
         for step in plan.snapshots:
             state = self.rows[step.row]
             assert state.ended is None and step.slot in range(self.limits.snapshots or 0)
@@ -126,7 +131,8 @@ class FakeDevice:
     def _result(self, row: int, tokens: list[int]) -> RowResult:
         state = self.rows[row]
         pending = state.context - state.drafted
-        return RowResult(row, tuple(tokens), pending, state.ended)
+        reads_on = state.ended is None and state.context < state.goal
+        return RowResult(row, tuple(tokens), pending, state.ended, reads_on=reads_on)
 
     # Steps before the calls.
 
@@ -180,6 +186,7 @@ class FakeDevice:
                 context=context,
                 drafted=context,
                 table=tuple(new.sequence.pages),
+                draft=list(new.sequence.draft),
             )
             self._check_context(row, new.cached, new.cached)
             if self.limits.snapshots is not None and context:
@@ -204,7 +211,7 @@ class FakeDevice:
             assert len(state.table) <= pages_for(most, self.limits.page_size)
             assert 0 not in state.table
             self._check_context(row, state.context, state.drafted)
-        counts = {read.row: read.count for read in plan.reads}
+        counts = {read.row: read.count for read in (*plan.reads, *plan.verifies)}
         for row, sequence in plan.sequences.items():
             state = self.rows[row]
             assert state.sequence is sequence
@@ -242,6 +249,28 @@ class FakeDevice:
         if state.context < state.goal:
             return []
         return self._commit(row, 1)
+
+    def _verify(self, row: int, count: int, given: int) -> list[int]:
+        """Read a token, and those of the draft after it that the request's text has."""
+        state, new = self.rows[row], []
+        assert state.ended is None and state.context == given - 1 == state.goal - 1
+        assert 1 < count <= 1 + len(state.draft) or count == 1
+        written = range(state.context, state.context + count)
+        for position in written:
+            if position >= state.cached:
+                slot = self._slot(row, position)
+                slot.target = slot.draft = state.key(position)
+            new += self._commit(row, 1)
+            state.context = state.drafted = position + 1
+            state.goal = len(state.tokens)
+            if state.ended or state.draft[:1] != new[-1:]:
+                state.draft, state.goal = [], state.context
+                for wrong in written[position + 1 - written.start :]:
+                    slot = self._slot(row, wrong)
+                    slot.target = slot.draft = SCRATCH
+                break
+            state.draft.pop(0)
+        return new
 
     def _round(self, row: int) -> list[int]:
         state = self.rows[row]

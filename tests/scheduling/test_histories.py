@@ -14,8 +14,9 @@ from hypothesis.stateful import (
 from jaxspec.config.cache import pages_for
 from jaxspec.config.engine import Preemption
 from jaxspec.scheduling.plan import Limits
+from jaxspec.scheduling.sequence import Request
 from tests.helpers.marks import slow
-from tests.scheduling.fake_device import Run
+from tests.scheduling.fake_device import Run, text_alone
 
 STEMS = ([1] * 24, [1] * 11 + [2] * 13, [3, 4] * 12)  # prompts share beginnings of these
 
@@ -36,6 +37,7 @@ def limits(draw: st.DrawFn) -> Limits:
         tokens_per_round=draw(st.integers(1, 4)),
         shards=shards,
         prefill_budget=draw(st.integers(rows, 40)),
+        largest_verified=draw(st.integers(1, 20)),
         max_rounds=draw(st.integers(1, 8)),
         watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
@@ -72,19 +74,31 @@ class Histories(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         patience=st.none() | st.integers(1, 30),
         salt=st.sampled_from([None, None, "salt"]),
+        right=st.none() | st.integers(0, 20),
+        wrong=st.lists(st.integers(0, 3), max_size=3),
     )
-    def add(self, stem, length, own, max_tokens, samples, priority, patience, salt):
+    def add(self, stem, length, own, max_tokens, samples, priority, patience, salt, right, wrong):
         group = f"group {self.groups}" if samples > 1 else None
         self.groups += 1
         for _ in range(samples):
+            prompt = [*stem[:length], *own]
             self.run.add(
-                [*stem[:length], *own],
+                prompt,
                 max_tokens,
+                draft=self.draft(prompt, max_tokens, right, wrong),
                 priority=priority,
                 deadline=None if patience is None else self.run.now + patience,
                 cache_salt=salt,
                 group=group,
             )
+
+    def draft(self, prompt, max_tokens, right, wrong) -> tuple[int, ...]:
+        """So many tokens that the next request generates, then some that it may not."""
+        limits = self.run.scheduler.limits
+        if right is None or limits.swaps_only:  # such engines take no drafts
+            return ()
+        request = Request(f"r{len(self.run.requests)}", tuple(prompt), max_tokens, 0.0)
+        return (*text_alone(request, limits.max_length)[0][:right], *wrong)
 
     @precondition(lambda self: self.run.requests)
     @rule(data=st.data())
