@@ -62,7 +62,8 @@ def _take_output(generation: Generation, output: RowOutput) -> None:
     """Add the rounds, trees and log-probabilities of one call to a request."""
     _take_logprobs(generation, output)
     emitted, column = output.emitted, output.column
-    if not emitted.num_rounds:  # a prefill's token belongs to no round
+    if not emitted.num_rounds:  # tokens of reading belong to no round
+        generation.kept_tokens += int(np.asarray(emitted.accepted)[:, column].sum())
         return
     arrays = (emitted.counts, emitted.accepted, emitted.drafted)
     generation.statistics.add(*(np.asarray(array)[:, column] for array in arrays))

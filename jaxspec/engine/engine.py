@@ -22,6 +22,7 @@ from jaxspec.engine.draft_watch import DraftWatch
 from jaxspec.engine.emitted import take_calls
 from jaxspec.engine.generation import FinishReason, Generation
 from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
+from jaxspec.engine.old_texts import check_drafts
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
@@ -155,6 +156,7 @@ class Engine:
         timeout: float | None = None,
         group: str | None = None,
         streams: bool = False,
+        draft: Sequence[int] = (),
     ) -> Generation:
         """Queue a request; without a seed it gets one of its own. Stop strings are left to LLM.
 
@@ -162,14 +164,17 @@ class Engine:
           timeout: seconds after which it ends, with what it has.
           group: requests of one group and prompt share its pages.
           streams: its tokens are shown before it ends, and not taken back; see use_target.
+          draft: token ids of an old text for the prompt. They are read like a prompt, and kept as
+            far as the target writes the same: in float32 they change how fast the text comes.
 
         Raises ValueError for a request that could not run, and for several samples (see add_all);
         QueueFull if too many wait.
         """
         self.check([prompt], [sampling])
+        check_drafts(self.params, [draft], [sampling])
         if sampling.num_samples > 1:
             raise ValueError("add starts one sample: use add_all for n or best_of above 1")
-        return self._add(self._requests.new(prompt, sampling, streams), timeout, group)
+        return self._add(self._requests.new(prompt, sampling, streams, draft), timeout, group)
 
     def _add(self, generation: Generation, timeout: float | None, group: str | None) -> Generation:
         request = generation.request(time.perf_counter(), timeout, group)
@@ -185,15 +190,19 @@ class Engine:
         *,
         timeout: float | None = None,
         streams: bool = False,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> list[Generation]:
         """Queue requests, all or none of them; see add.
 
-        Each gives as many generations as it has samples, one after the other.
+        Each gives as many generations as it has samples, one after the other; ``drafts``: for each
+        of these.
         """
         self.check(prompts, sampling)
+        if drafts is not None:
+            check_drafts(self.params, drafts, sampling)
         added: list[Generation] = []
         try:
-            for generation, group in self._requests.new_samples(prompts, sampling, streams):
+            for generation, group in self._requests.new_samples(prompts, sampling, streams, drafts):
                 added.append(self._add(generation, timeout, group))
         except BaseException:
             for generation in added:
@@ -365,7 +374,9 @@ class Engine:
             that was given, and 1. Weights that are given before these are used take their place.
           in_flight: what becomes of requests that have begun. ``refuse``: there may be none.
             ``finish``: they end first. ``restart``: they go back; but those that stream (see add)
-            end first, and the others wait for them: what was shown stays as it is.
+            end first, and the others wait for them: what was shown stays as it is. ``repair``: the
+            same with what they had as a draft, which is verified in wide passes (``add``); requests
+            that cannot have one are restarted: see docs/rl.md.
 
         Raises ValueError for other shapes, a version that is no integer, and an unknown
         ``in_flight``; RuntimeError for ``refuse`` while requests are under way.
@@ -385,7 +396,7 @@ class Engine:
         self._change(*self._weights.newest, in_flight="refuse")
 
     def _change(self, params: EngineParams, version: int, in_flight: InFlight) -> None:
-        rule = rule_for(in_flight, is_idle=self.is_idle)
+        rule = rule_for(in_flight, params, is_idle=self.is_idle)
         with self._ending_all_by_errors():
             self._read()
             self._weights.ask(params, version, rule, self.scheduler)

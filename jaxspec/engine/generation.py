@@ -184,6 +184,8 @@ class Generation:
       streams: whether its tokens are shown before it has ended, so that they cannot be taken back.
       version: of the weights that generate it, all of it; see Engine.use_target.
       restarts: times that it went back to its prompt as the weights changed.
+      draft: an old text that was given with it; it is verified first.
+      kept_tokens: of that, or of what it had before it went back, those that the target writes.
     """
 
     request_id: str
@@ -205,6 +207,8 @@ class Generation:
     streams: bool = False
     version: int = 0
     restarts: int = 0
+    draft: tuple[int, ...] = ()
+    kept_tokens: int = 0
 
     def __post_init__(self):
         self._forget_text()
@@ -259,7 +263,7 @@ class Generation:
         Lists that were handed out stay as they are: it gets new ones.
         """
         self.token_ids, self.statistics, self.grammar = [], statistics, grammar
-        self.cached_tokens, self.waited = 0, None
+        self.cached_tokens, self.waited, self.kept_tokens = 0, None, 0
         self.restarts += 1
         self._forget_text()
 
@@ -289,6 +293,7 @@ class Generation:
             group=group,
             masked=sampling.structured is not None,
             begins_free=self.phases is not None and not self.phases.masked,
+            draft=self.draft,
             payload=self,
         )
 

@@ -179,6 +179,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         prefill_budget=max(prefill_budget(params, config), sizes.num_rows),
         least_read=least_read(params, config),
         largest_read=sizes.max_chunk,
+        largest_verified=sizes.verified_at_once,
         max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
         crowded_rows=crowded_rows(params),

@@ -47,13 +47,20 @@ class Requests:
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         return sampling.stops(self._programs.params.target.config.stop_token_ids)
 
-    def new(self, prompt: Sequence[int], sampling: SamplingParams, streams: bool) -> Generation:
+    def new(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        streams: bool,
+        draft: Sequence[int] = (),
+    ) -> Generation:
         """A request that runs once it is added; without a seed it gets one."""
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=self._next_seed())
         tokens = tuple(map(int, prompt))
         generation = Generation(next(self._ids), tokens, sampling, self._statistics())
         generation.grammar, generation.streams = self._grammar(sampling), streams
+        generation.draft = tuple(map(int, draft))
         return generation
 
     def new_samples(
@@ -61,12 +68,14 @@ class Requests:
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         streams: bool,
+        drafts: Sequence[Sequence[int]] | None,
     ) -> Iterator[tuple[Generation, str | None]]:
         """The same for every sample of each prompt, with the group of those that share one."""
+        texts = itertools.repeat(()) if drafts is None else iter(drafts)
         for prompt, params in zip(prompts, sampling, strict=True):
             group = next(self._ids) if params.num_samples > 1 else None
             for sample in params.samples(self._next_seed()):
-                yield self.new(prompt, sample, streams), group
+                yield self.new(prompt, sample, streams, next(texts)), group
 
     def add(self, generation: Generation, request: Request) -> None:
         """A request, which is ``request`` to the scheduler, has not ended from now on."""

@@ -1,5 +1,6 @@
 """Which request does what next. Owns all rows and pages; the engine owns the arrays."""
 
+import dataclasses
 import heapq
 from bisect import insort
 from collections import deque
@@ -129,11 +130,11 @@ class Scheduler:
         if (sequence := self._sequences.get(request_id)) is not None:
             self._end(sequence)
 
-    def send_back(self, sequence: Sequence) -> None:
-        """Let a request without calls in flight wait for its first row again."""
+    def send_back(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
+        """Let a request without calls in flight wait for its first row again, with this draft."""
         sequence.needs_drafter_catch_up = False
         self._end(sequence)
-        self._queue(sequence.request)
+        self._queue(dataclasses.replace(sequence.request, draft=draft))
 
     def forget_prefixes(self) -> None:
         """Find no page of what was read so far, once it ``is_quiet``."""

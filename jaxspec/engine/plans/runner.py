@@ -20,6 +20,7 @@ from jaxspec.engine.programs.arguments import NewRow
 from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Kind, Load
+from jaxspec.engine.programs.verifying import Verification, verify
 from jaxspec.scheduling.plan import Plan, RowResult
 from jaxspec.scheduling.preemption_costs import PreemptionCosts
 from jaxspec.scheduling.sequence import Sequence
@@ -98,18 +99,19 @@ class PlanRunner:
         programs.resume([self._new_row(sequence) for sequence in plan.resumed])
         programs.assign_pages([(each.row, each.pages) for each in plan.tables])
         reads = self._reads(plan, load)
+        verifies = self._verifies(plan, load)
         for step in plan.snapshots:
             self.snapshots.take(step)
         if plan.masked_rows:
             self.structured.draft(plan, reads, load, shape)
-        return [*reads, *self._rounds(plan, load, shape)]
+        return [*reads, *verifies, *self._rounds(plan, load, shape)]
 
     def _new_row(self, sequence: Sequence, cached: int = 0) -> NewRow:
         """What the device is told of a sequence, of which ``cached`` tokens need not be read."""
         generation = generation_of(sequence)
         return NewRow(
             row=sequence.row,
-            prompt=tuple(sequence.tokens),
+            prompt=(*sequence.tokens, *sequence.draft),
             max_len=sequence.limit,
             sampling=generation.sampling,
             stop_token_ids=self._stops(generation),
@@ -141,6 +143,17 @@ class PlanRunner:
 
     def _reads_as(self, plan: Plan, row: int) -> Kind:
         return kind_of([plan.sequences[row]], reads=True)
+
+    def _verifies(self, plan: Plan, load: Load) -> list[LaunchedCall]:
+        if not plan.verifies:
+            return []
+        sequences = [plan.sequences[each.row] for each in plan.verifies]
+        limits = [sequence.limit for sequence in sequences]
+        parts = [
+            Verification(each.row, each.count, each.given, limit)
+            for each, limit in zip(plan.verifies, limits, strict=True)
+        ]
+        return [verify(self.programs, parts, load, kind_of(sequences))]
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         if not plan.decode_rows:
@@ -188,6 +201,7 @@ class PlanRunner:
             ended=ending.name if done else None,
             failed=bool(done) and ending in ERRORS,
             pause=pause,
+            reads_on=bool(emitted.status[column] == Status.READING),
         )
 
     def _at_stop(self, output: RowOutput, earlier: Tokens) -> tuple[Ending, bool | None]:

@@ -15,7 +15,7 @@ class _Started(NamedTuple):
     """A plan whose calls run.
 
     Attributes:
-      tokens: prompt tokens that it reads.
+      tokens: that it reads, of prompts or old texts.
       plain: it does nothing but read and run rounds that the host does not restrict.
       compiled: programs that were compiled before its launch.
       at: seconds, by time.perf_counter.
@@ -37,8 +37,9 @@ class PlanTimer:
 
     def start(self, plan: Plan) -> None:
         """A plan with calls is about to be launched."""
-        plain = not (plan.swap_out or plan.swap_in or plan.catch_up or plan.masked_rows)
-        tokens = sum(read.count for read in plan.reads)
+        others = plan.swap_out, plan.swap_in, plan.catch_up, plan.masked_rows, plan.verifies
+        plain = not any(others)
+        tokens = sum(read.count for read in (*plan.reads, *plan.verifies))
         started = _Started(tokens, plain, self.programs.compiled, time.perf_counter())
         self._started.append(started)
 

@@ -18,7 +18,7 @@ from jaxspec.decoding.sampling import (
     with_budgets,
 )
 from jaxspec.decoding.state import EngineState
-from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, Sizes
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, Sizes, VerifyKey
 
 
 def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
@@ -111,9 +111,11 @@ def new_controls(
     return sizes.padded([new.row for new in rows], size), with_budgets(controls, budgets)
 
 
-def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey) -> RoundOptions:
-    """The static options of a program that reads prompts or runs rounds."""
-    kind, shape = key.kind, None if isinstance(key, ReadKey) else key.shape
+def program_options(
+    params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey | VerifyKey
+) -> RoundOptions:
+    """The static options of a program that reads prompts, verifies old texts or runs rounds."""
+    kind, shape = key.kind, key.shape if isinstance(key, RoundsKey) else None
     alternatives = min(MOST_LOGPROBS, params.target.config.vocab_size)
     options = dataclasses.replace(
         params.round_options(shape),
@@ -130,6 +132,8 @@ def program_options(params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey
             prompt_logprobs=kind is Kind.PROMPT,
             order_invariant=sizes.fixed,
         )
+    elif isinstance(key, VerifyKey):
+        options = dataclasses.replace(options, width=key.width)
     else:
         options = dataclasses.replace(
             options,

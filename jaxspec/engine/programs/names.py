@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, VerifyKey
 
 _KINDS: Mapping[Kind, str] = MappingProxyType(
     {
@@ -33,11 +33,14 @@ _SMALL: Mapping[str, str] = MappingProxyType(
 def program_name(key: Any, page_size: int) -> str:
     """A program by its key, such as ``rounds of 4 requests of up to 512 tokens, tree chain:3,
     sampled``."""
-    if not isinstance(key, ReadKey | RoundsKey):
+    if not isinstance(key, ReadKey | RoundsKey | VerifyKey):
         return _SMALL.get(key[0], str(key[0]))
     many = "1 request" if key.rows == 1 else f"{key.rows} requests"
-    ending = f"{_KINDS[key.kind]}{', structured' * key.masked}"
     tokens = key.columns * page_size
+    if isinstance(key, VerifyKey):
+        kind = _KINDS[key.kind]
+        return f"old texts, {key.width} tokens of {many} of up to {tokens} tokens, {kind}"
+    ending = f"{_KINDS[key.kind]}{', structured' * key.masked}"
     if isinstance(key, ReadKey):
         return f"prompts, {key.width} tokens of {many} of up to {tokens} tokens, {ending}"
     how = "drafting nothing" if key.shape.is_plain else f"tree {key.shape.name}"

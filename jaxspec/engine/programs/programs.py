@@ -19,6 +19,7 @@ from jaxspec.decoding.functional import EngineParams, SavedRow
 from jaxspec.decoding.functional.constrained import draft_rows, verify_rows
 from jaxspec.decoding.functional.decode import decode_rows
 from jaxspec.decoding.functional.prefill import read_rows
+from jaxspec.decoding.functional.verified_chunks import verify_chunk
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Controls
 from jaxspec.decoding.state import Emitted, EngineState
@@ -39,6 +40,7 @@ from jaxspec.engine.programs.sizes import (
     Reads,
     RoundsKey,
     Sizes,
+    VerifyKey,
     choose_reading,
     choose_rounds,
     groups_of_reads,
@@ -80,7 +82,7 @@ class Programs(CompiledPrograms):
         self.admit_rows = jit(functional.admit, static_argnames=("may_wait", "checked"))
         self.prefill = run(read_rows, compiler_options=xla(reads=True))
         self.decode, self.draft, self.verify = run(decode_rows), run(draft_rows), run(verify_rows)
-        self._options: dict[ReadKey | RoundsKey, RoundOptions] = {}
+        self._options: dict[ReadKey | RoundsKey | VerifyKey, RoundOptions] = {}
         self.small: dict[str, Any] = {
             function.__name__: jit(function)
             for function in (
@@ -96,6 +98,7 @@ class Programs(CompiledPrograms):
                 functional.set_controls,
             )
         }
+        self.small["verify_chunk"] = run(verify_chunk, compiler_options=xla(reads=True))
         self.columns = sizes.columns
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
@@ -361,8 +364,8 @@ class Programs(CompiledPrograms):
             )
         return emitted
 
-    def options(self, key: ReadKey | RoundsKey) -> RoundOptions:
-        """The options of a program that reads prompts or runs rounds."""
+    def options(self, key: ReadKey | RoundsKey | VerifyKey) -> RoundOptions:
+        """The options of a program that reads prompts, verifies old texts or runs rounds."""
         if key not in self._options:
             self._options[key] = program_options(self.params, self.sizes, key)
         return self._options[key]

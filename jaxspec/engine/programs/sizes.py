@@ -21,6 +21,7 @@ SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 2  # prompts are read by a ready program that takes at most so many times as long
 SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
+VERIFIED_AT_ONCE = 128  # tokens of a row: what comes after the end of its draft is read in vain
 READ_CALL = 256  # tokens that a program may read for nothing, if else another had to be compiled
 
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
@@ -88,6 +89,11 @@ class Sizes:
         if self.fixed:
             return self.max_chunk
         return min(max(SMALLEST_CHUNK, power_of_two(tokens)), self.max_chunk)
+
+    @property
+    def verified_at_once(self) -> int:
+        """Most tokens of a row that a call verifies."""
+        return self.width_for(min(VERIFIED_AT_ONCE, self.max_length))
 
     def kind_for(self, kind: "Kind") -> "Kind":
         """The kind of program for rows of this kind."""
@@ -212,6 +218,22 @@ class RoundsKey(NamedTuple):
         return self.rows * self.columns
 
 
+class VerifyKey(NamedTuple):
+    """Sizes of a program that verifies old texts as drafts; ``rows`` of each shard."""
+
+    rows: int
+    columns: int
+    width: int
+    kind: Kind
+
+    def holds(self, other: "VerifyKey") -> bool:
+        return all(mine >= its for mine, its in zip(self, other, strict=True))
+
+    @property
+    def cost(self) -> int:
+        return self.rows * self.columns
+
+
 def groups_of_reads(
     reads: Reads, sizes: Sizes, masked: set[int]
 ) -> list[tuple[tuple[int, bool], list[Read]]]:
@@ -295,6 +317,13 @@ def choose_rounds(
     if not sealed:
         fitting = [key for key in fitting if key.cost <= target.cost]
         fitting = [key for key in fitting if key.kind <= target.kind]
+    return min(fitting, key=lambda key: (key.cost, key.kind), default=target)
+
+
+def choose_verifying(ready: Iterable[object], wanted: VerifyKey, target: VerifyKey) -> VerifyKey:
+    """The program that verifies: the cheapest of those ready that hold what is wanted, or
+    ``target``, which is then compiled. So it is compiled once, for all rows of the load."""
+    fitting = [key for key in ready if isinstance(key, VerifyKey) and key.holds(wanted)]
     return min(fitting, key=lambda key: (key.cost, key.kind), default=target)
 
 

@@ -10,7 +10,7 @@ from jaxspec.engine.plans.runner import PlanRunner
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.weights import without_lm_head_copy
 from jaxspec.engine.requests import Requests
-from jaxspec.engine.weights.in_flight import Rule
+from jaxspec.engine.weights.rules import Rule
 from jaxspec.scheduling.scheduler import Scheduler
 
 
@@ -62,11 +62,10 @@ class WeightChanges:
             generation = self._requests.running[sequence.request_id].generation
             if rule.ends_first(generation):
                 continue
-            old = generation.token_ids
-            scheduler.send_back(sequence)
+            old_text = (*generation.token_ids, *sequence.draft)
+            scheduler.send_back(sequence, rule.draft(generation, old_text))
             self._shapes.forget(sequence.request_id)
             self._requests.begin_again(sequence.request_id)
-            rule.carry_over(generation, old)
 
     def apply(self, scheduler: Scheduler, runner: PlanRunner) -> None:
         """Use the pending weights for all requests. No row may be in use."""

@@ -69,7 +69,7 @@ def params_of(kind: str) -> EngineParams:
     """``kind``: a drafter of a dense target, "recurrent", or a family."""
     target, drafter = random_target(), kind
     if kind == "recurrent":
-        target, drafter = recurrent_target(), "ngram"
+        target, drafter = recurrent_target(), "none"
     elif kind in ("gemma3_text", "glm4_moe_lite"):
         target, drafter = family_target(kind), "ngram"
     return EngineParams(target=target, drafter=make_drafter(drafter, target), speculation=CHAIN)
