@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
+from tests.helpers.compilations import Compilations
 from tests.helpers.engine_histories import (
     SHAPES,
     History,
@@ -128,15 +129,26 @@ def test_an_error_ends_all_requests_and_the_engine_goes_on(monkeypatch: pytest.M
     check_pages(own)
 
 
-def test_a_state_that_an_interrupted_call_took_is_made_anew(monkeypatch: pytest.MonkeyPatch):
-    own = ready_engine()
+def test_a_state_that_an_interrupted_call_took_is_made_anew(compilations: Compilations):
+    own, plain = ready_engine(), expected()
     start(own)
     own.step(1)
     for leaf in jax.tree.leaves(own.programs.state):
         leaf.delete()
+    compilations.clear()
     with pytest.raises(RuntimeError, match="deleted"):
         own.step(1)
-    assert texts(own, start(own)) == expected()
+    assert texts(own, start(own)) == plain
+    assert compilations == [], "the program that made the first state makes the next one"
+
+
+def test_engines_of_equal_shapes_share_the_programs_that_make_their_states(
+    compilations: Compilations,
+):
+    new_engine()
+    compilations.clear()
+    other = new_engine()
+    assert compilations == [] and not any(map(np.any, jax.tree.leaves(other.programs.state.pool)))
 
 
 def test_the_first_tokens_come_before_the_rounds_are_compiled():

@@ -110,15 +110,17 @@ class Programs(CompiledPrograms):
         return self.params.data_parallel
 
     def _new_state(self) -> EngineState:
-        return self._placed(lambda: empty_state(self.params, self.sizes))
+        return self._placed(empty_state, self.sizes)
 
-    def _placed[T](self, make: Callable[[], T]) -> T:
+    def _placed[T, S](self, make: Callable[[EngineParams, S], T], size: S) -> T:
         """What ``make`` returns, placed as the results of programs are: else each program would
         compile twice."""
         mesh, place = self.params.mesh, self.params.target.embed.sharding
         if mesh is not None:
-            place = named_shardings(mesh, jax.eval_shape(make), self.params.layout)
-        return jax.jit(make, out_shardings=place)()  # one program, not one for each array
+            shapes = jax.eval_shape(lambda: make(self.params, size))
+            place = named_shardings(mesh, shapes, self.params.layout)
+        # One program, not one for each array. Engines of equal shapes share it, as they do others.
+        return jax.jit(make, static_argnums=1, out_shardings=place)(self.params, size)
 
     def use(self, params: EngineParams) -> None:
         """Run with other weights of the same shapes from now on."""
@@ -391,8 +393,7 @@ class Programs(CompiledPrograms):
             yield
             return
         if self._controls is None:
-            make = functools.partial(functional.no_controls, self.params, self.sizes.num_rows)
-            self._controls = self._placed(make)
+            self._controls = self._placed(functional.no_controls, self.sizes.num_rows)
         self.state = self.state.replace(controls=self._controls)
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)
