@@ -40,7 +40,6 @@ def rotated(x: Array) -> Array:  # [S, heads, D]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-@jax.jit
 def scores(weights: Weights, tokens: Array) -> Array:  # int32 [S] -> float32 [S, V]
     x = weights["model.embed_tokens.weight"][tokens]
     for layer in range(CONFIG["num_hidden_layers"]):
@@ -59,10 +58,12 @@ def scores(weights: Weights, tokens: Array) -> Array:  # int32 [S] -> float32 [S
     return normed(x, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
 
 
-def probabilities(logits: Array, temperature: float) -> Array:  # [..., V] -> [..., V]
-    if temperature == 0:  # the likeliest token is certain, so greedy decoding is no special case
-        return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
-    return jax.nn.softmax(logits / temperature)
+@jax.jit
+def probabilities(weights: Weights, tokens: Array, temperature: float) -> Array:  # [S] -> [S, V]
+    logits = scores(weights, tokens)
+    # At temperature 0 the likeliest token is certain, so greedy decoding is no special case.
+    certain = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return jnp.where(temperature > 0, jax.nn.softmax(logits / temperature), certain)
 
 
 @jax.jit
@@ -70,13 +71,18 @@ def draw(probs: Array, key: Array) -> Array:
     return jax.random.categorical(key, jnp.log(probs))
 
 
+@jax.jit
+def put(tokens: Array, place: int, token: Array) -> Array:
+    return tokens.at[place].set(token)
+
+
 # 2. Plain decoding: a pass for each token.
 
 
 def decode_plainly(target: Weights, tokens: Array, length: int, temperature: float) -> Array:
     for place in range(length, length + NEW):
-        p = probabilities(scores(target, tokens)[place - 1], temperature)
-        tokens = tokens.at[place].set(draw(p, jax.random.key(place)))
+        p = probabilities(target, tokens, temperature)
+        tokens = put(tokens, place, draw(p[place - 1], jax.random.key(place)))
     return tokens
 
 
@@ -114,10 +120,10 @@ def decode_speculatively(
         key, *keys = jax.random.split(key, K + 2)
         q = []
         for i in range(K):  # draft: K passes of the cheap model
-            q.append(probabilities(scores(drafter, tokens)[length - 1 + i], temperature))
-            tokens = tokens.at[length + i].set(draw(q[-1], keys[i]))
+            q.append(probabilities(drafter, tokens, temperature)[length - 1 + i])
+            tokens = put(tokens, length + i, draw(q[-1], keys[i]))
         # Verify: one pass of the model gives its distribution after every drafted token.
-        p = probabilities(scores(target, tokens)[length - 1 : length + K], temperature)
+        p = probabilities(target, tokens, temperature)[length - 1 : length + K]
         kept, count = accept(p, jnp.stack(q), tokens[length : length + K], keys[K])
         tokens = tokens.at[length : length + K + 1].set(kept)
         counts.append(int(count))
