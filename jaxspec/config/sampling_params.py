@@ -61,6 +61,8 @@ class SamplingParams:
       logprobs: give the log-probability of every token under the model's raw logits, and this
         number of likeliest tokens beside it. None: do not.
       prompt_logprobs: the same for the tokens of the prompt.
+      policy_logprobs: give the log-probability of every token as it was sampled: after temperature,
+        top_k, top_p and min_p; 0 at temperature 0. Not with what else changes logits.
       n: texts to return.
       best_of: texts to generate, of which the n of the highest cumulative log-probability are
         returned; None: n.
@@ -94,6 +96,7 @@ class SamplingParams:
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    policy_logprobs: bool = False
     n: int = 1
     best_of: int | None = None
     reasoning_budget: ReasoningBudget | None = None
@@ -138,6 +141,21 @@ class SamplingParams:
         if allowed and self.min_tokens and allowed <= set(self.stop_token_ids or ()):
             problem = "needs a token in allowed_token_ids that is not in stop_token_ids"
             raise ParameterError("min_tokens", problem)
+
+        if self.policy_logprobs and (found := self._changes_of_logits):
+            problem = f"cannot be with {found}, which changes logits otherwise than a policy"
+            raise ParameterError("policy_logprobs", problem)
+
+    @property
+    def _changes_of_logits(self) -> str | None:
+        """The first parameter that changes logits, but for temperature and truncation."""
+        names = (
+            *("logit_bias", "allowed_token_ids", "bad_token_ids", "bad_sequences", "min_tokens"),
+            *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+            *("reasoning_budget", "structured"),
+        )
+        fields = type(self).__dataclass_fields__
+        return next((name for name in names if getattr(self, name) != fields[name].default), None)
 
     @property
     def num_samples(self) -> int:
@@ -286,6 +304,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "stop_token_ids": (_or_none(_is_token_ids), "a tuple of token ids, or None"),
         "further_stop_token_ids": _TOKEN_IDS,
         "ignore_eos": _FLAG,
+        "policy_logprobs": _FLAG,
         "trees": _FLAG,
         "plain": _FLAG,
         "stop": (_is_stop, "a string or a tuple of strings, none of them empty"),

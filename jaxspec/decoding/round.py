@@ -15,10 +15,19 @@ from jaxspec.decoding.sampling import (
     History,
     Logprobs,
     control_logits,
+    policy_logprobs,
     process_logits,
     token_logprobs,
 )
-from jaxspec.decoding.state import Ending, EngineState, RoundTrees, Statistics, Status, write_tokens
+from jaxspec.decoding.state import (
+    Ending,
+    EngineState,
+    RoundTrees,
+    Rows,
+    Statistics,
+    Status,
+    write_tokens,
+)
 from jaxspec.decoding.token_masks import restrict
 from jaxspec.decoding.trees.tree import DraftTree, pad_tree, path_tokens, root_only
 from jaxspec.models import decoder
@@ -40,6 +49,7 @@ class RoundOutput(NamedTuple):
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
     trees: RoundTrees | None  # of this round: without the axis of rounds
     confidence: Array | None  # float32 [R, A - 1], see DraftTree
+    policy_logprobs: Array | None  # float32 [R, A], of ``tokens``
     committed: CommittedPath | None = None  # of a single round
 
 
@@ -95,7 +105,7 @@ def verify_tree(
     with jax.named_scope("draft"):
         draft = drafter.commit(state, scores.features, path, counts, options)
         draft = checked_state(drafter, "commit", state, draft)
-    output = _output(tree, scores, accepted, committed, rows.active, options, target)
+    output = _output(tree, scores, accepted, committed, rows, options, target)
     done = rows.active & (ending != Ending.NONE)
     rows = rows.replace(
         status=jnp.where(done, Status.DONE, rows.status),
@@ -259,26 +269,30 @@ def _output(
     scores: Scores,
     accepted: Accepted,
     committed: CommittedPath,
-    active: Array,
+    rows: Rows,
     options: RoundOptions,
     target: Decoder,
 ) -> RoundOutput:
-    once, path = active.astype(jnp.int32), accepted.path
-    padding = options.speculation.max_depth + 1 - path.shape[1]
-    logprobs = hidden = None
-    if options.logprobs:
+    once, path = rows.active.astype(jnp.int32), accepted.path
+    missing = options.speculation.max_depth + 1 - path.shape[1]
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+
+    logprobs = of_policy = hidden = None
+    if options.logprobs or options.policy_logprobs:
         at_path = jnp.take_along_axis(scores.logits, path[..., None], axis=1)
-        logprobs = token_logprobs(
-            at_path, accepted.tokens, options.top_logprobs, target.layout, options.kernels
-        )
-        logprobs = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))), logprobs
-        )
+        given, layout, kernels = accepted.tokens, target.layout, options.kernels
+        if options.logprobs:
+            logprobs = token_logprobs(at_path, given, options.top_logprobs, layout, kernels)
+            logprobs = jax.tree.map(padded, logprobs)
+        if options.policy_logprobs:
+            how = {"greedy": options.greedy, "kernels": kernels}
+            of_policy = padded(policy_logprobs(at_path, given, rows.sampling, layout, **how))
     if scores.hidden is not None:
-        hidden = jnp.take_along_axis(scores.hidden, path[..., None], axis=1)
-        hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+        hidden = padded(jnp.take_along_axis(scores.hidden, path[..., None], axis=1))
     return RoundOutput(
-        tokens=jnp.pad(accepted.tokens, ((0, 0), (0, padding))),
+        tokens=padded(accepted.tokens),
         counts=committed.counts,
         accepted=once * accepted.depth,
         drafted=once * (tree.num_nodes - 1),
@@ -286,6 +300,7 @@ def _output(
         hidden=hidden,
         trees=_trees(tree, scores.logits, path, options, target) if options.trees else None,
         confidence=tree.confidence,
+        policy_logprobs=of_policy,
         committed=committed,
     )
 

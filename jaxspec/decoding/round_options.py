@@ -21,6 +21,7 @@ class RoundOptions:
       controls: apply the controls of the rows.
       logprobs: emit the log-probability of every token.
       top_logprobs: how many of the likeliest tokens to emit beside every token.
+      policy_logprobs: emit the log-probability of every token under the policy that samples it.
       hidden: target hidden states to emit with every token (see models.decoder.run).
       max_rounds: of rounds: how many the result holds.
       fixed: of rounds: run ``max_rounds``, whatever the limit.
@@ -40,6 +41,7 @@ class RoundOptions:
     controls: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    policy_logprobs: bool = False
     hidden: tuple[int, ...] = ()
 
     max_rounds: int = 1

@@ -209,6 +209,7 @@ class Emitted(Pytree):
     prompt: PromptLogprobs | None = None
     trees: RoundTrees | None = None
     confidence: Array | None = array("rounds", "batch", "depth", default=None)  # float32 [C,B,A-1]
+    policy_logprobs: Array | None = array("rounds", "batch", "depth", default=None)  # float32
 
 
 def concatenated[T: Pytree](

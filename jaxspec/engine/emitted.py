@@ -99,6 +99,8 @@ def _take_logprobs(generation: Generation, output: RowOutput) -> None:
         arrays = (emitted.tokens, emitted.logprobs, emitted.top_tokens, emitted.top_logprobs)
         values = map(output.committed, arrays)
         generation.logprobs.extend(_entries(*values, alternatives=sampling.logprobs or 0))
+    if generation.policy_logprobs is not None:
+        generation.policy_logprobs.extend(output.committed(emitted.policy_logprobs).tolist())
     if sampling.prompt_logprobs is not None and emitted.prompt is not None:
         prompt = emitted.prompt
         valid = np.asarray(prompt.valid)[output.column]

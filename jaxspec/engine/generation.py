@@ -171,6 +171,7 @@ class Generation:
       sampling: with the seed that it got, if it had none.
       token_ids: new tokens so far.
       logprobs: of the new tokens so far; None: not asked for.
+      policy_logprobs: of the new tokens, as they were sampled (see SamplingParams).
       prompt_logprobs: of the prompt's tokens, as far as it is read; None for the first of them, and
         if not asked for.
       finish_reason: None until it has ended.
@@ -196,6 +197,7 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trees: list[RoundTree] | None = None
+    policy_logprobs: list[float] | None = None
     grammar: Grammar | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -216,6 +218,8 @@ class Generation:
     def _forget_text(self) -> None:
         if self.sampling.logprobs is not None:
             self.logprobs = []
+        if self.sampling.policy_logprobs:
+            self.policy_logprobs = []
         if self.sampling.trees:
             self.trees = []
         self.forget_prompt()

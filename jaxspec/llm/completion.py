@@ -45,6 +45,7 @@ class Completion:
       cached_tokens: tokens of the prompt whose KV was found in the prefix cache, or read by another
         sample of the same prompt.
       logprobs: of each of token_ids; None: not asked for.
+      policy_logprobs: the same as they were sampled (see SamplingParams).
       prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
       cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
       trees: of its rounds; None: not asked for.
@@ -73,6 +74,7 @@ class Completion:
     error_kind: ErrorKind | None = None
     stop_string: str | None = None
     queued: float = 0.0
+    policy_logprobs: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +175,7 @@ class GrowingText:
         statistics, seed = generation.statistics, generation.sampling.seed
         rounds, ids = max(statistics.rounds, 1), self.token_ids
         logprobs = None if generation.logprobs is None else generation.logprobs[: len(ids)]
+        of_policy = generation.policy_logprobs
         assert generation.finish_reason and generation.timings and seed is not None
         return Completion(
             text=self.text,
@@ -196,6 +199,7 @@ class GrowingText:
             else sum(entry.logprob for entry in logprobs),
             trees=generation.trees,
             stop_string=self._strings.found,
+            policy_logprobs=None if of_policy is None else of_policy[: len(ids)],
         )
 
 

@@ -98,6 +98,17 @@ def check_order(state: EngineState, rows: Integers | None, *, decodes: bool = Fa
         raise ValueError(f"{first_of(unread, MOST_SHOWN)}: call prefill again, or prefill_all")
 
 
+def check_policy(policy_logprobs: bool, **changes: bool) -> None:
+    """Raise ValueError for log-probabilities of a policy beside what changes logits otherwise than
+    its temperature and truncation do."""
+    found = [name for name, used in changes.items() if used]
+    if policy_logprobs and found:
+        raise ValueError(
+            f"policy_logprobs cannot be with {found[0]}: they are of temperature, top-k, top-p and "
+            "min-p alone"
+        )
+
+
 def check_sizes(**sizes: int | None) -> None:
     """Raise ValueError for sizes of a call's program, each an int of at least 1 or None."""
     problems = Problems()

@@ -16,12 +16,11 @@ from jaxspec.cache import CommittedPath
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
 from jaxspec.decoding.functional.decode import (
-    emitted_rounds,
-    emitted_specs,
     max_pending_when_behind,
     read_pending,
 )
 from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec, with_found_specs
+from jaxspec.decoding.functional.record import emitted_rounds, emitted_specs
 from jaxspec.decoding.functional.refusals import rows_to_decode
 from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_back, put_chosen
 from jaxspec.decoding.round import draft_tree, verify_tree

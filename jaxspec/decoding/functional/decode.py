@@ -14,8 +14,15 @@ from jax.typing import ArrayLike
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.drafters.base import PendingRows, with_draft
 from jaxspec.decoding.drafters.checks import checked_state
-from jaxspec.decoding.functional.checks import check_order, check_rounds, check_sizes, check_state
+from jaxspec.decoding.functional.checks import (
+    check_order,
+    check_policy,
+    check_rounds,
+    check_sizes,
+    check_state,
+)
 from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
+from jaxspec.decoding.functional.record import Record, emitted_rounds, emitted_specs, empty_record
 from jaxspec.decoding.functional.refusals import refuse_unread, rows_to_decode
 from jaxspec.decoding.functional.subset import (
     choose_rows,
@@ -25,11 +32,9 @@ from jaxspec.decoding.functional.subset import (
     put_rows,
     take_rows,
 )
-from jaxspec.decoding.round import RoundOutput, run_round
+from jaxspec.decoding.round import run_round
 from jaxspec.decoding.round_options import RoundOptions
-from jaxspec.decoding.sampling import Logprobs
-from jaxspec.decoding.state import Emitted, EngineState, PromptLogprobs, RoundTrees, Status
-from jaxspec.parallel import partition_specs
+from jaxspec.decoding.state import Emitted, EngineState, Status
 from jaxspec.parallel.array_checks import Integers
 from jaxspec.parallel.layout import Axes
 
@@ -51,6 +56,7 @@ def decode(
     hidden: tuple[int, ...] = (),
     trees: bool = False,
     confidence: bool = False,
+    policy_logprobs: bool = False,
     checked: bool = True,
 ) -> tuple[EngineState, Emitted]:
     """Run up to ``num_rounds`` rounds. Stops early when no row can go on.
@@ -82,6 +88,8 @@ def decode(
         ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
       trees: emit the tree of every round.
       confidence: emit how likely the drafter held each token of its chains; of other trees nothing.
+      policy_logprobs: emit the log-probability of every token under the policy that samples it:
+        after the row's temperature, top-k, top-p and min-p; 0 at temperature 0. Not with controls.
       checked: False compiles a program that ends no row as UNREAD, for a caller that knows that its
         rows have read their prompts.
 
@@ -93,9 +101,11 @@ def decode(
     Raises ValueError for numbers of rounds that are no integers or below 0, or above
     ``max_rounds``, for a traced one without ``max_rounds``, for rows that the state lacks, that
     have no prompt or have not read it, for a shape larger than the engine's, for controls if the
-    state has none, and for the confidence of a drafter without a confidence head.
+    state has none or beside policy_logprobs, and for the confidence of a drafter without a
+    confidence head.
     """
     check_state(params, state, controls=controls)
+    check_policy(policy_logprobs, controls=controls)
     check_rounds(num_rounds, max_rounds)
     check_sizes(columns=columns)
     if max_rounds is None:
@@ -116,6 +126,7 @@ def decode(
         checked=checked,
         trees=trees,
         confidence=confidence,
+        policy_logprobs=policy_logprobs,
     )
     options = params.checked_options(options)
     check_order(state, rows, decodes=max_rounds > 0)
@@ -162,22 +173,6 @@ def _catch_up(params: EngineParams, state: EngineState, rows: Array) -> EngineSt
     return state.replace(pool=after.pool, rows=rows_after)
 
 
-def emitted_specs(params: EngineParams, options: RoundOptions, state: EngineState) -> Emitted:
-    """Partition specs of a call's Emitted."""
-
-    def none_yet() -> Emitted:
-        rounds = _empty_record(params, options, state).rounds
-        return emitted_rounds(jnp.int32(0), state, rounds)
-
-    emitted = jax.eval_shape(none_yet)
-    if options.prompt_logprobs:
-        array = emitted.num_rounds
-        top = array if options.top_logprobs else None
-        prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
-        emitted = emitted.replace(prompt=prompt)
-    return partition_specs(emitted, params.layout)
-
-
 def max_pending_when_behind(
     params: EngineParams, options: RoundOptions, state: EngineState
 ) -> int | None:
@@ -195,32 +190,10 @@ def read_pending(params: EngineParams, options: RoundOptions, state: EngineState
     return with_draft(state, draft)
 
 
-class _Record(NamedTuple):
-    """What the rounds so far emitted. The integers share one array, written in one launch."""
-
-    integers: Array  # int32 [C, R, A + 3]: tokens, count, accepted, drafted
-    logprobs: Logprobs | None  # [C, R, A] each
-    hidden: Array | None  # [C, R, A, n * H]
-    trees: RoundTrees | None
-    confidence: Array | None  # [C, R, A - 1]
-
-    def with_round(self, index: Array, output: RoundOutput) -> "_Record":
-        columns = [x[:, None] for x in (output.counts, output.accepted, output.drafted)]
-        integers = jnp.concatenate([output.tokens, *columns], axis=1)
-        new = _Record(integers, output.logprobs, output.hidden, output.trees, output.confidence)
-        return jax.tree.map(lambda old, x: old.at[index].set(x), self, new)
-
-    @property
-    def rounds(self) -> RoundOutput:
-        *_, counts, accepted, drafted = jnp.moveaxis(self.integers, -1, 0)
-        tokens = self.integers[..., :-3]
-        return RoundOutput(tokens, counts, accepted, drafted, *self[1:])
-
-
 class _Carry(NamedTuple):
     index: Array  # int32 [], rounds run so far
     state: EngineState
-    record: _Record
+    record: Record
 
 
 def _decode(
@@ -248,56 +221,9 @@ def _run_rounds(
         loop = _loop(params, options)
     else:
         loop = _loop_catching_up(params, options, max_pending)
-    start = _Carry(jnp.int32(0), state, _empty_record(params, options, state))
+    start = _Carry(jnp.int32(0), state, empty_record(params, options, state))
     num_rounds, state, record = loop(start, limit)
     return state, emitted_rounds(num_rounds, state, record.rounds)
-
-
-def emitted_rounds(num_rounds: Array, state: EngineState, rounds: RoundOutput) -> Emitted:
-    """What a call emits. ``rounds``: arrays [C, R, ...] of its rounds; ``state``: after them."""
-    logprobs, top_tokens, top_logprobs = rounds.logprobs or (None, None, None)
-    return Emitted(
-        num_rounds=num_rounds,
-        tokens=rounds.tokens,
-        counts=rounds.counts,
-        accepted=rounds.accepted,
-        drafted=rounds.drafted,
-        status=state.rows.status,
-        ending=state.rows.ending,
-        logprobs=logprobs,
-        hidden=rounds.hidden,
-        top_tokens=top_tokens,
-        top_logprobs=top_logprobs,
-        trees=rounds.trees,
-        confidence=rounds.confidence,
-    )
-
-
-def _empty_record(params: EngineParams, options: RoundOptions, state: EngineState) -> _Record:
-    width = options.speculation.max_depth + 1
-    size = (options.max_rounds, state.rows.status.shape[0], width)
-    hidden_size = len(options.hidden) * params.target.config.hidden_size
-    return _Record(
-        integers=jnp.zeros((*size[:2], width + 3), jnp.int32),
-        logprobs=_empty_logprobs(size, options.top_logprobs) if options.logprobs else None,
-        hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if options.hidden else None,
-        trees=_empty_trees(size, options.speculation.num_nodes) if options.trees else None,
-        confidence=jnp.zeros((*size[:2], width - 1), jnp.float32) if options.confidence else None,
-    )
-
-
-def _empty_trees(size: tuple[int, ...], num_nodes: int) -> RoundTrees:
-    nodes = jnp.zeros((*size[:2], num_nodes), jnp.int32)
-    path, number = jnp.zeros(size, jnp.int32), jnp.zeros(size[:2], jnp.int32)
-    logprobs = nodes.astype(jnp.float32)
-    return RoundTrees(tokens=nodes, parents=nodes, num_nodes=number, path=path, logprobs=logprobs)
-
-
-def _empty_logprobs(size: tuple[int, ...], alternatives: int) -> Logprobs:
-    given, wide = jnp.zeros(size, jnp.float32), (*size, alternatives)
-    if not alternatives:
-        return Logprobs(given, None, None)
-    return Logprobs(given, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
 
 
 Loop = Callable[[_Carry, Array], _Carry]

@@ -11,9 +11,15 @@ from jaxspec.decoding.blocks import map_blocks
 from jaxspec.decoding.drafters import PrefillChunk
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.drafters.paged import TokenRun, causal_attend, prompt_tokens
-from jaxspec.decoding.functional.checks import check_counts, check_order, check_sizes, check_state
-from jaxspec.decoding.functional.decode import emitted_specs
+from jaxspec.decoding.functional.checks import (
+    check_counts,
+    check_order,
+    check_policy,
+    check_sizes,
+    check_state,
+)
 from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
+from jaxspec.decoding.functional.record import emitted_specs
 from jaxspec.decoding.functional.refusals import refuse_rows
 from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_chosen
 from jaxspec.decoding.round import split_captured
@@ -23,6 +29,7 @@ from jaxspec.decoding.sampling import (
     Logprobs,
     control_logits,
     perturb,
+    policy_logprobs,
     process_logits,
     token_logprobs,
     vocab_ids,
@@ -54,6 +61,7 @@ def prefill(
     hidden: tuple[int, ...] = (),
     order_invariant: bool = False,
     masks: Array | None = None,
+    policy_logprobs: bool = False,
 ) -> tuple[EngineState, Emitted]:
     """Read the next prompt tokens of some rows: a chunk of each. ``prefill_all`` reads them all.
 
@@ -77,14 +85,17 @@ def prefill(
         the same however a prompt is cut into chunks, if ``width`` and the number of rows are.
       masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
         (see decoding.token_masks); None: all.
+      policy_logprobs: of the token after the prompt: see decode. Not with controls or masks.
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
     Raises ValueError for a width that is no integer or below 1, for rows that the state lacks or
     that cannot be split over the devices, if no row was admitted, for counts above ``width``, for
-    controls if the state has none, and for masks of another shape or dtype.
+    controls if the state has none, for masks of another shape or dtype, and for controls or masks
+    beside policy_logprobs.
     """
     check_state(params, state, controls=controls)
+    check_policy(policy_logprobs, controls=controls, masks=masks is not None)
     check_sizes(width=width, columns=columns)
     options = RoundOptions(
         params.speculation_of(None),
@@ -98,6 +109,7 @@ def prefill(
         width=width,
         prompt_logprobs=prompt_logprobs,
         order_invariant=order_invariant,
+        policy_logprobs=policy_logprobs,
     )
     options, listed = params.checked_options(options), listed_rows(params, state, rows)
     batch = state.rows.status.shape if listed is None else listed.shape
@@ -180,12 +192,16 @@ def read_chunk(
     after, sampled = _advanced(rows, counts, roots, finite)
     after = after.replace(draft=draft.rows)
     asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
-    logprobs = top_tokens = top_logprobs = prompt = None
+    logprobs = top_tokens = top_logprobs = prompt = of_policy = None
     if options.logprobs:
         scores = token_logprobs(
             logits, roots[:, None], options.top_logprobs, target.layout, options.kernels
         )
         logprobs, top_tokens, top_logprobs = jax.tree.map(lambda x: x[None], scores)
+    if options.policy_logprobs:
+        how = {"greedy": options.greedy, "kernels": options.kernels}
+        sampling, layout = rows.sampling, target.layout
+        of_policy = policy_logprobs(logits, roots[:, None], sampling, layout, **how)[None]
     if options.prompt_logprobs:
         prompt = _prompt_logprobs(hidden, state, counts, options, target)
     none = jnp.zeros_like(counts)[None]
@@ -202,6 +218,7 @@ def read_chunk(
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
         prompt=prompt,
+        policy_logprobs=of_policy,
     )
     return state.replace(pool=pool, rows=after), emitted
 

@@ -26,6 +26,7 @@ def prefill_all(
     top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
     order_invariant: bool = False,
+    policy_logprobs: bool = False,
 ) -> tuple[EngineState, Emitted]:
     """Read the prompts of some rows to their ends, in chunks of ``width`` tokens.
 
@@ -34,7 +35,8 @@ def prefill_all(
 
     Args:
       width: tokens per row that the program reads at a time; a prompt may be longer.
-      rows, columns, greedy, controls, logprobs, top_logprobs, hidden, order_invariant: see prefill.
+      rows, columns, greedy, controls, logprobs, top_logprobs, hidden, order_invariant,
+        policy_logprobs: see prefill.
 
     Returns the state, and what the B rows emitted, as prefill does: the first token of each prompt
     that has ended. ``num_rounds`` is 0. For the log-probabilities of the prompts' own tokens call
@@ -56,6 +58,7 @@ def prefill_all(
             top_logprobs=top_logprobs,
             hidden=hidden,
             order_invariant=order_invariant,
+            policy_logprobs=policy_logprobs,
         )
 
     first = _Carry(jnp.int32(1), *read(state))
@@ -96,7 +99,8 @@ def _merged(before: Emitted, after: Emitted) -> Emitted:
     def chosen(old: Array, new: Array) -> Array:
         return jnp.where(ended.reshape(*ended.shape, *(1,) * (new.ndim - 2)), new, old)
 
-    names = ("tokens", "counts", "logprobs", "hidden", "top_tokens", "top_logprobs")
+    names = ("tokens", "counts", "hidden", "logprobs", "top_tokens", "top_logprobs")
+    names = (*names, "policy_logprobs")
     pairs: dict[str, Any] = {name: (getattr(before, name), getattr(after, name)) for name in names}
     merged = {name: jax.tree.map(chosen, *pair) for name, pair in pairs.items()}
     return after.replace(**merged)

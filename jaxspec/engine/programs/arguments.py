@@ -124,6 +124,7 @@ def program_options(
         controls=kind.controls,
         logprobs=kind.controls,
         top_logprobs=alternatives if kind.controls else 0,
+        policy_logprobs=kind >= Kind.POLICY,
     )
     if isinstance(key, ReadKey):
         options = dataclasses.replace(

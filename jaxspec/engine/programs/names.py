@@ -11,6 +11,7 @@ _KINDS: Mapping[Kind, str] = MappingProxyType(
         Kind.GREEDY: "greedy",
         Kind.SAMPLED: "sampled",
         Kind.FULL: "with penalties and log-probabilities",
+        Kind.POLICY: "with log-probabilities of the policy",
         Kind.PROMPT: "with log-probabilities of the prompt",
     }
 )

@@ -127,13 +127,16 @@ class Kind(enum.IntEnum):
     GREEDY = 0
     SAMPLED = 1
     FULL = 2  # controls and log-probabilities
-    PROMPT = 3  # of the tokens of the prompt too: for reading only
+    POLICY = 3  # log-probabilities under the policy that samples, too
+    PROMPT = 4  # of the tokens of the prompt too: for reading only
 
     @classmethod
     def of(cls, sampling: SamplingParams, *, reads: bool = False) -> "Kind":
         """The first that serves the request, when it ``reads`` or decodes."""
         if reads and sampling.prompt_logprobs is not None:
             return cls.PROMPT
+        if sampling.policy_logprobs:
+            return cls.POLICY
         if sampling.needs_controls or sampling.logprobs is not None:
             return cls.FULL
         return cls.GREEDY if sampling.temperature == 0 else cls.SAMPLED

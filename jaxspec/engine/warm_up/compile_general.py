@@ -65,7 +65,7 @@ def compile_moves(engine: Engine) -> None:
 
 def general_keys(engine: Engine) -> list[Key]:
     """Programs that together serve any request but those that ask for log-probabilities of their
-    prompts, which would slow the reading of all others, and where an engine has a fixed tree, for
+    prompts or of the policy, which would slow all others, and where an engine has a fixed tree, for
     plain decoding. Such requests wait for programs of their own.
 
     A deterministic engine has none: each of its kinds has exactly one program.

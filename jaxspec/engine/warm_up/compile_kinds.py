@@ -52,7 +52,7 @@ class RequestKind(NamedTuple):
         masked = sampling.structured is not None
         reads, rounds = (max(kind, Kind.SAMPLED) for kind in (reads, rounds))
         if masked or rounds >= Kind.FULL:
-            reads, rounds = max(reads, Kind.FULL), Kind.FULL
+            reads, rounds = max(reads, Kind.FULL), max(rounds, Kind.FULL)
         tokens = min(len(prompt) + int(sampling.max_tokens), sizes.max_length)
         columns = sizes.columns if reads >= Kind.FULL else sizes.columns_for(tokens)
         width = sizes.width_for(min(len(prompt), sizes.max_chunk))

@@ -77,6 +77,8 @@ class Answers:
             choice["token_ids"] = completion.token_ids
         if completion.logprobs is not None:
             choice["logprobs"] = list(map(_logprob, completion.logprobs))
+        if completion.policy_logprobs is not None:
+            choice["policy_logprobs"] = completion.policy_logprobs
         return choice
 
 
