@@ -84,6 +84,7 @@ OF_BYTE_LLM = (
     "tests/serving/",
     "tests/llm/test_llm_structured.py",
     "tests/llm/test_llm_options.py",
+    "tests/llm/test_llm_weights.py",
     "tests/llm/test_request_length.py",
 )
 

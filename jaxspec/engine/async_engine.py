@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -11,8 +12,11 @@ from concurrent.futures import Future
 from typing import Self
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.drafters import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import FinishReason, Generation
+from jaxspec.engine.weights.in_flight import InFlight
+from jaxspec.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,8 @@ class Chunk:
       done: whether this is the last chunk. Only then ``finish_reason`` is set.
       error: what went wrong, if the finish_reason is ``error``.
       index: of the request, among those of generate_all.
+      restarts: of the request so far; where there is one more than in the chunk before, nothing
+        that came before counts. Not of requests that stream.
     """
 
     token_ids: list[int]
@@ -35,6 +41,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     error: str | None = None
     index: int = 0
+    restarts: int = 0
 
 
 class AsyncEngine:
@@ -68,6 +75,7 @@ class AsyncEngine:
         engine.watch.on_warning = logger.warning
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}  # by request id; used by the thread alone
+        self._changes: list[Future[None]] = []  # of weights; used by the thread alone
         self._lock = threading.Lock()  # so that no job comes after the one that ends the thread
         self._closed = False
         # A daemon: a program that forgets to close it still ends.
@@ -113,17 +121,21 @@ class AsyncEngine:
         sampling: Sequence[SamplingParams],
         *,
         timeout: float | None = None,
+        streams: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of several requests, as they come; all are queued, or none (see Engine.add_all).
 
         Each prompt gives as many requests as it has samples, one after the other. Stop strings are
         left to the caller, who may end a request early with ``end``. Ends as ``generate`` does, for
         all of them.
+
+        Args:
+          streams: False: chunks may be taken back, see Chunk.restarts.
         """
         stream = _Stream(asyncio.get_running_loop())
 
         def add(engine: Engine) -> None:
-            added = engine.add_all(prompts, sampling, timeout=timeout)
+            added = engine.add_all(prompts, sampling, timeout=timeout, streams=streams)
             stream.requests = [
                 _Request(generation, stream, index) for index, generation in enumerate(added)
             ]
@@ -143,9 +155,41 @@ class AsyncEngine:
             if left != 0:  # also if we were cancelled while ``add`` was waiting for the thread
                 self._post(lambda: self._cancel(stream))
 
-    def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
-        """End one request soon; its last chunk follows. Does nothing if it has ended."""
-        self._post(lambda: self._engine.cancel(generation, reason))
+    def end(self, chunk: Chunk, reason: FinishReason = "stop") -> None:
+        """End the request of a chunk soon; its last chunk follows. Does nothing if it has ended, or
+        begun again since that chunk."""
+
+        def end() -> None:
+            if chunk.generation.restarts == chunk.restarts:
+                self._engine.cancel(chunk.generation, reason)
+
+        self._post(end)
+
+    async def use_target(
+        self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
+    ) -> None:
+        """See Engine.use_target; requests of ``generate`` stream. Returns when the weights are in
+        use, or others that were given later."""
+        change = functools.partial(
+            Engine.use_target, target=target, version=version, in_flight=in_flight
+        )
+        await self._change(change)
+
+    async def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
+        """The same for a drafter, see Engine.use_drafter."""
+        await self._change(
+            functools.partial(Engine.use_drafter, drafter=drafter, in_flight=in_flight)
+        )
+
+    async def _change(self, change: Callable[[Engine], None]) -> None:
+        changed: Future[None] = Future()
+
+        def begin(engine: Engine) -> None:
+            change(engine)
+            self._changes.append(changed)
+
+        await self.run(begin)
+        await asyncio.shield(asyncio.wrap_future(changed))
 
     async def run[T](self, function: Callable[[Engine], T]) -> T:
         """The result of a function of the engine, called in its thread between two steps.
@@ -208,22 +252,18 @@ class AsyncEngine:
                 job()
             self._step()
             self._hand_out()
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether no request is left, and nothing is left to do for those that have ended."""
-        return self._engine.is_idle and self._engine.scheduler.is_idle
+            self._tell_of_changes()
 
     def _waiting_jobs(self) -> list[Callable[[], None] | None]:
         """All that there are now. Sleeps for one if there is nothing else to do."""
-        jobs = [self._jobs.get()] if self._is_idle or self._paused else []
+        jobs = [self._jobs.get()] if self._paused or not self._engine.has_work else []
         while not self._jobs.empty():  # only this thread takes from it
             jobs.append(self._jobs.get())
         return jobs
 
     def _step(self) -> None:
         try:
-            if not (self._is_idle or self._paused):
+            if self._engine.has_work and not self._paused:
                 self._engine.step(self._most_rounds)
         except Exception:  # the engine has ended its requests with it, and starts anew
             self.failures += 1
@@ -255,9 +295,17 @@ class AsyncEngine:
         self._paused = False
         for request in self._requests.values():
             self._engine.cancel(request.generation)
-        while not self._is_idle:
+        while self._engine.has_work:
             self._step()
         self._hand_out()
+        self._tell_of_changes()
+
+    def _tell_of_changes(self) -> None:
+        """Tell those who wait for weights that these are in use."""
+        if self._engine.weights.pending is None:
+            for changed in self._changes:
+                changed.set_result(None)
+            self._changes.clear()
 
 
 class _Stream:
@@ -274,17 +322,19 @@ class _Request:
 
     def __init__(self, generation: Generation, stream: _Stream, index: int):
         self.generation, self.stream, self.index = generation, stream, index
-        self._seen = 0  # tokens
+        self._seen, self._restarts = 0, 0  # tokens, and times that it began again
 
     def next_chunk(self) -> Chunk | None:
         """What is new since the last one; None: nothing."""
         generation = self.generation
+        if generation.restarts > self._restarts:
+            self._seen, self._restarts = 0, generation.restarts
         ids = generation.token_ids[self._seen :]
         if not (ids or generation.done):
             return None
         self._seen += len(ids)
         reason, error = generation.finish_reason, generation.error
-        return Chunk(ids, generation, generation.done, reason, error, self.index)
+        return Chunk(ids, generation, generation.done, reason, error, self.index, self._restarts)
 
 
 def _put_all(chunks: list[tuple[_Stream, Chunk]]) -> None:

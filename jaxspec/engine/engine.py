@@ -65,9 +65,9 @@ class Engine:
         the text does not depend on it. It may be set at any time. A new shape compiles a program.
       shapes: what chooses them, with the rounds that each has run.
       watch: warns once if hardly any draft is accepted.
+      weights: the version in use, and weights that wait until nobody needs the old ones.
       preemption_costs: what swapping and recomputing take, as far as it was measured.
-      on_launch, on_read: for measurements; called with the calls that were launched, and with a
-        plan and what its calls gave.
+      on_launch, on_read: called with calls that were launched; a plan and what its calls gave.
 
     Raises ValueError for values that cannot work, and for a cache that does not fit the device.
     """
@@ -98,7 +98,7 @@ class Engine:
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
         self._requests = Requests(self.programs, make_matcher)
-        self._weights = WeightChanges(self.programs, self.shapes, self.watch, self._requests)
+        self.weights = WeightChanges(self.programs, self.shapes, self.watch, self._requests)
         self._start()
 
     def _start(self) -> None:
@@ -118,8 +118,8 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the weights in use: 0 at first; see use_target."""
-        return self._weights.version
+        """Of the weights in use, from 0; see use_target."""
+        return self.weights.version
 
     @property
     def is_idle(self) -> bool:
@@ -128,7 +128,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do, if only for requests that have ended."""
-        return not self.scheduler.is_idle or self._weights.pending is not None
+        return not self.scheduler.is_idle or self.weights.pending is not None
 
     @property
     def swapped_bytes(self) -> int:
@@ -381,31 +381,31 @@ class Engine:
         Raises ValueError for other shapes, a version that is no integer, and an unknown
         ``in_flight``; RuntimeError for ``refuse`` while requests are under way.
         """
-        params = self._weights.newest.params
+        params = self.weights.newest.params
         params = params.replace(target=replacement(params.target, target))
-        self._change(params, self._weights.next_version(version), in_flight)
+        self._change(params, self.weights.next_version(version), in_flight)
 
     def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
         """Draft with other weights of the same shapes: see use_target. The version stays."""
-        params, version = self._weights.newest
+        params, version = self.weights.newest
         params = params.replace(drafter=replacement(params.drafter, drafter))
         self._change(params, version, in_flight)
 
     def forget_texts(self) -> None:
         """Forget what use_target forgets; raises RuntimeError while requests are under way."""
-        self._change(*self._weights.newest, in_flight="refuse")
+        self._change(*self.weights.newest, in_flight="refuse")
 
     def _change(self, params: EngineParams, version: int, in_flight: InFlight) -> None:
         rule = rule_for(in_flight, params, is_idle=self.is_idle)
         with self._ending_all_by_errors():
             self._read()
-            self._weights.ask(params, version, rule, self.scheduler)
+            self.weights.ask(params, version, rule, self.scheduler)
             self._change_weights()
 
     def _change_weights(self) -> None:
         """Use the weights that were given, unless requests are left that end under the old ones."""
-        if self._weights.pending is None or self.scheduler.begun:
+        if self.weights.pending is None or self.scheduler.begun:
             return
         while not self.scheduler.is_quiet:
             self._step()
-        self._weights.apply(self.scheduler, self._runner)
+        self.weights.apply(self.scheduler, self._runner)

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.drafters import Drafter
 from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind
+from jaxspec.engine.weights.in_flight import InFlight
 from jaxspec.llm.completion import (
     WHOLE_TEXT,
     Completion,
@@ -24,6 +26,7 @@ from jaxspec.llm.completion import (
 from jaxspec.llm.llm import LLM
 from jaxspec.llm.prompt_checks import for_each
 from jaxspec.llm.tokenizer.prompts import Prompt
+from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.plan import QueueFull
 
 LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
@@ -56,8 +59,23 @@ class AsyncTexts:
         sampling: SamplingParams | Sequence[SamplingParams],
         timeout: float | None,
         options: TextOptions,
+        streams: bool,
     ) -> AsyncGenerator[TextChunk | Completion, None]:
-        """What ``stream`` gives; of every sample, where best_of will leave some out."""
+        """What ``stream`` gives; of every sample, where best_of will leave some out.
+
+        ``streams``: see Engine.add. Else texts may be taken back, and their chunks come anew.
+        """
+        raise NotImplementedError
+
+    async def use_target(
+        self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
+    ) -> None:
+        """See Engine.use_target: requests of ``stream`` stream, those of ``generate`` do not.
+        Returns when the weights are in use, or others that were given later."""
+        raise NotImplementedError
+
+    async def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
+        """The same for a drafter, see Engine.use_drafter."""
         raise NotImplementedError
 
     async def generate(
@@ -75,7 +93,7 @@ class AsyncTexts:
         was generated if this is cancelled.
         """
         completions: list[Completion] = []
-        events = self.events(prompts, sampling, timeout, options)
+        events = self.events(prompts, sampling, timeout, options, streams=False)
         async with contextlib.aclosing(events):
             async for event in events:
                 if isinstance(event, Completion):
@@ -105,7 +123,7 @@ class AsyncTexts:
         QueueFull if too many wait; RuntimeError if it is closed.
         """
         check_streams(for_each(sampling, len(prompts)))
-        events = self.events(prompts, sampling, timeout, options)
+        events = self.events(prompts, sampling, timeout, options, streams=True)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event
@@ -162,6 +180,14 @@ class AsyncLLM(AsyncTexts):
         """See AsyncEngine.run."""
         return await self.engine.run(function)
 
+    async def use_target(
+        self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
+    ) -> None:
+        await self.engine.use_target(target, version=version, in_flight=in_flight)
+
+    async def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
+        await self.engine.use_drafter(drafter, in_flight=in_flight)
+
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of each prompt, see LLM.tokenize."""
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > LONG_TEXT:
@@ -174,23 +200,26 @@ class AsyncLLM(AsyncTexts):
         sampling: SamplingParams | Sequence[SamplingParams],
         timeout: float | None,
         options: TextOptions,
+        streams: bool,
     ) -> AsyncGenerator[TextChunk | Completion, None]:
         tokens = await self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         await self._compile_grammars(params)
         await self._compile_programs(tokens, params)
         texts: dict[int, GrowingText] = {}
-        chunks = self.engine.generate_all(tokens, params, timeout=timeout)
+        restarts: dict[int, int] = {}
+        chunks = self.engine.generate_all(tokens, params, timeout=timeout, streams=streams)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 text = texts.get(chunk.index)
-                if text is None:
+                if text is None or restarts[chunk.index] != chunk.restarts:
                     text = texts[chunk.index] = self.llm.growing_text(chunk.generation, options)
+                    restarts[chunk.index] = chunk.restarts
                 if text.done:  # the engine did not know yet that the text had ended
                     continue
                 text.push(chunk.token_ids, chunk.done)
                 if text.stopped:
-                    self.engine.end(chunk.generation)
+                    self.engine.end(chunk)
                 new = text.next_chunk(chunk.index)
                 if new is not None:
                     yield new

@@ -15,7 +15,7 @@ class TextChunk:
     ``index`` is the request's place in the caller's list. ``token_ids`` may reach further than
     ``text``, as text that ends inside a character, or may begin a stop string, is held back.
     ``logprobs`` are those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if
-    they are asked for.
+    they are asked for. ``version`` is that of the weights (see Engine.use_target).
     """
 
     index: int
@@ -24,6 +24,7 @@ class TextChunk:
     done: bool
     logprobs: list[TokenLogprob] | None = None
     trees: list[RoundTree] | None = None
+    version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Completion:
       cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
       trees: of its rounds; None: not asked for.
       queued: seconds until it began to run.
+      version: of the weights that made it (see Engine.use_target).
       left_out_tokens: of the first of a prompt's completions: tokens that were generated for those
         samples that best_of has left out.
     """
@@ -75,6 +77,7 @@ class Completion:
     stop_string: str | None = None
     queued: float = 0.0
     policy_logprobs: list[float] | None = None
+    version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +170,8 @@ class GrowingText:
         known = self.generation.trees
         trees = None if known is None else known[rounds:]
         self._told = len(ids), len(self.text), rounds + len(trees or ())
-        return TextChunk(index, self.text[characters:], ids[tokens:], self.done, logprobs, trees)
+        text, version = self.text[characters:], self.generation.version
+        return TextChunk(index, text, ids[tokens:], self.done, logprobs, trees, version)
 
     def completion(self) -> Completion:
         """Once it is done, and its request has ended."""
@@ -200,6 +204,7 @@ class GrowingText:
             trees=generation.trees,
             stop_string=self._strings.found,
             policy_logprobs=None if of_policy is None else of_policy[: len(ids)],
+            version=generation.version,
         )
 
 

@@ -21,6 +21,7 @@ from jaxspec.engine.generation import Generation
 from jaxspec.engine.programs.several_processes import FollowingPrograms, make_programs
 from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED
+from jaxspec.engine.weights.in_flight import InFlight
 from jaxspec.llm import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.llm.completion import (
     WHOLE_TEXT,
@@ -101,16 +102,16 @@ class LLM:
         """The weights and all static options."""
         return self.engine.params
 
-    def use_drafter(self, drafter: Drafter) -> None:
-        """From the next request on, draft with other weights of the same shapes.
+    def use_target(
+        self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
+    ) -> None:
+        """Generate with other weights of the same shapes, see Engine.use_target. Requests of
+        ``stream`` stream."""
+        self.engine.use_target(target, version=version, in_flight=in_flight)
 
-        Nothing is compiled again. Raises ValueError for other shapes or static fields.
-        """
-        self.engine.use_drafter(drafter)
-
-    def use_target(self, target: Decoder) -> None:
-        """The same as use_drafter, for the target."""
-        self.engine.use_target(target)
+    def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
+        """Draft with other weights of the same shapes, see Engine.use_drafter."""
+        self.engine.use_drafter(drafter, in_flight=in_flight)
 
     def load_weights(
         self, model: str | Path, drafter: str | None = None
@@ -145,7 +146,7 @@ class LLM:
 
         Raises ValueError for a bad prompt or sampling value.
         """
-        texts = self._add(prompts, sampling)
+        texts = self._add(prompts, sampling, streams=False)
         with_stop = [text for text in texts if text.generation.sampling.stop]
         bar = progress_bar([text.generation for text in texts]) if progress else nullcontext()
         try:
@@ -177,7 +178,7 @@ class LLM:
         """
         check_count("rounds_per_call", rounds_per_call)
         check_streams(for_each(sampling, len(prompts)))
-        texts = self._add(prompts, sampling)
+        texts = self._add(prompts, sampling, streams=True)
         running = list(enumerate(texts))
         try:
             while running:
@@ -329,12 +330,16 @@ class LLM:
         return GrowingText(generation, detokenizer, stops, keep_stop=options.keep_stop)
 
     def _add(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        streams: bool,
     ) -> list[GrowingText]:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         self._text.check_stops(any(each.stop for each in params))
-        return [self.growing_text(each) for each in self.engine.add_all(tokens, params)]
+        added = self.engine.add_all(tokens, params, streams=streams)
+        return [self.growing_text(generation) for generation in added]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:
         for text in texts:

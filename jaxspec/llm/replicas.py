@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.drafters import Drafter
 from jaxspec.engine.generation import ErrorKind
+from jaxspec.engine.weights.in_flight import InFlight, rule_for
 from jaxspec.llm.async_llm import AsyncLLM, AsyncTexts
 from jaxspec.llm.completion import Completion, TextChunk, TextOptions
 from jaxspec.llm.prompt_checks import for_each
 from jaxspec.llm.tokenizer.prompts import Prompt
+from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.balancer import Balancer, Share
 from jaxspec.scheduling.plan import QueueFull
 
@@ -39,6 +42,33 @@ class ReplicatedLLM(AsyncTexts):
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
+    async def use_target(
+        self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
+    ) -> None:
+        if version is None:
+            version = 1 + await self.replicas[0].run(lambda engine: engine.weights.newest.version)
+        in_flight = await self._unless_refused(in_flight)
+        await asyncio.gather(
+            *(
+                replica.use_target(target, version=version, in_flight=in_flight)
+                for replica in self.replicas
+            )
+        )
+
+    async def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
+        in_flight = await self._unless_refused(in_flight)
+        await asyncio.gather(
+            *(replica.use_drafter(drafter, in_flight=in_flight) for replica in self.replicas)
+        )
+
+    async def _unless_refused(self, in_flight: InFlight) -> InFlight:
+        """How the weights of every replica change, so that not only some of them do. Raises
+        RuntimeError for ``refuse`` while requests are under way; those that come now end first."""
+        for replica in self.replicas:
+            is_idle = await replica.run(lambda engine: engine.is_idle)
+            rule_for(in_flight, is_idle=is_idle)
+        return "finish" if in_flight == "refuse" else in_flight
+
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of each prompt, see LLM.tokenize."""
         return await self.replicas[0].tokenize(prompts)
@@ -49,12 +79,13 @@ class ReplicatedLLM(AsyncTexts):
         sampling: SamplingParams | Sequence[SamplingParams],
         timeout: float | None,
         options: TextOptions,
+        streams: bool,
     ) -> AsyncGenerator[TextChunk | Completion, None]:
         async with self._placed(prompts, sampling) as parts:
-            streams = [part.events(timeout, options) for part in parts]
+            parallel = [part.events(timeout, options, streams) for part in parts]
             completions: dict[int, Completion] = {}
             ended = [iter(part.requests) for part in parts]
-            async with contextlib.aclosing(_merged(streams)) as events:
+            async with contextlib.aclosing(_merged(parallel)) as events:
                 async for source, event in events:
                     if isinstance(event, Completion):
                         completions[next(ended[source])] = event
@@ -115,9 +146,9 @@ class _Part:
         self.requests += range(first, first + params.num_samples)
 
     async def events(
-        self, timeout: float | None, options: TextOptions
+        self, timeout: float | None, options: TextOptions, streams: bool
     ) -> AsyncGenerator[TextChunk | Completion, None]:
-        events = self.replica.events(self.prompts, self.sampling, timeout, options)
+        events = self.replica.events(self.prompts, self.sampling, timeout, options, streams)
         try:
             async with contextlib.aclosing(events):
                 async for event in events:

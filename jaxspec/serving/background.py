@@ -101,7 +101,7 @@ def missing_programs(engine: Engine) -> list[Key]:
 
 
 def _is_idle(engine: Engine) -> bool:
-    return engine.is_idle and engine.scheduler.is_idle
+    return not engine.has_work
 
 
 def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import openai
 import pytest
 
@@ -161,6 +162,36 @@ def test_a_stream_that_is_closed_frees_the_pages_of_all(replicas: list[LLM]):
             return under_way
 
     assert run(test()) == [3, 3]
+
+
+def test_all_get_other_weights_under_one_version(replicas: list[LLM]):
+    old = replicas[0].params.target
+    new = old.replace(embed=jnp.roll(old.embed, 1, axis=0))
+    expected = [[one.text for one in replicas[0].generate(PROMPTS, PARAMS)]]
+    replicas[0].use_target(new, version=3)
+    expected.append([one.text for one in replicas[0].generate(PROMPTS, PARAMS)])
+    replicas[0].use_target(old, version=3)
+
+    async def test() -> list[list[Completion]]:
+        async with ReplicatedLLM([AsyncLLM(one, most_rounds=1) for one in replicas]) as own:
+            under_way = asyncio.create_task(own.generate(PROMPTS, PARAMS))
+            for one in own.replicas:
+                while not await one.run(lambda engine: engine.scheduler.begun):
+                    await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="requests are under way"):
+                await own.use_target(new)
+            await own.use_target(new, version=7, in_flight="finish")
+            found = [await under_way, await own.generate(PROMPTS, PARAMS)]
+            await own.use_target(old)
+            await own.use_drafter(replicas[0].params.drafter)
+            return [*found, await own.generate(PROMPTS, PARAMS)]
+
+    first, second, third = run(test())
+    assert [one.text for one in second] == expected[1]
+    assert {one.version for one in second} == {7} and {one.version for one in third} == {8}
+    for one, *texts in zip(first, *expected, strict=True):
+        assert one.text == texts[one.version == 7]
+    assert [one.text for one in third] == expected[0]
 
 
 def test_what_one_refuses_ends_the_others(replicas: list[LLM]):

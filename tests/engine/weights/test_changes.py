@@ -1,5 +1,6 @@
 """Other weights while requests run: no text is of two versions, and each is what it is alone."""
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.models.decoder import Decoder
@@ -233,6 +235,39 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="shape"):
         own.use_target(target.replace(embed=target.embed[:, 1:]), in_flight="restart")
     assert texts(own, generations) == expected(0) and own.version == 0
+
+
+def test_chunks_are_taken_back_of_requests_that_do_not_stream():
+    old, new = expected(0), expected(1)
+    own = engine()
+
+    async def chunks(serving: AsyncEngine, streams: bool, got: list[Chunk]) -> None:
+        pairs = (PROMPTS[:2], SAMPLING[:2]) if streams else (PROMPTS[2:4], SAMPLING[2:4])
+        async for chunk in serving.generate_all(*pairs, streams=streams):
+            got.append(chunk)
+
+    async def test() -> tuple[list[Chunk], list[Chunk]]:
+        shown, others = [], []
+        async with AsyncEngine(own, most_rounds=1) as serving, asyncio.TaskGroup() as group:
+            group.create_task(chunks(serving, True, shown))
+            group.create_task(chunks(serving, False, others))
+            while not (shown and others):
+                await asyncio.sleep(0)
+            await serving.use_target(targets()[1], in_flight="restart")
+            assert own.version == 1 and any(chunk.done for chunk in shown)
+        return shown, others
+
+    shown, others = asyncio.run(test())
+    assert {chunk.restarts for chunk in shown} == {0}
+    assert {chunk.restarts for chunk in others} == {0, 1}
+    last = [chunk for chunk in others if chunk.restarts]
+    for index in range(2):
+        assert tokens_of(shown, index) == old[index]
+        assert tokens_of(last, index) == new[2 + index]
+
+
+def tokens_of(chunks: list[Chunk], index: int) -> list[int]:
+    return [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
 
 
 @pytest.mark.slow
