@@ -4,7 +4,6 @@ The host plans and launches a call while the device runs the one before, then re
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -26,7 +25,6 @@ from jaxspec.engine.old_texts import check_drafts
 from jaxspec.engine.plans.runner import Launched, PlanRunner
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
-from jaxspec.engine.programs.pipeline.use import PipelineUse
 from jaxspec.engine.programs.several_processes import MakePrograms
 from jaxspec.engine.programs.sizes import RoundsKey
 from jaxspec.engine.programs.weights import without_lm_head_copy
@@ -112,11 +110,6 @@ class Engine:
         return without_lm_head_copy(self.programs.params)
 
     @property
-    def pipeline(self) -> PipelineUse | None:
-        """How busy the stages of a pipeline were; None: it is none."""
-        return self.programs.pipeline
-
-    @property
     def version(self) -> int:
         """Of the weights in use, from 0; see use_target."""
         return self.weights.version
@@ -140,10 +133,17 @@ class Engine:
         """Host memory that snapshots of recurrent states use now."""
         return self._runner.snapshots.bytes
 
-    def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Raise ValueError for requests that could not run."""
         model = self.params.target.config
         check_for_engine(prompts, sampling, model, self.limits, trees=self.config.trees)
+        if drafts is not None:
+            check_drafts(self.params, drafts, sampling)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._requests.stop_ids(params)
@@ -170,8 +170,7 @@ class Engine:
         Raises ValueError for a request that could not run, and for several samples (see add_all);
         QueueFull if too many wait.
         """
-        self.check([prompt], [sampling])
-        check_drafts(self.params, [draft], [sampling])
+        self.check([prompt], [sampling], [draft])
         if sampling.num_samples > 1:
             raise ValueError("add starts one sample: use add_all for n or best_of above 1")
         return self._add(self._requests.new(prompt, sampling, streams, draft), timeout, group)
@@ -197,9 +196,7 @@ class Engine:
         Each gives as many generations as it has samples, one after the other; ``drafts``: for each
         of these.
         """
-        self.check(prompts, sampling)
-        if drafts is not None:
-            check_drafts(self.params, drafts, sampling)
+        self.check(prompts, sampling, drafts)
         added: list[Generation] = []
         try:
             for generation, group in self._requests.new_samples(prompts, sampling, streams, drafts):
@@ -269,23 +266,6 @@ class Engine:
         finally:
             for generation in generations:
                 self.cancel(generation)
-
-    def prepare(self, requests: int, prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Compile the programs of so many requests that begin together, by running such ones.
-
-        Raises ValueError for requests that could not run.
-        """
-        vocab = self.params.target.config.vocab_size
-        salted = [dataclasses.replace(sampling, cache_salt=f"prepare {i}") for i in range(requests)]
-        generations = [self.add([i % vocab] * prompt_tokens, s) for i, s in enumerate(salted)]
-        try:
-            while not all(len(each.token_ids) > 1 or each.done for each in generations):
-                self.step(1)
-        finally:
-            for generation in generations:
-                self.cancel(generation)
-        self._drain()
-        self.watch.restart(self.params.drafter)
 
     def warm_up(
         self,

@@ -21,6 +21,7 @@ from jaxspec.engine.generation import Generation
 from jaxspec.engine.programs.several_processes import FollowingPrograms, make_programs
 from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.engine.weights.in_flight import InFlight
 from jaxspec.llm import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.llm.completion import (
@@ -296,7 +297,7 @@ class LLM:
             return self.engine.warm_up(ways, tokens=tokens, on_progress=on_progress)
         sets = sorted(itertools.product(batch_sizes, prompt_tokens, ways), key=_size, reverse=True)
         for done, (batch_size, length, params) in enumerate(sets, 1):
-            self.engine.prepare(batch_size, length, params)
+            compile_by_running(self.engine, batch_size, length, params)
             if on_progress is not None:
                 on_progress(done, len(sets))
         return time.perf_counter() - started

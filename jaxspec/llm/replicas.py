@@ -66,7 +66,7 @@ class ReplicatedLLM(AsyncTexts):
         RuntimeError for ``refuse`` while requests are under way; those that come now end first."""
         for replica in self.replicas:
             is_idle = await replica.run(lambda engine: engine.is_idle)
-            rule_for(in_flight, is_idle=is_idle)
+            rule_for(in_flight, replica.llm.params, is_idle=is_idle)
         return "finish" if in_flight == "refuse" else in_flight
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:

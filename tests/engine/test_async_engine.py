@@ -21,6 +21,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.async_engine import AsyncEngine
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.scheduling.plan import QueueFull
 from tests.helpers.random_models import make_params, random_prompts
 
@@ -38,7 +39,7 @@ def new_engine(max_rows: int, max_queue: int | None = None) -> Engine:
     cache = CacheConfig(page_size=8, max_length=128)
     config = EngineConfig(max_rows=max_rows, rounds_per_call=4, max_queue=max_queue)
     own = Engine(params, cache, config)
-    own.prepare(max_rows, 60, SamplingParams(temperature=1.0, max_tokens=60))
+    compile_by_running(own, max_rows, 60, SamplingParams(temperature=1.0, max_tokens=60))
     own.programs.sealed = True
     return own
 

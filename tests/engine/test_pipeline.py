@@ -242,15 +242,15 @@ def test_stages_wait_as_a_pipeline_is_filled_and_emptied_and_for_missing_rows():
 
 def test_an_engine_says_how_busy_its_stages_were(two_stages: Engine):
     engine = two_stages
-    assert engine.pipeline is not None
+    assert engine.programs.pipeline is not None
     engine.finish(engine.add_all(PROMPTS[:2], SAMPLING[:2]))
-    assert 0 < engine.pipeline.bubble < 0.5
-    busy = engine.pipeline.busy
+    assert 0 < engine.programs.pipeline.bubble < 0.5
+    busy = engine.programs.pipeline.busy
     for key in [one for one in engine.programs.ready if isinstance(one, RoundsKey)]:
         engine.programs.ready.remove(key)
         engine.programs.prepare_rounds(key)
-    assert engine.pipeline.busy == busy > 0, "compiling is no work"
-    assert Engine(one_device("ngram"), CACHE, EngineConfig(max_rows=2)).pipeline is None
+    assert engine.programs.pipeline.busy == busy > 0, "compiling is no work"
+    assert Engine(one_device("ngram"), CACHE, EngineConfig(max_rows=2)).programs.pipeline is None
 
 
 def test_what_a_pipeline_cannot_do_is_said_before_anything_runs():

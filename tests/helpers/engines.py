@@ -13,6 +13,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.functional import EngineParams
 from tests.helpers.random_models import make_params
 
@@ -41,7 +42,7 @@ def ready_engine(drafter: str = "ngram", num_pages: int | None = None, **options
 
 def seal(own: Engine, sampling: SamplingParams = SAMPLED, prompt_tokens: int = 17) -> Engine:
     """Compile the programs of the largest calls with ``sampling``; others run in them too."""
-    own.prepare(own.config.max_rows, prompt_tokens, sampling)
+    compile_by_running(own, own.config.max_rows, prompt_tokens, sampling)
     own.programs.sealed = True
     return own
 

@@ -15,6 +15,7 @@ from jaxspec import LLM, ReasoningBudget, SamplingParams
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.config.structured_output import Reasoning, StructuredOutput
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from tests.helpers.engines import FULL
 from tests.helpers.random_models import save_random_target
 from tests.helpers.small_tokenizers import byte_level, with_markup
@@ -92,7 +93,9 @@ def make_llm(model: Path, drafter: str = "ngram", max_rows: int = 4, **options: 
     config = EngineConfig(**(given | options.pop("engine", {})))
     llm = LLM(model, drafter, max_length=96, page_size=8, engine=config, **options)
     for structured in (None, SAMPLING[0].structured):
-        llm.engine.prepare(max_rows, 5, dataclasses.replace(FULL, structured=structured))
+        compile_by_running(
+            llm.engine, max_rows, 5, dataclasses.replace(FULL, structured=structured)
+        )
     llm.engine.programs.sealed = True
     return llm
 

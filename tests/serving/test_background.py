@@ -13,6 +13,7 @@ from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.names import program_name
 from jaxspec.engine.programs.sizes import Kind, Load, ReadKey, RoundsKey
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.engine.warm_up.compile_general import compile_moves, general_keys
 from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind, lacking, needed
 from jaxspec.llm.async_llm import AsyncLLM
@@ -54,7 +55,7 @@ def test_afterwards_no_request_waits_for_a_compiler(model: Path):
     config = EngineConfig(max_rows=2, rounds_per_call=4)
     speculation = SpeculationConfig.chain(2)
     llm = LLM(model, "ngram", speculation=speculation, max_length=300, page_size=8, engine=config)
-    llm.engine.prepare(1, 8, SAMPLED)
+    compile_by_running(llm.engine, 1, 8, SAMPLED)
     compile_moves(llm.engine)  # as a server that is ready has
     llm.engine.programs.sealed = True
 
@@ -127,7 +128,7 @@ def test_a_new_kind_is_compiled_beside_the_work(model: Path, compilations: Compi
     speculation = SpeculationConfig.chain(3)  # no other test of this file compiles its programs
     llm = LLM(model, "ngram", speculation=speculation, max_length=300, page_size=8, engine=config)
     for rows in (1, 2):
-        llm.engine.prepare(rows, 8, SAMPLED)
+        compile_by_running(llm.engine, rows, 8, SAMPLED)
     llm.engine.programs.sealed = True
 
     async def test() -> None:

@@ -31,6 +31,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_results,
 )
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.serving.app import make_app
 from jaxspec.serving.endpoint import Endpoint
@@ -160,7 +161,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(arguments.model, arguments.drafter, engine=config)
     console.print("compiling")
     sampling = SamplingParams(max_tokens=arguments.new_tokens, temperature=1.0, ignore_eos=True)
-    llm.engine.prepare(arguments.streams, PROMPT_TOKENS, sampling)
+    compile_by_running(llm.engine, arguments.streams, PROMPT_TOKENS, sampling)
     llm.engine.programs.sealed = True
     vocab = llm.params.target.config.vocab_size
     metrics = Metrics("bench")

@@ -80,7 +80,7 @@ def local_program_folder(arguments: argparse.Namespace) -> Path | None:
 
 def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> dict[str, Any]:
     timings, prompt_tokens = completion.timings, len(completion.prompt_token_ids)
-    pipeline = llm.engine.pipeline
+    pipeline = llm.engine.programs.pipeline
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -27,6 +27,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.limits import is_on_cpu
 from jaxspec.engine.programs.compiled import logger as programs_logger
 from jaxspec.engine.programs.sizes import SMALLEST_TABLE, Kind, ReadKey
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.engine.warm_up.compile_general import GeneralPrograms
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
@@ -98,7 +99,7 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
         few = {1, most // 2} if is_on_cpu(engine.params) else {1}  # there, empty rows cost time
         for rows in sorted({*few, most} - {0}):
             show(f"compiling for {rows} rows")
-            engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
+            compile_by_running(engine, rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
     if general is not None:  # greedy and sampled requests share programs
         show("compiling for prompts of chats")
         sizes = engine.programs.sizes
