@@ -37,6 +37,11 @@ def save_pytree(directory: str | Path, tree: Any) -> None:
     (path / CHOICES).write_text(json.dumps(static_choices(tree), indent=1) + "\n")
 
 
+def is_snapshot(directory: str | Path) -> bool:
+    """Whether save_pytree has written this directory."""
+    return (Path(directory) / CHOICES).is_file()
+
+
 def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = True) -> Any:
     """Read a pytree of the structure, shapes, dtypes, shardings and static fields of ``like``.
 

@@ -168,20 +168,24 @@ class AsyncEngine:
     async def use_target(
         self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"
     ) -> None:
-        """See Engine.use_target; requests of ``generate`` stream. Returns when the weights are in
-        use, or others that were given later."""
+        """See Engine.use_target; requests of ``generate`` stream. Returns like change_weights."""
         change = functools.partial(
             Engine.use_target, target=target, version=version, in_flight=in_flight
         )
-        await self._change(change)
+        await self.change_weights(change)
 
     async def use_drafter(self, drafter: Drafter, *, in_flight: InFlight = "refuse") -> None:
         """The same for a drafter, see Engine.use_drafter."""
-        await self._change(
+        await self.change_weights(
             functools.partial(Engine.use_drafter, drafter=drafter, in_flight=in_flight)
         )
 
-    async def _change(self, change: Callable[[Engine], None]) -> None:
+    async def change_weights(self, change: Callable[[Engine], None]) -> None:
+        """Call what gives the engine other weights, between two steps. Returns when these are in
+        use, or others that were given later; a pause holds it up, unless no request is under way.
+
+        Raises as ``run`` does.
+        """
         changed: Future[None] = Future()
 
         def begin(engine: Engine) -> None:

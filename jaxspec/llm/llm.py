@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxspec.checkpoints.load import load_params
 from jaxspec.checkpoints.load_options import method_takes_fields_of
+from jaxspec.checkpoints.orbax_io import is_snapshot, restore_pytree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.all_reduce_buffers import without_exchanges
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.engine.engine import Engine
@@ -119,11 +121,17 @@ class LLM:
     ) -> tuple[Decoder, Drafter | None]:
         """The weights of another directory, and of a drafter, for use_target and use_drafter.
 
-        They are loaded as these were, beside those in use. Raises ValueError for what cannot be
-        loaded, and where several processes share the model.
+        They are loaded as these were, beside those in use. Either may be a step of a training run:
+        ``params.target`` of its model as orbax_io.save_pytree has written it; then both are.
+
+        Raises ValueError for what cannot be loaded, and where several processes share the model.
         """
         if self._options.processes is not None:
             raise ValueError("weights that several processes share cannot be changed")
+        if is_snapshot(model):
+            used = without_exchanges(self.params)
+            target = restore_pytree(model, used.target)
+            return target, None if drafter is None else restore_pytree(drafter, used.drafter)
         wanted: dict[str, Any] = {"drafter": drafter}
         if drafter is None:
             wanted = {"drafter": "none", "drafter_bits": None, "speculation": None}

@@ -8,15 +8,17 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
 from pydantic import Field
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxspec.decoding.all_reduce_buffers import replacement
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.weights.in_flight import InFlight
 from jaxspec.models.decoder import Decoder
 from jaxspec.serving.draining import all_end
 from jaxspec.serving.errors import ApiError, add_handlers
@@ -24,18 +26,24 @@ from jaxspec.serving.protocol.base import RequestBody, ResponseBody
 from jaxspec.serving.service import Service
 
 type Mode = Literal["abort", "wait", "keep"]
+type Policy = Literal["finish", "restart"]
 
 FIRST_VERSION = "default"
 PAUSE = 0.05  # seconds between two looks whether requests have ended
 
 
 class WeightsFromDisk(RequestBody):
-    """SGLang's; ``draft_model_path`` is for a drafter, which else keeps its weights."""
+    """SGLang's; ``draft_model_path`` is for a drafter, which else keeps its weights.
+
+    ``in_flight``: requests are taken all the time, and those under way finish, or begin again where
+    nothing of them was sent (see Engine.use_target). None: they end first, and none is taken.
+    """
 
     model_path: str
     draft_model_path: str | None = None
     load_format: Literal["auto", "safetensors"] | None = None
     weight_version: str | None = None
+    in_flight: Policy | None = None
     abort_all_requests: bool = False
     keep_pause: bool = False
     flush_cache: Literal[True] = True  # what old weights have written would be wrong
@@ -115,18 +123,27 @@ class Control:
         """
         async with self._lock:
             if self._kept:
-                message = "requests are kept under way: pause with mode wait or abort"
+                message = "requests are kept under way: resume, or pause with mode wait or abort"
                 raise ApiError(409, message, code="requests_under_way")
+            if asked.in_flight is not None and (asked.abort_all_requests or asked.keep_pause):
+                message = "in_flight does not pause: leave out abort_all_requests and keep_pause"
+                raise ApiError(400, message, param="in_flight")
             llms = self._service.llm.replicas
+            number = 1 + max(llm.llm.engine.version for llm in llms)
+            name = asked.weight_version or str(self._updates + 1)
             for llm in llms:
                 loading = llm.llm.load_weights, asked.model_path, asked.draft_model_path
-                weights = await asyncio.to_thread(*loading)
-                async with self._while_paused(asked):
-                    await llm.run(lambda engine, weights=weights: _use(engine, *weights))
-                    if llm is llms[-1]:
-                        self._updates += 1
-                        version = asked.weight_version or str(self._updates)
-                        self._service.use_version(version)
+                weights = NewWeights(*await asyncio.to_thread(*loading), number)
+
+                def use(engine: Engine, weights: NewWeights = weights) -> None:
+                    weights.use(engine, asked.in_flight or "refuse")
+                    self._service.name_weights(number, name)  # before the first answer
+
+                pausing = self._while_paused(asked)
+                async with pausing if asked.in_flight is None else contextlib.nullcontext():
+                    await llm.engine.change_weights(use)
+            self._updates += 1
+            self._service.use_version(name)
 
     def use_version(self, version: str) -> None:
         self._service.use_version(version)
@@ -166,17 +183,20 @@ class Control:
                 raise ApiError(409, str(error), code="requests_under_way") from error
 
 
-def _use(engine: Engine, target: Decoder, drafter: Drafter | None) -> None:
-    """Raises ValueError for weights of other shapes; then those in use stay."""
-    before = engine.params.target
-    engine.use_target(target)
-    try:
-        if drafter is not None:
-            engine.use_drafter(drafter)
-    except ValueError:
-        engine.use_target(before)
-        raise
-    engine.forget_texts()
+class NewWeights(NamedTuple):
+    """Weights for an engine, and the version that it calls them."""
+
+    target: Decoder
+    drafter: Drafter | None
+    version: int
+
+    def use(self, engine: Engine, in_flight: InFlight) -> None:
+        """Raises ValueError for weights of other shapes; then those in use stay."""
+        if self.drafter is not None:
+            replacement(engine.params.drafter, self.drafter)  # so that both fit, or neither
+        engine.use_target(self.target, version=self.version, in_flight=in_flight)
+        if self.drafter is not None:
+            engine.use_drafter(self.drafter, in_flight=in_flight)
 
 
 def make_admin(service: Service) -> FastAPI:

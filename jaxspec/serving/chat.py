@@ -66,14 +66,17 @@ class PreparedChat(PreparedRequest[ChatRequest, ChatChoice, ChatResponse]):
     form: AnswerForm
     reasoning: ChatReasoning | None = dataclasses.field(default=None, kw_only=True)
 
-    def response(self, choices: list[ChatChoice], *, chunk: bool = False) -> ChatResponse:
+    def response(
+        self, choices: list[ChatChoice], version: int, *, chunk: bool = False
+    ) -> ChatResponse:
+        weights = self.service.weights_of(version)
         return ChatResponse(
             id=self.id,
             object="chat.completion.chunk" if chunk else "chat.completion",
             created=self.created,
             model=self.service.name,
-            system_fingerprint=self.service.fingerprint,
-            weight_version=self.service.weight_version,
+            system_fingerprint=weights.fingerprint,
+            weight_version=weights.weight_version,
             choices=choices,
         )
 

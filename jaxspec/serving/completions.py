@@ -38,14 +38,15 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
     operation = "text_completion"
 
     def response(
-        self, choices: list[CompletionChoice], *, chunk: bool = False
+        self, choices: list[CompletionChoice], version: int, *, chunk: bool = False
     ) -> CompletionResponse:
+        weights = self.service.weights_of(version)
         return CompletionResponse(
             id=self.id,
             created=self.created,
             model=self.service.name,
-            system_fingerprint=self.service.fingerprint,
-            weight_version=self.service.weight_version,
+            system_fingerprint=weights.fingerprint,
+            weight_version=weights.weight_version,
             choices=choices,
         )
 

@@ -88,8 +88,9 @@ class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.AB
                 choice.speculation.trees = self.rounds_of(choice.index).add(completion.trees)
 
     @abc.abstractmethod
-    def response(self, choices: list[C], *, chunk: bool = False) -> A:
-        """The answer, or a chunk of it, with these choices."""
+    def response(self, choices: list[C], version: int, *, chunk: bool = False) -> A:
+        """The answer, or a chunk of it, with these choices; ``version``: of the weights that made
+        them, as the engine counts them."""
 
     @abc.abstractmethod
     def choice(self, index: int, completion: Completion) -> C:
@@ -177,7 +178,7 @@ async def answer[A: GeneratedResponse](prepare: Preparing[A], told: Told) -> A:
     told.ended(prepared, written)
     completions = [prepared.kept(completion) for completion in written]
     choices = [prepared.choice(index, found) for index, found in enumerate(completions)]
-    response = prepared.response(choices)
+    response = prepared.response(choices, min(completion.version for completion in written))
     response.usage = prepared.usage(completions)
     return response
 
@@ -211,11 +212,11 @@ async def stream[A: GeneratedResponse](
                 told.spend(len(event.token_ids))
                 choices = writers[event.index].chunks(event)
             for choice in choices:
-                response = prepared.response([choice], chunk=True)
+                response = prepared.response([choice], event.version, chunk=True)
                 if options is not None and options.continuous_usage_stats:
                     response.usage = results.partial_usage(prompt_tokens, generated, 0)
                 yield response
     if options is not None and options.include_usage:
-        response = prepared.response([], chunk=True)
+        response = prepared.response([], completions[-1].version, chunk=True)
         response.usage = prepared.usage(completions)
         yield response

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
@@ -18,6 +18,13 @@ from jaxspec.serving.results import TokenTexts, now
 from jaxspec.serving.template_trial import TOOL, USER, ToolUse, tool_use
 
 State = Literal["loading", "ready", "ending"]
+
+
+class Weights(NamedTuple):
+    """What an answer says of the weights that made it."""
+
+    weight_version: str | None
+    fingerprint: str
 
 
 @dataclasses.dataclass
@@ -39,7 +46,7 @@ class Service:
       sampling_defaults: fields of SamplingParams for requests that lack them.
       under_way: requests that have begun and not ended.
       fingerprint: of model and configuration, see fingerprint; empty while it loads.
-      weight_version: of the weights, where an admin may change them; None: nobody may.
+      weight_version: of the weights in use, where an admin may change them; None: nobody may.
       paused: whether new requests are refused until an admin lets them come again.
       warm_up: how far compiling in the background is.
       cut: set when those that are still under way must end, see draining.
@@ -63,6 +70,7 @@ class Service:
     paused: bool = False
     warm_up: WarmUp = dataclasses.field(default_factory=WarmUp)
     _llm: AsyncLLM | ReplicatedLLM | None = None
+    _weights: dict[int, Weights] = dataclasses.field(default_factory=dict)  # by engine's versions
 
     def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
         """From now on requests are served."""
@@ -71,9 +79,20 @@ class Service:
         self.state = "ready" if self.state == "loading" else self.state
 
     def use_version(self, weight_version: str | None) -> None:
-        """From now on the weights are of this version."""
-        self.weight_version = weight_version
-        self.fingerprint = fingerprint(self.name, self.llm.llm.params, weight_version)
+        """The weights in use are of this version."""
+        weights = self.name_weights(self.llm.llm.engine.version, weight_version)
+        self.weight_version, self.fingerprint = weight_version, weights.fingerprint
+
+    def name_weights(self, version: int, weight_version: str | None) -> Weights:
+        """Answers made by the weights that engines call ``version`` are of ``weight_version``."""
+        found = fingerprint(self.name, self.llm.llm.params, weight_version)
+        self._weights[version] = Weights(weight_version, found)
+        return self._weights[version]
+
+    def weights_of(self, version: int) -> Weights:
+        """What made an answer. Weights that a program gave the engine are named by their number."""
+        found = self._weights.get(version)
+        return self.name_weights(version, str(version)) if found is None else found
 
     @property
     def name(self) -> str:
