@@ -26,7 +26,7 @@ from jaxspec.serving.protocol.base import RequestBody, ResponseBody
 from jaxspec.serving.service import Service
 
 type Mode = Literal["abort", "wait", "keep"]
-type Policy = Literal["finish", "restart"]
+type Policy = Literal["finish", "restart", "repair"]
 
 FIRST_VERSION = "default"
 PAUSE = 0.05  # seconds between two looks whether requests have ended
