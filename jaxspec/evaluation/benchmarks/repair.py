@@ -1,0 +1,191 @@
+"""Rollouts in flight as a policy's weights change: how they go on, and how far the change is."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.token_logprobs import token_logprobs
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.weights.in_flight import InFlight
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import forward
+
+
+class Divergence(NamedTuple):
+    """How far one policy is from another, as the mean over generated tokens."""
+
+    kl: float  # nats, of the old policy from the new one
+    tv: float  # total variation, 0 to 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How requests ended that were under way as the weights changed.
+
+    Attributes:
+      seconds: from the change to the last token.
+      rounds: of each request, after the change.
+      kept: tokens of each that it kept of its old text.
+      texts: new tokens of each.
+      written: how many tokens each had as the weights changed.
+    """
+
+    seconds: float
+    rounds: list[int]
+    kept: list[int]
+    texts: list[list[int]]
+    written: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Requests of an engine, each with its seed, that are under way as the weights change.
+
+    Attributes:
+      written: tokens that each of them has then, at least.
+    """
+
+    engine: Engine
+    prompts: Sequence[Sequence[int]]
+    sampling: Sequence[SamplingParams]
+    written: int
+
+    def texts(self, target: Decoder) -> list[list[int]]:
+        """What they write under these weights."""
+        self.engine.use_target(target)
+        self.engine.finish(generations := self._start())
+        return [each.token_ids for each in generations]
+
+    def change(self, old: Decoder, new: Decoder, in_flight: InFlight) -> Outcome:
+        """Change the weights under way. With equal weights nothing changes."""
+        self.engine.use_target(old)
+        generations = self._start()
+        while min(len(each.token_ids) for each in generations) < self.written:
+            self.engine.step(1)
+        rounds = [each.statistics.rounds for each in generations]
+        written = [len(each.token_ids) for each in generations]
+        started = time.perf_counter()
+        if new is not old:
+            self.engine.use_target(new, in_flight=in_flight)
+            rounds = [0] * len(generations)  # statistics begin again
+        self.engine.finish(generations)
+        seconds = time.perf_counter() - started
+        return Outcome(
+            seconds=seconds,
+            rounds=[
+                each.statistics.rounds - n for each, n in zip(generations, rounds, strict=True)
+            ],
+            kept=[each.kept_tokens for each in generations],
+            texts=[each.token_ids for each in generations],
+            written=written,
+        )
+
+    def _start(self) -> list[Generation]:
+        return self.engine.add_all(self.prompts, self.sampling)
+
+
+def policy_gradient(
+    target: Decoder,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    samples: int,
+    temperature: float,
+) -> Decoder:
+    """The gradient of a loss of texts that are rewarded for different tokens.
+
+    ``samples`` texts of each prompt follow each other. A text's reward is the share of different
+    tokens among its tokens; advantages are normalized among the samples of a prompt.
+    """
+    rewards = np.array([len(set(text)) / len(text) for text in texts]).reshape(-1, samples)
+    spread = rewards.std(axis=1, keepdims=True) + 1e-6
+    advantages = ((rewards - rewards.mean(axis=1, keepdims=True)) / spread).reshape(-1)
+    tokens, lengths, written = _padded(prompts, texts)
+
+    def loss(target: Decoder) -> Array:
+        scores = token_logprobs(target, tokens, lengths, temperature=temperature, remat=True)
+        return -jnp.sum(scores * written * advantages[:, None]) / written.sum()
+
+    return jax.jit(jax.grad(loss))(target)
+
+
+@jax.jit
+def moved(target: Decoder, gradient: Decoder, size: float) -> Decoder:
+    """The weights after a step of relative norm ``size`` against the gradient: |dW| = size |W|."""
+
+    def norm(tree: Decoder) -> Array:
+        squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+        return jnp.sqrt(sum(squares))
+
+    rate = size * norm(target) / norm(gradient)
+    return jax.tree.map(lambda x, g: (x - rate * g).astype(x.dtype), target, gradient)
+
+
+def divergence(
+    old: Decoder,
+    new: Decoder,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    temperature: float,
+) -> Divergence:
+    """Of the policies that sample with this temperature, over the tokens of texts."""
+    tokens, lengths, written = _padded(prompts, texts)
+    sums = sum(
+        np.asarray(_row_divergence(old, new, row[None], length[None], mask[None], temperature))
+        for row, length, mask in zip(tokens, lengths, written, strict=True)
+    )
+    kl, tv = sums / written.sum()
+    return Divergence(float(kl), float(tv))
+
+
+@jax.jit
+def _row_divergence(
+    old: Decoder, new: Decoder, tokens: Array, lengths: Array, written: Array, temperature: Array
+) -> Array:
+    """Sums of KL and TV of a row [1, T], over its written tokens."""
+    p, q = (
+        jax.nn.log_softmax(forward(each, tokens, lengths) / temperature)[:, :-1]
+        for each in (old, new)
+    )
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    tv = 0.5 * jnp.sum(jnp.abs(jnp.exp(p) - jnp.exp(q)), axis=-1)
+    return jnp.stack([jnp.sum(x * written[:, 1:]) for x in (kl, tv)])
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Prompts with their texts [B, T], lengths [B], and which tokens are the texts' [B, T]."""
+    whole = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    lengths = np.array([len(each) for each in whole], np.int32)
+    tokens = np.zeros((len(whole), lengths.max()), np.int32)
+    written = np.zeros(tokens.shape, np.float32)
+    for row, (prompt, each) in enumerate(zip(prompts, whole, strict=True)):
+        tokens[row, : len(each)] = each
+        written[row, len(prompt) : len(each)] = 1
+    return tokens, lengths, written
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    shorter = min(len(first), len(second))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def facts_of(outcome: Outcome, expected: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """An outcome's figures; texts that are not the ``expected`` ones are counted."""
+    pairs = zip(outcome.texts, expected, strict=True)
+    return {
+        "seconds": outcome.seconds,
+        "mean_rounds": float(np.mean(outcome.rounds)),
+        "most_rounds": max(outcome.rounds),
+        "kept": float(np.mean(outcome.kept)),
+        "wrong_texts": sum(text != wanted for text, wanted in pairs),
+    }
