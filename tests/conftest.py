@@ -68,7 +68,7 @@ def compilations() -> Iterator[Compilations]:
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
 LONGEST = (
     "test_engine", "test_likely_chain", "test_exactness", "test_layers",
-    "test_tensor_parallel", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
+    "test_tensor_parallel", "test_formats", "test_sequence_parallel", "test_rows",
     "test_hybrid_prefixes", "test_expert_product",
     "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",
     "test_shared_pages", "test_delta_rule", "test_run", "test_delta_rule_benchmarks",
@@ -82,6 +82,7 @@ LONGEST = (
 # whenever few_programs has forgotten them. So these files come first, and all in one worker.
 OF_BYTE_LLM = (
     "tests/serving/",
+    "tests/llm/test_llm.py",
     "tests/llm/test_llm_structured.py",
     "tests/llm/test_llm_options.py",
     "tests/llm/test_llm_weights.py",

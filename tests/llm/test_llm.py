@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -13,28 +14,25 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import with_distinct_seeds
 from jaxspec.engine.generation import ErrorKind
 from jaxspec.evaluation.speedup import compare
-from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
-from tests.helpers.engines import seal
+from tests.helpers.checkpoints import tiny_llama
 from tests.helpers.marks import slow
 from tests.helpers.programs import traces
 from tests.helpers.small_tokenizers import metaspace, save, sentencepiece_like
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_byte_llama(tmp_path_factory.mktemp("llm"))
+def model(byte_model: Path) -> Path:
+    return byte_model
 
 
 @pytest.fixture(scope="module")
-def llm(model) -> LLM:
-    llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=2))
-    seal(llm.engine, prompt_tokens=40)
-    return llm
+def llm(byte_llm: LLM) -> LLM:
+    return byte_llm
 
 
 @pytest.fixture(scope="module")
-def plain(model) -> LLM:
-    return LLM(model, "none", max_length=128)
+def plain(plain_byte_llm: LLM) -> LLM:
+    return plain_byte_llm
 
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -82,7 +80,7 @@ def streamed(events: Iterable[TextChunk | Completion], count: int) -> tuple[list
 def test_a_stream_of_several_batches_does_not_mix_requests(llm):
     prompts = ["def f(x):", "hello", "class A:", "a", "import"]
     expected = [c.text for c in llm.generate(prompts, GREEDY)]
-    assert len(set(expected)) == 5 and llm.engine.config.max_rows == 2
+    assert len(set(expected)) == 5 and llm.engine.config.max_rows < 5
     texts, completions = streamed(llm.stream(prompts, GREEDY), 5)
     assert texts == expected == completions
 
@@ -99,7 +97,8 @@ def word_llm(request, tmp_path_factory) -> LLM:
         "metaspace": metaspace(120, byte_fallback=False),
     }
     tokenizer = tokenizers[request.param]
-    path = tiny_llama(tmp_path_factory.mktemp("words"), vocab_size=tokenizer.get_vocab_size())
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "num_hidden_layers": 1}
+    path = tiny_llama(tmp_path_factory.mktemp("words"), **sizes)
     save(tokenizer, path, eos_token="</s>")
     return LLM(path, "none", max_length=128, engine=EngineConfig(max_rows=8))
 
@@ -250,7 +249,7 @@ def test_a_text_of_one_token_has_no_speed_to_compare(llm):
     [
         ([""], GREEDY, "prompt 0 is empty"),
         ([[]], GREEDY, "prompt 0 is empty"),
-        (["x" * 128], GREEDY, "raise max_length"),
+        (["x" * 256], GREEDY, "raise max_length"),
         ([[999]], GREEDY, "token id outside"),
         ([], GREEDY, "no prompts"),
         ("text", GREEDY, "not one str"),
