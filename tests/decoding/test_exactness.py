@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.sampling import Sampling, make_sampling
 from jaxspec.decoding.state import Emitted, Ending, EngineState
 from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
 from tests.helpers.marks import slow
 from tests.helpers.random_models import (
     DRAFTERS,
@@ -25,8 +27,10 @@ from tests.helpers.random_models import (
     jit_decode,
     make_params,
     random_prompts,
+    random_target,
     read_prompts,
 )
+from tests.helpers.sampling_reference import reference_texts
 
 PROMPTS = random_prompts((5, 1, 17, 9, 23, 2, 12, 30))
 TREES = {
@@ -63,21 +67,38 @@ def sampling_of(temperature: float, batch: int) -> Sampling:
     return make_sampling(batch, temperature=temperature, top_p=0.9, seeds=seeds)
 
 
+def reference(target: Decoder, temperature: float, guesses: list[list[int]]) -> list[list[int]]:
+    """The first prompts and the target's text after them; ``guesses`` only save time."""
+    sampling = [
+        SamplingParams(temperature=temperature, top_p=0.9, seed=11 + row, max_tokens=NEW_TOKENS)
+        for row in range(len(guesses))
+    ]
+    return reference_texts(target, PROMPTS[: len(guesses)], sampling, MAX_LENGTH, guesses)
+
+
 @functools.cache
-def plain_texts(temperature: float) -> list[list[int]]:
-    """All prompts, decoded one token a round."""
-    params = make_params("none", SpeculationConfig.chain(1))
-    return generate(params, PROMPTS, sampling=sampling_of(temperature, len(PROMPTS)))[0]
+def plain_texts(temperature: float, batch: int = len(PROMPTS)) -> list[list[int]]:
+    """The first prompts, decoded one token at a time."""
+    guesses, _ = generate(
+        make_params("draft_model", TREES["tree12"]),
+        PROMPTS[:batch],
+        page_size=4,
+        sampling=sampling_of(temperature, batch),
+    )
+    return reference(random_target(), temperature, guesses)
 
 
-def check(case: Case, params: EngineParams, plain: list[list[int]]) -> None:
-    """The texts that these parameters generate; ``plain``: of plain decoding."""
+def check(case: Case, params: EngineParams, plain: list[list[int]] | None = None) -> None:
+    """The texts that these parameters generate; ``plain``: of plain decoding, by default of the
+    target."""
     generated, state = generate(
         params,
         PROMPTS[: case.batch],
         page_size=case.page_size,
         sampling=sampling_of(case.temperature, case.batch),
     )
+    if plain is None:
+        plain = reference(params.target, case.temperature, generated)
     assert generated == plain[: case.batch]
     stats = state.rows.stats
     mean_length = stats.accepted.sum() / stats.rounds.sum()
@@ -88,7 +109,7 @@ def check(case: Case, params: EngineParams, plain: list[list[int]]) -> None:
     "case", [*FAST_CASES, *(slow(c) for c in ALL_CASES if c not in FAST_CASES)], ids=str
 )
 def test_text_is_that_of_plain_decoding(case: Case):
-    check(case, make_params(case.drafter, TREES[case.tree]), plain_texts(case.temperature))
+    check(case, make_params(case.drafter, TREES[case.tree]))
 
 
 # The rest runs one small tree in batches of three, sampled, unless it says otherwise: these tests
@@ -135,7 +156,7 @@ def test_prompt_may_be_read_in_chunks(drafter: str):
 
 def test_text_ends_at_the_first_stop_token():
     limits = [len(PROMPTS[row]) + 60 for row in ROWS]
-    plain = [plain_texts(SAMPLED)[row][: limits[row]] for row in ROWS]
+    plain = [plain_texts(SAMPLED, 3)[row][: limits[row]] for row in ROWS]
     for stop in {plain[0][20], plain[1][31], plain[2][40]}:
         generated, state = run_tree(max_lens=limits, stop_token_ids=(stop,))
         assert generated == [cut_after(stop, plain[row], len(PROMPTS[row])) for row in ROWS]
@@ -153,7 +174,7 @@ def cut_after(stop: int, text: list[int], prompt_length: int) -> list[int]:
 def test_text_ends_at_its_own_length_limit():
     limits = [len(PROMPTS[row]) + extra for row, extra in zip(ROWS, (1, 2, 37), strict=True)]
     generated, state = run_tree(max_lens=limits)
-    assert generated == [plain_texts(SAMPLED)[row][: limits[row]] for row in ROWS]
+    assert generated == [plain_texts(SAMPLED, 3)[row][: limits[row]] for row in ROWS]
     assert state.rows.stats.rounds[0] == 0, "the only new token came with the prompt"
     assert state.rows.ending.tolist() == [Ending.LENGTH] * 3
     assert not state.rows.active.any()

@@ -126,16 +126,24 @@ def plain_logits(target: Decoder, tokens: Array) -> Array:
     return decoder.logits(target, hidden)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def noise_at(seeds: Array, positions: Array, vocab: int) -> Array:
-    """[B], [B] -> [B, V]"""
-    return gumbel(seeds, Stream.TARGET, positions[:, None], jnp.arange(vocab))[:, 0]
+@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=FAST_COMPILE)
+def target_noise(seeds: Array, length: int, vocab: int) -> Array:
+    """[B] -> [B, length, V]"""
+    return gumbel(seeds, Stream.TARGET, jnp.arange(length)[None], jnp.arange(vocab))
 
 
 def reference_texts(
-    target: Decoder, prompts: Sequence[np.ndarray], sampling: Sequence[SamplingParams], length: int
+    target: Decoder,
+    prompts: Sequence[np.ndarray],
+    sampling: Sequence[SamplingParams],
+    length: int,
+    guesses: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """Prompts and what follows them, at most ``length`` tokens each."""
+    """Prompts and what plain decoding writes after them, at most ``length`` tokens each.
+
+    ``guesses`` are whole texts, prompts included. They change nothing: one pass gives the logits
+    after every token of a guess, and they are used as far as the guess is right.
+    """
     texts = [prompt.tolist() for prompt in prompts]
     chains = [processors(params, len(text)) for params, text in zip(sampling, texts, strict=True)]
     limits = [
@@ -143,21 +151,28 @@ def reference_texts(
         for params, text in zip(sampling, texts, strict=True)
     ]
     seeds = np.array([params.seed for params in sampling], np.uint32)
+    noise = np.asarray(target_noise(seeds, length, target.config.vocab_size))
     done = [False] * len(texts)
     while not all(done):
+        read = [list(guess) for guess in guesses] or texts
+        read = [
+            guess if guess[: len(text)] == text else text
+            for guess, text in zip(read, texts, strict=True)
+        ]
         tokens = np.zeros((len(texts), length), np.int32)
-        for row, text in enumerate(texts):
+        for row, text in enumerate(read):
             tokens[row, : len(text)] = text
-        sizes = np.array([len(text) for text in texts], np.int32)
         logits = np.asarray(plain_logits(target, tokens))
-        noise = np.asarray(noise_at(seeds, sizes, logits.shape[-1]))
         for row, (text, params) in enumerate(zip(texts, sampling, strict=True)):
-            if done[row]:
-                continue
-            ids: Any = torch.tensor([text])
-            raw: Any = torch.from_numpy(logits[row, len(text) - 1][None].copy())
-            scores = chains[row](ids, raw).numpy()[0]
-            text.append(int(np.argmax(scores + noise[row] if params.temperature else scores)))
-            stopped = text[-1] in (params.stop_token_ids or ())
-            done[row] = stopped or len(text) == limits[row]
+            right = True
+            while right and not done[row]:
+                place = len(text)
+                ids: Any = torch.tensor([text])
+                raw: Any = torch.from_numpy(logits[row, place - 1][None].copy())
+                scores = chains[row](ids, raw).numpy()[0]
+                chosen = scores + noise[row, place] if params.temperature else scores
+                text.append(int(np.argmax(chosen)))
+                stopped = text[-1] in (params.stop_token_ids or ())
+                done[row] = stopped or len(text) == limits[row]
+                right = read[row][place : place + 1] == text[-1:]
     return texts
