@@ -17,14 +17,19 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.decoding.choose_shape import choose_shape
     from jaxspec.decoding.functional import (
         EngineParams,
+        Samples,
         admit,
         decode,
         init_state,
         prefill,
         prefill_all,
         release,
+        right_padded,
+        sample,
+        split_padded,
     )
     from jaxspec.decoding.sampling import make_controls, make_sampling
+    from jaxspec.decoding.seeds import group_seeds
     from jaxspec.decoding.state import Ending, Status
     from jaxspec.decoding.token_logprobs import token_logprobs
     from jaxspec.engine.async_engine import AsyncEngine
@@ -51,6 +56,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.engine.engine": ("Engine",),
         "jaxspec.functional": (
             *("EngineParams", "admit", "decode", "init_state", "prefill", "prefill_all", "release"),
+            *("Samples", "right_padded", "sample", "split_padded"),
         ),
         "jaxspec.engine.generation": ("ErrorKind", "Generation"),
         "jaxspec.llm.llm": ("LLM",),
@@ -61,6 +67,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.config.reasoning": ("ReasoningBudget",),
         "jaxspec.config.sampling_params": ("SamplingParams",),
         "jaxspec.parallel": ("make_mesh",),
+        "jaxspec.decoding.seeds": ("group_seeds",),
         "jaxspec.decoding.state": ("Ending", "Status"),
         "jaxspec.decoding.token_logprobs": ("token_logprobs",),
         "jaxspec._version": ("__version__",),
@@ -83,6 +90,7 @@ __all__ = [
     "ErrorKind",
     "Generation",
     "ReasoningBudget",
+    "Samples",
     "SamplingParams",
     "SpeculationConfig",
     "Status",
@@ -94,6 +102,7 @@ __all__ = [
     "choose_shape",
     "decode",
     "forward",
+    "group_seeds",
     "hidden_states",
     "init_state",
     "load",
@@ -103,5 +112,8 @@ __all__ = [
     "prefill",
     "prefill_all",
     "release",
+    "right_padded",
+    "sample",
+    "split_padded",
     "token_logprobs",
 ]

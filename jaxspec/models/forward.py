@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -21,7 +20,7 @@ from jaxspec.models.linear import Linear
 from jaxspec.models.mixers import Attention
 from jaxspec.models.nodes import map_nodes
 from jaxspec.parallel import WHOLE, axes_size, check_divides, mesh_layout, named_shardings
-from jaxspec.parallel.array_checks import Integers, Problems, known
+from jaxspec.parallel.array_checks import Integers, checked_texts
 from jaxspec.parallel.pytree import array_text
 
 
@@ -77,7 +76,12 @@ def hidden_states(
     tokens outside of the vocabulary or lengths out of range, a target of another mesh, rows that
     cannot be split over the data axis, and a part of a pipeline.
     """
-    ids = within(lengths, checked_tokens(target, tokens, lengths))
+    if not isinstance(target, Decoder):
+        kind = type(target).__name__
+        raise ValueError(f"target must be a Decoder, as jaxspec.load(...).target is, not {kind}")
+    ids, lens = checked_texts(target.config.vocab_size, tokens=tokens, lengths=lengths)
+    target.config.check_length(ids.shape[1])
+    ids = within(lens, ids)
     _checked_mesh(target, mesh, len(ids))
     whole = map_nodes(_whole(target, mesh), _with_tied_heads, Attention)
     hidden = of_whole_sequences(whole, _split(ids, mesh, "batch", "length"), remat=remat)
@@ -119,33 +123,6 @@ def within(lengths: Integers | None, values: Array) -> Array:
         return values
     inside = jnp.arange(values.shape[1]) < jnp.asarray(lengths)[:, None]
     return jnp.where(inside.reshape(*inside.shape, *(1,) * (values.ndim - 2)), values, 0)
-
-
-def checked_tokens(target: Decoder, tokens: Integers, lengths: Integers | None) -> Array:
-    """Tokens as int32 [B, T]. Raises ValueError as ``hidden_states`` does."""
-    if not isinstance(target, Decoder):
-        kind = type(target).__name__
-        raise ValueError(f"target must be a Decoder, as jaxspec.load(...).target is, not {kind}")
-    problems, vocab = Problems(), target.config.vocab_size
-    ids = problems.integers("tokens", tokens, "[B, T]")
-    lens = None if lengths is None else problems.integers("lengths", lengths, "[B]")
-    problems.tell()
-    rows, columns = ids.shape
-    if columns < 1:
-        raise ValueError("tokens has no columns: give at least one token of each row")
-    target.config.check_length(columns)
-    inside: Any = True
-    if lens is not None:
-        if len(lens) != rows:
-            raise ValueError(f"lengths has {len(lens)} entries for {rows} rows of tokens")
-        rule = f"it must be 0 to {columns}, the columns of tokens"
-        problems.within("lengths", lens, lambda x: (x >= 0) & (x <= columns), rule)
-        values = known(lens)
-        inside = False if values is None else np.arange(columns) < values[:, None]
-    rule = f"token ids are 0 to {vocab - 1}"
-    problems.within("tokens", ids, lambda x: (x >= 0) & (x < vocab) | ~np.bool_(inside), rule)
-    problems.tell()
-    return jnp.asarray(ids, jnp.int32)
 
 
 def _checked_mesh(target: Decoder, mesh: Mesh | None, num_rows: int) -> None:

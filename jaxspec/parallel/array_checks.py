@@ -104,3 +104,36 @@ def integers(name: str, value: Integers, shape: str) -> Array | np.ndarray:
 def as_int32(name: str, value: Integers, shape: str) -> Array:
     """The same as int32, on the device."""
     return jnp.asarray(integers(name, value, shape), jnp.int32)
+
+
+def checked_texts(
+    vocab_size: int, least: int = 0, /, lengths: Integers | None = None, **texts: Integers
+) -> tuple[Array, Array | None]:
+    """Texts [B, T] and their lengths [B], or None, as int32.
+
+    Args:
+      texts: one array by its name.
+      least: the smallest length.
+
+    Raises ValueError for other shapes and dtypes, for texts without rows or columns, and for known
+    lengths out of range, and tokens within them outside of the vocabulary.
+    """
+    (name, given), problems = *texts.items(), Problems()
+    ids = problems.integers(name, given, "[B, T]")
+    lens = None if lengths is None else problems.integers("lengths", lengths, "[B]")
+    problems.tell()
+    rows, columns = ids.shape
+    if min(rows, columns) < 1:
+        raise ValueError(f"{name} has shape {[rows, columns]}: give a row, and a token of each")
+    inside: Any = True
+    if lens is not None:
+        if len(lens) != rows:
+            raise ValueError(f"lengths has {len(lens)} entries for {rows} rows of {name}")
+        rule = f"it must be {least} to {columns}, the columns of {name}"
+        problems.within("lengths", lens, lambda x: (x >= least) & (x <= columns), rule)
+        values = known(lens)
+        inside = np.False_ if values is None else np.arange(columns) < values[:, None]
+    rule = f"token ids are 0 to {vocab_size - 1}"
+    problems.within(name, ids, lambda x: (x >= 0) & (x < vocab_size) | np.logical_not(inside), rule)
+    problems.tell()
+    return jnp.asarray(ids, jnp.int32), None if lens is None else jnp.asarray(lens, jnp.int32)

@@ -24,6 +24,7 @@ Each function may be jitted with its state donated.
 from jaxspec.decoding.functional.admission import admit
 from jaxspec.decoding.functional.constrained import draft, verify_drafts
 from jaxspec.decoding.functional.decode import catch_up, decode
+from jaxspec.decoding.functional.padded import PaddedSamples, right_padded, split_padded
 from jaxspec.decoding.functional.pages import (
     SavedRow,
     copy_pages,
@@ -45,11 +46,14 @@ from jaxspec.decoding.functional.rows import (
     resume,
     set_controls,
 )
+from jaxspec.decoding.functional.sample import Samples, sample
 from jaxspec.decoding.functional.verify_prefix import verify_prefix
 from jaxspec.decoding.functional.whole_prompts import prefill_all
 
 __all__ = [
     "EngineParams",
+    "PaddedSamples",
+    "Samples",
     "SavedRow",
     "admit",
     "assign_pages",
@@ -68,8 +72,11 @@ __all__ = [
     "remember",
     "restore_row",
     "resume",
+    "right_padded",
+    "sample",
     "save_row",
     "set_controls",
+    "split_padded",
     "take_states",
     "verify_drafts",
     "verify_prefix",
