@@ -133,6 +133,10 @@ def full(sampling: SamplingParams) -> SamplingParams:
     return dataclasses.replace(sampling, logprobs=1, repetition_penalty=1.2, prompt_logprobs=0)
 
 
+def policy(sampling: SamplingParams) -> SamplingParams:
+    return dataclasses.replace(sampling, logprobs=0, policy_logprobs=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "options"),
@@ -143,7 +147,7 @@ def full(sampling: SamplingParams) -> SamplingParams:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("change", [dataclasses.replace, full])
+@pytest.mark.parametrize("change", [dataclasses.replace, full, policy])
 def test_repair_in_every_state(drafter: str, options: dict[str, Any], change: Any) -> None:
     own = new_engine(drafter, **options)
     old, new = own.params.target, noisy(own.params.target, 0.003)
@@ -161,6 +165,8 @@ def test_repair_in_every_state(drafter: str, options: dict[str, Any], change: An
         kept += sum(each.kept_tokens for each in generations)
         preemptions += sum(own.scheduler.preemptions.values())
         for each in generations:
+            scores = each.policy_logprobs
+            assert scores is None or len(scores) == len(each.token_ids)
             assert each.logprobs is None or len(each.logprobs) == len(each.token_ids)
             assert each.prompt_logprobs is None or len(each.prompt_logprobs) == len(each.prompt)
     assert kept > 50

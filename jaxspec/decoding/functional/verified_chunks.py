@@ -22,6 +22,7 @@ from jaxspec.decoding.sampling import (
     Logprobs,
     control_logits,
     perturb,
+    policy_logprobs,
     process_logits,
     token_logprobs,
     vocab_ids,
@@ -86,6 +87,7 @@ class _Judged(NamedTuple):
     tokens: Array  # int32 [B, T]
     finite: Array  # bool [B, T], what they are drawn from
     logprobs: Logprobs | None  # [B, T] each
+    policy_logprobs: Array | None  # float32 [B, T]
 
 
 def _verify(
@@ -222,10 +224,13 @@ def _target_tokens(
     processed = process_logits(logits, rows.sampling, layout, greedy=greedy, kernels=kernels)
     ids, place = vocab_ids(raw.shape[-1], layout), before[:, None] + 1 + index
     noisy = perturb(processed, rows.sampling, place, ids, greedy=greedy)
-    tokens, logprobs = collectives.argmax(noisy, layout), None
+    tokens, logprobs, of_policy = collectives.argmax(noisy, layout), None, None
     if options.logprobs:
         logprobs = token_logprobs(raw, tokens, options.top_logprobs, layout, kernels)
-    return _Judged(tokens, collectives.all_finite(logits, layout), logprobs)
+    if options.policy_logprobs:
+        how = {"greedy": greedy, "kernels": kernels}
+        of_policy = policy_logprobs(raw, tokens, rows.sampling, layout, **how)
+    return _Judged(tokens, collectives.all_finite(logits, layout), logprobs, of_policy)
 
 
 def _paths(tokens: Array, before: Array, size: int) -> Array:
@@ -285,9 +290,9 @@ def _emitted(
     is_bonus = sampled & ((after.context_lens >= rows.prompt_lens) | (old != root))
     end = jnp.minimum(rows.context_lens + counts + 1, rows.prompt_lens)
     drafted = jnp.maximum(end - jnp.maximum(rows.context_lens + 1, given), 0)
-    logprobs, top_tokens, top_logprobs = jax.tree.map(
-        from_start, judged.logprobs or (None, None, None)
-    )
+    raw = judged.logprobs or (None, None, None)
+    scores = jax.tree.map(from_start, (*raw, judged.policy_logprobs))
+    logprobs, top_tokens, top_logprobs, of_policy = scores
     return Emitted(
         num_rounds=jnp.int32(0),  # no tree was verified
         tokens=from_start(judged.tokens),
@@ -297,6 +302,7 @@ def _emitted(
         status=after.status,
         ending=after.ending,
         logprobs=logprobs,
+        policy_logprobs=of_policy,
         hidden=None,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,

@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
+from jaxspec.decoding.functional.checks import (
+    check_order,
+    check_policy,
+    check_sizes,
+    check_state,
+)
 from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.rows import held_slots
 from jaxspec.decoding.functional.subset import listed_rows, local_rows, put_rows, take_rows
@@ -29,6 +34,7 @@ def verify_prefix(
     controls: bool = False,
     logprobs: bool = False,
     top_logprobs: int = 0,
+    policy_logprobs: bool = False,
     order_invariant: bool = False,
 ) -> tuple[EngineState, Emitted]:
     """Read the prompts of some rows, and after each a text that it may continue with.
@@ -49,7 +55,8 @@ def verify_prefix(
         the vocabulary, before the last token that the row may have, and where its pages end.
       draft_lens: integers [B], 0 to N.
       width: tokens per row that are read at a time.
-      columns, greedy, controls, logprobs, top_logprobs, order_invariant: see prefill.
+      columns, greedy, controls, logprobs, top_logprobs, policy_logprobs, order_invariant: see
+        prefill; log-probabilities are of all tokens that were emitted.
 
     Returns the state, and what the B rows emitted: ``tokens`` int32 [1, B, N + 1], of which the
     first ``counts`` [1, B] are the text so far. ``accepted`` [1, B] are the drafted tokens that
@@ -62,6 +69,7 @@ def verify_prefix(
     """
     check_state(params, state, controls=controls)
     check_sizes(width=width, columns=columns)
+    check_policy(policy_logprobs, controls=controls)
     if params.speculation.acceptance != "match":
         raise ValueError('verifying old texts needs the acceptance rule "match"')
     listed = listed_rows(params, state, rows)
@@ -75,6 +83,7 @@ def verify_prefix(
         controls=controls,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        policy_logprobs=policy_logprobs,
         width=min(width, state.rows.tokens.shape[1]),
         order_invariant=order_invariant,
     )
@@ -176,7 +185,9 @@ def _read_all(
     return state, emitted
 
 
-PER_TOKEN = ("tokens", "logprobs", "top_tokens", "top_logprobs")  # [1, B, A, ...]
+PER_TOKEN = (  # [1, B, A, ...]
+    *("tokens", "logprobs", "top_tokens", "top_logprobs", "policy_logprobs"),
+)
 
 
 def _empty(like: Emitted, size: int) -> Emitted:

@@ -44,7 +44,7 @@ SAMPLING = make_sampling(
 PENALTIES = make_controls(
     ROWS, 96, repetition_penalty=np.array([1, 1.3, 1, 1]), presence_penalty=0.5
 )
-CHOICES = ("width", "greedy", "controls", "logprobs", "top_logprobs")
+CHOICES = ("width", "greedy", "controls", "logprobs", "top_logprobs", "policy_logprobs")
 
 admit = new_jit(functional.admit)
 prefill_all, verify = (
@@ -107,13 +107,17 @@ def read_with(
 ) -> tuple[EngineState, Any]:
     lens = np.array([len(draft) for draft in drafts], np.int32)
     table = padded([np.array(draft, np.int32) for draft in drafts], NEW)
-    controls = "controls" in options
-    return verify(params, state, None, table, lens, width=width, logprobs=True, controls=controls)
+    return verify(params, state, None, table, lens, width=width, **scores(options))
 
 
 def decoded(params: EngineParams, state: EngineState, **options: Any) -> tuple[EngineState, Any]:
+    return decode(params, state, NEW, max_rounds=NEW, **scores(options))
+
+
+def scores(options: dict[str, Any]) -> dict[str, bool]:
+    """Options of programs for rows that were admitted with ``options``."""
     controls = "controls" in options
-    return decode(params, state, NEW, max_rounds=NEW, logprobs=True, controls=controls)
+    return {"controls": controls, "logprobs": True, "policy_logprobs": not controls}
 
 
 def agreeing(draft: list[int], text: list[int]) -> int:
@@ -158,24 +162,18 @@ def plain_eagle3() -> tuple[list[list[int]], list[Any]]:
 
 
 def test_texts_equal_those_without_a_draft() -> None:
-    params, (expected, scores) = params_of("eagle3"), plain_eagle3()
-    state, first = prefill_all(params, admitted(params), None, width=8, logprobs=True)
+    params, (expected, [first, rest]) = params_of("eagle3"), plain_eagle3()
+    state, other = prefill_all(params, admitted(params), None, width=8, **scores({}))
     assert texts(decoded(params, state)[0]) == expected  # without verify_prefix
-    np.testing.assert_array_equal(first.tokens, scores[0].tokens[:, :, :1])
+    np.testing.assert_array_equal(other.tokens, first.tokens[:, :, :1])
     emitted = assert_same(params, edited(expected), expected)
     assert np.asarray(emitted.drafted)[0].tolist() == [23, 16, 0, 3]  # to the end of its chunk
-    first, rest = scores
     for row, count in enumerate(np.asarray(emitted.counts)[0]):
         made = np.arange(4) < np.asarray(rest.counts)[:, row, None]
-        later = np.asarray(rest.logprobs)[:, row][made]
-        got = np.asarray(emitted.logprobs)[0, row, :count]
-        np.testing.assert_allclose(got, [first.logprobs[0, row, 0], *later][:count], atol=2e-5)
-
-
-def test_a_recurrent_state_forgets_what_was_not_kept() -> None:
-    params = params_of("recurrent")
-    expected, _ = plain(params)
-    assert_same(params, edited(expected), expected)
+        for name in ("logprobs", "policy_logprobs"):
+            before, later, got = (np.asarray(getattr(x, name)) for x in (first, rest, emitted))
+            wanted = [before[0, row, 0], *later[:, row][made]]
+            np.testing.assert_allclose(got[0, row, :count], wanted[:count], atol=2e-5)
 
 
 def test_the_drafter_goes_on_as_after_a_prompt() -> None:
@@ -192,7 +190,7 @@ def test_the_drafter_goes_on_as_after_a_prompt() -> None:
     other = admit(
         params, other, np.arange(ROWS), table, lens, sampling=SAMPLING, max_lens=LENS + NEW
     )
-    other, _ = prefill_all(params, other, None, width=8, logprobs=True)
+    other, _ = prefill_all(params, other, None, width=8, **scores({}))
     (state, got), (other, wanted) = decoded(params, state), decoded(params, other)
     assert texts(state) == texts(other) == expected
     np.testing.assert_array_equal(got.accepted[:, 1:], wanted.accepted[:, 1:])
@@ -223,7 +221,7 @@ def test_stop_tokens_and_limits_end_a_draft() -> None:
 def test_only_pages_of_the_row_and_past_the_cached_ones_are_written() -> None:
     """Rows of which the first pages hold their prompts, and that have pages for a short draft."""
     params, (expected, _) = params_of("eagle3"), plain_eagle3()
-    state, _ = prefill_all(params, admitted(params), None, width=8, logprobs=True)
+    state, _ = prefill_all(params, admitted(params), None, width=8, **scores({}))
     before, table = np.asarray(state.rows.page_table), np.asarray(state.rows.page_table).copy()
     state = functional.release(params, state, np.arange(ROWS))
     cached, held = LENS // PAGE * PAGE, LENS // PAGE + 2  # pages: a few tokens of the draft fit
