@@ -122,6 +122,7 @@ class AsyncEngine:
         *,
         timeout: float | None = None,
         streams: bool = True,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of several requests, as they come; all are queued, or none (see Engine.add_all).
 
@@ -131,11 +132,14 @@ class AsyncEngine:
 
         Args:
           streams: False: chunks may be taken back, see Chunk.restarts.
+          drafts: see Engine.add_all.
         """
         stream = _Stream(asyncio.get_running_loop())
 
         def add(engine: Engine) -> None:
-            added = engine.add_all(prompts, sampling, timeout=timeout, streams=streams)
+            added = engine.add_all(
+                prompts, sampling, timeout=timeout, streams=streams, drafts=drafts
+            )
             stream.requests = [
                 _Request(generation, stream, index) for index, generation in enumerate(added)
             ]

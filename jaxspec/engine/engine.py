@@ -356,7 +356,7 @@ class Engine:
             ``finish``: they end first. ``restart``: they go back; but those that stream (see add)
             end first, and the others wait for them: what was shown stays as it is. ``repair``: the
             same with what they had as a draft, which is verified in wide passes (``add``); requests
-            that cannot have one are restarted: see docs/rl.md.
+            that cannot have one are restarted (docs/rl.md).
 
         Raises ValueError for other shapes, a version that is no integer, and an unknown
         ``in_flight``; RuntimeError for ``refuse`` while requests are under way.

@@ -144,6 +144,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         progress: bool = False,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), in order.
 
@@ -152,10 +153,12 @@ class LLM:
 
         Args:
           progress: show a progress bar with tokens/s and acceptance on stderr.
+          drafts: token ids of an old text for each sample of each prompt in turn, or () for none:
+            see Engine.add.
 
-        Raises ValueError for a bad prompt or sampling value.
+        Raises ValueError for a bad prompt or sampling value, and for drafts that cannot be used.
         """
-        texts = self._add(prompts, sampling, streams=False)
+        texts = self._add(prompts, sampling, streams=False, drafts=drafts)
         with_stop = [text for text in texts if text.generation.sampling.stop]
         bar = progress_bar([text.generation for text in texts]) if progress else nullcontext()
         try:
@@ -343,11 +346,12 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams],
         streams: bool,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> list[GrowingText]:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         self._text.check_stops(any(each.stop for each in params))
-        added = self.engine.add_all(tokens, params, streams=streams)
+        added = self.engine.add_all(tokens, params, streams=streams, drafts=drafts)
         return [self.growing_text(generation) for generation in added]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:

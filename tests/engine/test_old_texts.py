@@ -187,7 +187,7 @@ def test_repair_of_recurrent_rows_with_snapshots() -> None:
         own.use_target(new, in_flight="repair")
         own.finish(generations)
         assert [each.token_ids for each in generations] == expected
-    assert sum(each.kept_tokens for each in generations) > 30
+    assert sum(each.kept_tokens for each in generations) > 10
 
 
 @pytest.mark.slow
