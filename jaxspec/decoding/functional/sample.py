@@ -14,11 +14,12 @@ from jaxspec.decoding.functional.decode import decode
 from jaxspec.decoding.functional.params import EngineParams
 from jaxspec.decoding.functional.rows import init_state
 from jaxspec.decoding.functional.shared_prompts import shared_pages
+from jaxspec.decoding.functional.verify_prefix import verify_prefix
 from jaxspec.decoding.functional.whole_prompts import prefill_all
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.parallel import check_divides
-from jaxspec.parallel.array_checks import Integers, as_array, checked_texts
+from jaxspec.parallel.array_checks import Integers, Problems, as_array, checked_texts, integers
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 PAGE_SIZE = 16
@@ -64,6 +65,8 @@ def sample(
     num_samples: int = 1,
     new_tokens: int,
     stop_token_ids: Integers = (),
+    drafts: Integers | None = None,
+    draft_lens: Integers | None = None,
 ) -> Samples:
     """Samples of prompts, to their ends: a pure function, for ``jit``, ``scan`` and ``vmap``.
 
@@ -82,6 +85,9 @@ def sample(
       num_samples: S, of each prompt.
       new_tokens: most tokens to generate of each.
       stop_token_ids: ids that end a text: see admit. By default none does.
+      drafts: integers [B, S, N], for each sample an old text without its prompt, of which the first
+        ``draft_lens`` [B, S] are read and kept as far as the target writes the same (see
+        verify_prefix): the samples do not depend on it. Give both or neither.
 
     Memory is allocated in the call, and free after it. On a mesh the prompts are split over its
     data axis.
@@ -126,12 +132,15 @@ def sample(
         stop_token_ids=stops,
         cached_lens=pages.cached_lens,
     )
-    state, calls = _generated(params, state, sizes)
+    state, calls = _generated(params, state, sizes, _drafts_of(drafts, draft_lens, batch, sizes))
     return _samples(state, calls, sampling.seeds, sizes)
 
 
 def _generated(
-    params: EngineParams, state: EngineState, sizes: tuple[int, int, int]
+    params: EngineParams,
+    state: EngineState,
+    sizes: tuple[int, int, int],
+    drafts: tuple[Array, Array] | None,
 ) -> tuple[EngineState, list[tuple[np.ndarray, Emitted]]]:
     """The state at the end of all rows, and what each call emitted, with its rows [n]."""
     columns, samples, new = sizes
@@ -144,13 +153,43 @@ def _generated(
     calls = list[tuple[np.ndarray, Emitted]]()
     ask: dict[str, Any] = {"logprobs": True, "policy_logprobs": True}
     for listed, width in reads:
-        width = min(width, MOST_READ)
-        state, emitted = prefill_all(params, state, listed, width=width, **ask)
+        if drafts is None:
+            width = min(width, MOST_READ)
+            state, emitted = prefill_all(params, state, listed, width=width, **ask)
+        else:
+            tokens, lens = (x[listed] for x in drafts)
+            width = min(width + tokens.shape[1], MOST_READ)
+            state, emitted = verify_prefix(params, state, listed, tokens, lens, width=width, **ask)
         calls.append((listed, emitted))
     if new > 1:
         state, emitted = decode(params, state, new - 1, **ask)
         calls.append((rows, emitted))
     return state, calls
+
+
+def _drafts_of(
+    drafts: Integers | None, lens: Integers | None, batch: int, sizes: tuple[int, int, int]
+) -> tuple[Array, Array] | None:
+    """Drafts [B * S, N] and their lengths [B * S], cut to the new tokens. Raises ValueError for
+    other shapes and dtypes."""
+    if drafts is None and lens is None:
+        return None
+    if drafts is None or lens is None:
+        raise ValueError("give drafts and draft_lens together, or neither")
+    _, samples, new = sizes
+    tokens, lens = integers("drafts", drafts, "[B, S, N]"), integers("draft_lens", lens, "[B, S]")
+    if (*tokens.shape[:2], *lens.shape) != (batch, samples) * 2:
+        raise ValueError(
+            f"drafts and draft_lens have shapes {list(tokens.shape)} and {list(lens.shape)} for "
+            f"{batch} prompts of {samples} samples: give [{batch}, {samples}, N] and "
+            f"[{batch}, {samples}]"
+        )
+    problems = Problems()
+    most = tokens.shape[2]
+    problems.within("draft_lens", lens, lambda x: (x >= 0) & (x <= most), f"drafts have {most}")
+    problems.tell()
+    tokens = jnp.asarray(tokens).reshape(batch * samples, most)[:, :new]
+    return tokens, jnp.minimum(jnp.asarray(lens).reshape(-1), tokens.shape[1])
 
 
 def _samples(

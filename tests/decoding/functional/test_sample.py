@@ -179,3 +179,41 @@ def test_what_does_not_fit_is_told():
         split_padded(samples_of(), -1)
     with pytest.raises(ValueError, match=r"must both be \[B, T\], got \[2, 33\] and \[2\]"):
         right_padded(prompts, LENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle3", "none"])
+def test_drafts_change_nothing_but_the_rounds(drafter: str):
+    expected = jax.tree.map(lambda x: x[0], samples_of())
+    drafts, lens = np.zeros((2, SAMPLES, NEW), np.int32), np.zeros((2, SAMPLES), np.int32)
+    for place in np.ndindex(2, SAMPLES):
+        text = expected.tokens[place][expected.mask[place]]
+        drafts[place][: len(text)], lens[place] = text, len(text)
+    drafts[0, 1, 4] += 1  # of this sample a part is kept
+    lens[1, 2] = 0  # and of this one nothing
+    rules = make_sampling(2 * SAMPLES, seeds=expected.seeds.reshape(-1), **POLICY)
+
+    @jit
+    def again(params: EngineParams, drafts: Array, lens: Array) -> Samples:
+        how: dict[str, Any] = {"num_samples": SAMPLES, "new_tokens": NEW, "stop_token_ids": STOPS}
+        prompts = padded(PROMPTS, 33)
+        return sample(params, prompts, LENS, rules, drafts=drafts, draft_lens=lens, **how)
+
+    found = jax.device_get(again(make_params(drafter, CHAIN), drafts, lens))
+    for name in ("tokens", "mask", "lengths", "seeds", "ending", "prompt_lens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    for name in ("logprobs", "policy_logprobs"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-4)
+    assert found.rounds[0, 0] == 0 and found.rounds[1, 2] >= expected.rounds[1, 2] > 0
+
+
+def test_bad_drafts_are_refused():
+    params, rules = make_params("none", CHAIN), make_sampling(2)
+    for drafts, lens, message in (
+        ([[[1]], [[1]]], None, "give drafts and draft_lens together, or neither"),
+        ([[[1]]], [[1]], "for 2 prompts of 1 samples"),
+        ([[[1]], [[1]]], [[1], [2]], "is 2: drafts have 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prompts = padded(PROMPTS, 33)
+            sample(params, prompts, LENS, rules, new_tokens=3, drafts=drafts, draft_lens=lens)
