@@ -34,6 +34,7 @@ LAYERS = (
     "jaxspec.engine",
     "jaxspec.llm",
     "jaxspec",  # the package's own __init__.py: the public names
+    "jaxspec.integrations",
     "jaxspec.evaluation",
     "jaxspec.training",
     "jaxspec.serving",
@@ -61,7 +62,7 @@ KERNEL_CALLERS = {"jaxspec.models.forward_pass", "jaxspec.models.attention"}
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = (
     *("jaxspec.engine.programs", "jaxspec.training", "jaxspec.evaluation.benchmarks"),
-    "jaxspec.quantize",
+    *("jaxspec.quantize", "jaxspec.integrations"),
 )
 
 MAX_LINES = 400
@@ -298,7 +299,8 @@ def test_ci_runs_the_command_of_the_readme():
 
 
 def test_importing_jaxspec_does_not_import_torch():
-    modules = [m for m in map(module_name, JAXSPEC_SOURCES) if layer_of(m) != "jaxspec.training"]
+    others = ("jaxspec.training", "jaxspec.integrations")  # the latter need libraries of others
+    modules = [m for m in map(module_name, JAXSPEC_SOURCES) if layer_of(m) not in others]
     result = run_python(
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"

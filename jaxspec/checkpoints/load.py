@@ -55,8 +55,9 @@ def load(options: LoadOptions) -> EngineParams:
     return load_params(options)
 
 
-def load_params(options: LoadOptions) -> EngineParams:
-    """The parameters of an engine; see ``load``."""
+def load_params(options: LoadOptions, config: ModelConfig | None = None) -> EngineParams:
+    """The parameters of an engine; see ``load``. ``config``: of the target, if it is not the one of
+    its directory."""
     if isinstance(options.drafter, str | Path):
         check_name(options.drafter)
     else:
@@ -75,7 +76,7 @@ def load_params(options: LoadOptions) -> EngineParams:
     kernels = Kernels.parse(options.kernels, device, devices_of_model(meshes[0]))
     dtype = resolve_dtype(options.dtype)
     directory = resolve_directory(options.model)
-    config = load_model_config(directory)
+    config = load_model_config(directory) if config is None else config
     config.check_tree_depth(speculation.max_depth)
     if options.drafter == "none":
         speculation = speculation.with_shape(PLAIN)

@@ -1,6 +1,7 @@
 """The Python examples of README.md and docs/ run as they stand, page by page.
 
-docs/extending.md has a test of its own, test_extending.py.
+docs/extending.md has a test of its own, test_extending.py, and so has docs/integrations.md, whose
+example needs Tunix: tests/integrations/test_tunix_package.py.
 """
 
 import re
@@ -43,7 +44,8 @@ PAGES = [
     "examples/lm_eval/README.md",
 ]
 WITH_EXAMPLES = {
-    "README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md"
+    "README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md",
+    "docs/integrations.md",
 }  # fmt: skip
 
 

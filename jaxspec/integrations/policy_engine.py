@@ -1,0 +1,122 @@
+"""An engine that speaks for a policy in training: ids in, ids and log-probabilities out.
+
+It knows no trainer's library. What a trainer gives is an nnx.State, or a part of one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxspec.checkpoints.flax_bridge import target_from_flax
+from jaxspec.checkpoints.load import load_params
+from jaxspec.checkpoints.safetensors_io import placements
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.token_logprobs import token_logprobs
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import Generation
+from jaxspec.engine.programs.sizes import Kind
+from jaxspec.integrations.rollout_options import RolloutOptions
+from jaxspec.llm.request_length import request_length
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.parallel import Shards, mesh_layout
+
+
+class PolicyEngine:
+    """An engine whose weights follow those of an actor.
+
+    Args:
+      state: of the actor. Its arrays are copied, so a trainer may donate them.
+      options: with ``dtype``, ``mesh`` and ``max_length``; see RolloutOptions.for_actor.
+
+    Attributes:
+      engine: which generates. Its ``version`` is 0 at first, one more each time the weights change.
+
+    Raises ValueError for a state that does not fit the model, and as LLM does.
+    """
+
+    def __init__(self, state: nnx.State, options: RolloutOptions):
+        self._names, self._warms_up = options.names, options.warm_up
+        self._ready: set[Kind] = set()
+        config, mesh = options.model_config(), options.mesh
+        shards = Shards.over(mesh, mesh_layout(mesh))
+        self._shapes = decoder_shapes(config, jnp.dtype(options.dtype), shards)
+        self._places = placements(self._shapes, mesh)
+        self._convert = jax.jit(self._converted)
+        logprobs = functools.partial(masked_logprobs, mesh=mesh)
+        self._masked_logprobs = jax.jit(logprobs, static_argnames="temperature")
+        params = load_params(dataclasses.replace(options, target=self._target(state)), config)
+        length = request_length(options, params)
+        cache = CacheConfig(options.page_size, length, options.num_pages, options.kv_memory)
+        self.engine = Engine(params, cache, options.engine)
+
+    def _converted(self, state: nnx.State) -> Decoder:
+        """The actor as a target. It is copied, as jit may hand through an array of the actor's."""
+        return jax.tree.map(jnp.copy, target_from_flax(self._shapes, state, self._names))
+
+    def _target(self, state: nnx.State) -> Decoder:
+        """The same on the devices of the engine."""
+        return jax.device_put(self._convert(state), self._places)
+
+    def use(self, state: nnx.State) -> None:
+        """From the next call on, generate with these weights of the actor.
+
+        They are copied on the devices, nothing passes through the host, and nothing is compiled
+        after the first time.
+        """
+        self.engine.use_target(self._target(state))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """The finished generations of these requests. Equal prompts share their pages.
+
+        Raises ValueError for requests that could not run, and RuntimeError if one fails.
+        """
+        engine = self.engine
+        engine.check(prompts, sampling)
+        self._warm_up(len(prompts), sampling[0])
+        groups: dict[tuple[int, ...], str] = {}
+        generations = [
+            engine.add(prompt, each, group=groups.setdefault(tuple(prompt), f"prompt {row}"))
+            for row, (prompt, each) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+        engine.finish(generations)
+        for row, generation in enumerate(generations):
+            if generation.error is not None:
+                raise RuntimeError(f"row {row} of the rollouts has failed: {generation.error}")
+        return generations
+
+    def logprobs(self, tokens: np.ndarray, seen: np.ndarray, temperature: float) -> np.ndarray:
+        """Log-probabilities of tokens under the weights in use: float32 [B, T], see
+        masked_logprobs."""
+        target = self.engine.params.target
+        return np.asarray(self._masked_logprobs(target, tokens, seen, temperature=temperature))
+
+    def _warm_up(self, rows: int, sampling: SamplingParams) -> None:
+        """Compile what calls of this kind need; rows that are left run in the same programs."""
+        kind = Kind.of(sampling)
+        if self._warms_up and kind not in self._ready:
+            self.engine.warm_up([sampling], rows=[rows])
+            self._ready.add(kind)
+
+
+def masked_logprobs(
+    target: Decoder, tokens: Array, seen: Array, *, temperature: float, mesh: Mesh | None = None
+) -> Array:
+    """Log-probabilities of tokens [B, T] after those before them that are ``seen`` (bool [B, T]),
+    of log_softmax(logits / temperature): float32 [B, T], 0 for each row's first and for those that
+    are not seen."""
+    first = jnp.argsort(~seen, axis=1, stable=True)  # those that are seen, in their order
+    packed = jnp.take_along_axis(tokens, first, axis=1)
+    lengths = seen.sum(axis=1)
+    found = token_logprobs(target, packed, lengths, temperature=temperature, mesh=mesh)
+    places = jnp.maximum(jnp.cumsum(seen, axis=1) - 1, 0)
+    return jnp.where(seen, jnp.take_along_axis(found, places, axis=1), 0.0)
