@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench kernels": "time every kernel and its jnp reference",
         "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",
         "bench repair": "change weights while rollouts run: repair them, or restart them",
+        "bench rollouts": "time rollouts of reinforcement learning, plain and speculative",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
         "bench together": "compare many requests together with plain decoding, and one at a time",
         "compare-runs": "set the figures of benchmarks side by side, of any devices",

@@ -1,7 +1,7 @@
 """Online training of a draft head on the completions of the LLM that it serves."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +60,15 @@ class HeadAdapter:
 
         Returns the loss and the accuracy of the first unrolled step, as means over the steps.
         """
-        for completion in completions:
-            prompt, ids = completion.prompt_token_ids, completion.token_ids
-            self._rows.append((len(prompt), (prompt + ids)[: self._length]))
+        rows = [(each.prompt_token_ids, each.token_ids) for each in completions]
+        return self.learn_ids(rows, steps)
+
+    def learn_ids(
+        self, rows: Iterable[tuple[Sequence[int], Sequence[int]]], steps: int
+    ) -> dict[str, float]:
+        """The same as learn, from the token ids of prompts and of what the LLM wrote."""
+        for prompt, ids in rows:
+            self._rows.append((len(prompt), [*prompt, *ids][: self._length]))
         if steps < 1 or not self._rows:
             raise ValueError("learning takes at least one step and one completion")
         batches = [self._batch() for _ in range(steps)]
