@@ -44,8 +44,8 @@ PAGES = [
     "examples/lm_eval/README.md",
 ]
 WITH_EXAMPLES = {
-    "README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md",
-    "docs/integrations.md",
+    *("README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md"),
+    *("docs/functional.md", "docs/integrations.md"),
 }  # fmt: skip
 
 
@@ -73,7 +73,10 @@ def test_no_page_is_left_out():
 
 @pytest.mark.parametrize(
     "page",
-    ["docs/exactness.md", *map(slow, ("README.md", "docs/training.md", "docs/serving.md"))],
+    [
+        "docs/exactness.md",
+        *map(slow, ("README.md", "docs/functional.md", "docs/training.md", "docs/serving.md")),
+    ],
 )
 def test_examples_run(page: str):
     names: dict[str, Any] = {}

@@ -35,8 +35,8 @@ def prefill_all(
 
     Args:
       width: tokens per row that the program reads at a time; a prompt may be longer.
-      rows, columns, greedy, controls, logprobs, top_logprobs, hidden, order_invariant,
-        policy_logprobs: see prefill.
+      rows, columns, greedy, controls: see prefill.
+      logprobs, top_logprobs, policy_logprobs, hidden, order_invariant: see prefill.
 
     Returns the state, and what the B rows emitted, as prefill does: the first token of each prompt
     that has ended. ``num_rounds`` is 0. For the log-probabilities of the prompts' own tokens call
