@@ -45,7 +45,7 @@ PAGES = [
 ]
 WITH_EXAMPLES = {
     *("README.md", "docs/exactness.md", "docs/training.md", "docs/extending.md", "docs/serving.md"),
-    *("docs/functional.md", "docs/integrations.md"),
+    *("docs/functional.md", "docs/integrations.md", "docs/rl.md"),
 }  # fmt: skip
 
 
@@ -75,7 +75,8 @@ def test_no_page_is_left_out():
     "page",
     [
         "docs/exactness.md",
-        *map(slow, ("README.md", "docs/functional.md", "docs/training.md", "docs/serving.md")),
+        *map(slow, ("README.md", "docs/training.md", "docs/serving.md")),
+        *map(slow, ("docs/functional.md", "docs/rl.md")),
     ],
 )
 def test_examples_run(page: str):
