@@ -7,6 +7,8 @@ from jaxspec._lazy import lazy_names
 if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its module when asked for
     from jaxspec._version import __version__
     from jaxspec.checkpoints.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
+    from jaxspec.checkpoints.check_against import check_against
+    from jaxspec.checkpoints.from_nnx import Lora, from_nnx
     from jaxspec.checkpoints.load import load
     from jaxspec.config.cache import CacheConfig
     from jaxspec.config.engine import EngineConfig
@@ -61,6 +63,8 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.engine.generation": ("ErrorKind", "Generation"),
         "jaxspec.llm.llm": ("LLM",),
         "jaxspec.checkpoints.load": ("load",),
+        "jaxspec.checkpoints.check_against": ("check_against",),
+        "jaxspec.checkpoints.from_nnx": ("Lora", "from_nnx"),
         "jaxspec.decoding.sampling": ("make_controls", "make_sampling"),
         "jaxspec.llm.prompt_checks": ("check_prompts",),
         "jaxspec.models.forward": ("forward", "hidden_states"),
@@ -89,6 +93,7 @@ __all__ = [
     "EngineParams",
     "ErrorKind",
     "Generation",
+    "Lora",
     "ReasoningBudget",
     "Samples",
     "SamplingParams",
@@ -98,10 +103,12 @@ __all__ = [
     "TreeShape",
     "__version__",
     "admit",
+    "check_against",
     "check_prompts",
     "choose_shape",
     "decode",
     "forward",
+    "from_nnx",
     "group_seeds",
     "hidden_states",
     "init_state",

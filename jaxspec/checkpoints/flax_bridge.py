@@ -27,9 +27,11 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.quantized.kv_cache import has_float8_cache, with_scales_of, without_kv_scales
 from jaxspec.models.tensors import joining, splitting, tensor_shapes
+from jaxspec.parallel.moving import moved
 from jaxspec.parallel.placement import place_of
 
-ROW = re.compile(r"(.*)\[(\d+)\]")  # the path of an array that stacks several, and an index
+# The path of an array that stacks several, whole axes before the one of the stack, and an index.
+ROW = re.compile(r"(.*)\[((?::, ?)*)(\d+)\]")
 
 Shape = tuple[int, ...]
 Order = tuple[int, ...]  # a permutation of an array's axes, before it is reshaped
@@ -53,7 +55,8 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
         has flax's layout: [in, out], or with separate heads [in, heads, dim] and [heads, dim, out].
         Any other has the checkpoint's, [out, in], unless its path stands beside its axes:
         ``("layers.{i}.q.w", "in heads dim")``. See order_of_axes. ``kv.w[0]`` is the first of the
-        arrays that ``kv.w`` stacks along its first axis; of scanned layers ``q.kernel[{i}]``.
+        arrays that ``kv.w`` stacks along its first axis; of scanned layers ``q.kernel[{i}]``, or
+        ``q.kernel[:,{i}]`` where they are stacked along the second.
 
     Raises ValueError that lists missing and misshapen tensors, square matrices of which nothing
     states the layout, arrays that two tensors refer to, and arrays of the flax tree that none does.
@@ -102,20 +105,25 @@ def _check_scales(like: Any) -> None:
 
 def _in_place[T](like: T, new: T) -> T:
     def placed(old: Any, leaf: Array) -> Array:
-        return leaf if old.sharding is None else jax.device_put(leaf, place_of(old))
+        return leaf if old.sharding is None else moved(leaf, place_of(old))
 
     return jax.tree.map(placed, like, new)
 
 
 class _Row(NamedTuple):
-    """One of the arrays that another stacks along its first axis."""
+    """One of the arrays that another stacks along an axis."""
 
     stack: Array
     index: int
+    axis: int
 
     @property
     def shape(self) -> Shape:
-        return self.stack.shape[1:]
+        return self.stack.shape[: self.axis] + self.stack.shape[self.axis + 1 :]
+
+    @property
+    def array(self) -> Array:
+        return self.stack[(*(slice(None),) * self.axis, self.index)]
 
     @property
     def dtype(self) -> np.dtype:
@@ -134,7 +142,7 @@ class _Tensors(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         array, order, shape = self._sources[name]
         if isinstance(array, _Row):
-            array = array.stack[array.index]
+            array = array.array
         return array.transpose(order).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -148,7 +156,9 @@ def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tenso
     """Every tensor that the (array, Split) pairs are made of, from the flax tree."""
     tensors, problems = tensor_shapes(leaves), []
     named = {name: _path_of(name, names) for name in tensors}
-    arrays = _with_rows(_flat(params), [path for path, _ in named.values() if path is not None])
+    arrays = _with_rows(
+        flat_arrays(params), [path for path, _ in named.values() if path is not None]
+    )
     sources: dict[str, tuple[Array | _Row, Order, Shape]] = {}
     users: dict[str, str] = {}  # of a path
     cure = ""
@@ -186,12 +196,15 @@ def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tenso
 def _with_rows(arrays: Mapping[str, Array], paths: Iterable[str]) -> dict[str, Array | _Row]:
     """The arrays; those that a path gives an index of are replaced by their rows."""
     found = (ROW.fullmatch(path) for path in paths)
-    stacks = {match[1] for match in found if match is not None and match[1] in arrays}
-    stacks = {path for path in stacks if arrays[path].ndim > 1}
+    stacks = {(match[1], match[2]) for match in found if match is not None and match[1] in arrays}
     rows = {
-        f"{path}[{i}]": _Row(arrays[path], i) for path in stacks for i in range(len(arrays[path]))
+        f"{path}[{before}{i}]": _Row(arrays[path], i, axis)
+        for path, before in stacks
+        if arrays[path].ndim > (axis := before.count(":")) and arrays[path].ndim > 1
+        for i in range(arrays[path].shape[axis])
     }
-    return {path: array for path, array in arrays.items() if path not in stacks} | rows
+    split = {path.split("[")[0] for path in rows}
+    return {path: array for path, array in arrays.items() if path not in split} | rows
 
 
 def _described(shape: Shape) -> str:
@@ -219,7 +232,7 @@ def _stated(name: str, found: Any) -> tuple[str, str]:
     )
 
 
-def _flat(params: Any) -> dict[str, Array]:
+def flat_arrays(params: Any) -> dict[str, Array]:
     """The arrays of a flax tree by their dotted paths."""
     tree = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     if not isinstance(tree, Mapping):

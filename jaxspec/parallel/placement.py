@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.config.checks import first_of
 from jaxspec.parallel.memory_format import weight_place
+from jaxspec.parallel.moving import moved
 from jaxspec.parallel.pytree import array_text, is_static
 
 MOST_SHOWN = 4  # differences that an error lists
@@ -20,7 +21,8 @@ def committed(leaf: Any) -> jax.Array:
 
 
 def in_place_of(current: Any, new: Any) -> Any:
-    """``new`` where ``current`` lies, if their structure and shapes are the same.
+    """``new`` where ``current`` lies, if their structure and shapes are the same. Arrays that are on
+    devices move between them.
 
     Raises ValueError that names what differs.
     """
@@ -29,7 +31,7 @@ def in_place_of(current: Any, new: Any) -> Any:
             "the weights have other shapes or static fields than those in use: "
             f"{first_of(different, MOST_SHOWN)}; make a new engine with them instead"
         )
-    return jax.device_put(new, jax.tree.map(place_of, current))
+    return jax.tree.map(lambda leaf, old: moved(leaf, place_of(old)), new, current)
 
 
 def place_of(leaf: jax.Array) -> Any:
