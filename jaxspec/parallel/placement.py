@@ -21,8 +21,8 @@ def committed(leaf: Any) -> jax.Array:
 
 
 def in_place_of(current: Any, new: Any) -> Any:
-    """``new`` where ``current`` lies, if their structure and shapes are the same. Arrays that are on
-    devices move between them.
+    """``new`` where ``current`` lies, if their structure and shapes are the same. From devices it
+    does not pass through the host.
 
     Raises ValueError that names what differs.
     """

@@ -176,12 +176,12 @@ def state_of(tree: Tree) -> nnx.State:
     return nnx.State(traverse_util.unflatten_dict(keys))
 
 
-def check_equal(found: Decoder, expected: Decoder, **tolerance: float) -> None:
+def check_equal(found: Decoder, expected: Decoder, atol: float) -> None:
     assert found.config == expected.config
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     for one, other in pairs:
         assert one.shape == other.shape and one.dtype == other.dtype
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=0, **tolerance)
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=0, atol=atol)
 
 
 CASES: list[tuple[str, ModelConfig, Callable[[Tensors], Tree]]] = [
