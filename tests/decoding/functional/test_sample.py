@@ -209,11 +209,12 @@ def test_drafts_change_nothing_but_the_rounds(drafter: str):
 
 def test_bad_drafts_are_refused():
     params, rules = make_params("none", CHAIN), make_sampling(2)
-    for drafts, lens, message in (
+    cases: list[tuple[Any, Any, str]] = [
         ([[[1]], [[1]]], None, "give drafts and draft_lens together, or neither"),
         ([[[1]]], [[1]], "for 2 prompts of 1 samples"),
         ([[[1]], [[1]]], [[1], [2]], "is 2: drafts have 1"),
-    ):
+    ]
+    for drafts, lens, message in cases:
         with pytest.raises(ValueError, match=message):
             prompts = padded(PROMPTS, 33)
             sample(params, prompts, LENS, rules, new_tokens=3, drafts=drafts, draft_lens=lens)
