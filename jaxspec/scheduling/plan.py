@@ -184,6 +184,16 @@ class Flight(NamedTuple):
     most: int
     verifies: bool = False
 
+    def land(self) -> None:
+        """The calls are in flight no more."""
+        self.sequence.flights -= 1
+        self.sequence.least -= self.least
+        self.sequence.most -= self.most
+
+    def stood_still(self, result: "RowResult") -> bool:
+        """Whether nothing came, because its row had paused."""
+        return bool(self.least) and not result.tokens and not result.ended
+
 
 @dataclasses.dataclass
 class Plan:

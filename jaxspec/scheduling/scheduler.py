@@ -1,6 +1,5 @@
 """Which request does what next. Owns all rows and pages; the engine owns the arrays."""
 
-import dataclasses
 import heapq
 from bisect import insort
 from collections import deque
@@ -117,8 +116,6 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         limit = self.limits.most_tokens(len(request.prompt), request.max_tokens)
         sequence = Sequence(request, self._num_added, limit, list(request.prompt))
-        sequence.free = request.begins_free
-        sequence.set_draft(request.draft)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
         self._enqueue(sequence)
@@ -134,7 +131,7 @@ class Scheduler:
         """Let a request without calls in flight wait for its first row again, with this draft."""
         sequence.needs_drafter_catch_up = False
         self._end(sequence)
-        self._queue(dataclasses.replace(sequence.request, draft=draft))
+        self._queue(sequence.request.with_draft(draft))
 
     def forget_prefixes(self) -> None:
         """Find no page of what was read so far, once it ``is_quiet``."""
@@ -173,18 +170,14 @@ class Scheduler:
         deliveries = []
         for row, flight in self._take_flights(plan, by_row.values()).items():
             result, sequence = by_row.get(row, RowResult(row)), flight.sequence
-            sequence.flights -= 1
-            sequence.least -= flight.least
-            sequence.most -= flight.most
-            stood_still = flight.least and not result.tokens and not result.ended
-            if sequence.state is State.ENDED or stood_still:  # it had paused
+            flight.land()
+            if sequence.state is State.ENDED or flight.stood_still(result):
                 continue
             self._advance(flight, result)
             if flight.verifies and not result.ended:
                 sequence.verified(len(result.tokens), reads_on=result.reads_on)
             if result.pause is not None:
-                sequence.free = not result.pause
-                sequence.paused = sequence.has_row or bool(sequence.swapped)
+                sequence.pause(masked=result.pause)
             if not result.ended and flight.least:
                 self._rounds.observe(len(result.tokens), flight.least)
             if result.tokens or result.ended:
@@ -308,8 +301,7 @@ class Scheduler:
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
         running = [sequence for shard in self.shards for sequence in shard.running]
-        readers = [s for s in running if s.state is State.READING and s.most_to_read]
-        readers.sort(key=lambda sequence: sequence.order)
+        readers = sorted((s for s in running if s.most_to_read), key=lambda reader: reader.order)
         counts = self._shares.choose([sequence.most_to_read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:

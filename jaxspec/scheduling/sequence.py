@@ -41,6 +41,9 @@ class Request:
     draft: tuple[int, ...] = ()
     payload: object = None
 
+    def with_draft(self, draft: tuple[int, ...]) -> "Request":
+        return dataclasses.replace(self, draft=draft)
+
 
 class State(enum.Enum):
     WAITING = enum.auto()  # for a row: new, or preempted
@@ -108,6 +111,10 @@ class Sequence:
     free: bool = False
     paused: bool = False
 
+    def __post_init__(self):
+        self.free = self.request.begins_free
+        self.set_draft(self.request.draft)
+
     @property
     def masked(self) -> bool:
         """Whether the host restricts its tokens before its next round."""
@@ -164,7 +171,9 @@ class Sequence:
 
     @property
     def most_to_read(self) -> int:
-        """Most tokens of its next read, of which a part may be a draft's; 0: it must wait."""
+        """Most tokens of its next read, of which a part may be a draft's; 0: it reads nothing."""
+        if self.state is not State.READING:
+            return 0
         if self.left_to_read or not self.draft:
             return self.left_to_read
         return 0 if self.verifying else 1 + len(self.draft)
@@ -182,6 +191,11 @@ class Sequence:
         self.read = len(self.tokens) - 1
         self.goal = len(self.tokens) if reads_on else self.read
         self.state = State.READING if reads_on else State.DECODING
+
+    def pause(self, *, masked: bool) -> None:
+        """Its row is done, but must go on: the host restricts its tokens from there, or not."""
+        self.free = not masked
+        self.paused = self.has_row or bool(self.swapped)
 
     @property
     def is_surely_done(self) -> bool:

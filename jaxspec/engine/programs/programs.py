@@ -157,8 +157,7 @@ class Programs(CompiledPrograms):
         """Give rows the bias and penalties of their requests."""
         # A row without any need not be told so, unless its last request had some.
         changed = [new for new in rows if new.has_controls or new.row in self._rows_with_controls]
-        for start in range(0, len(changed), ADMISSIONS):
-            part = changed[start : start + ADMISSIONS]
+        for part in itertools.batched(changed, ADMISSIONS):
             arguments = new_controls(part, ADMISSIONS, self.sizes, self.params)
             with self.controlled(Kind.FULL):
                 self._small("set_controls", *arguments)
@@ -279,8 +278,7 @@ class Programs(CompiledPrograms):
         compiled while the calls wait."""
         if not self.sealed:
             return True
-        runnable = self.runnable()
-        return all(key in runnable for key, _ in self.readings(reads, load, masked_rows, kind))
+        return {key for key, _ in self.readings(reads, load, masked_rows, kind)} <= self.runnable()
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.sizes.columns_for(load.tokens))
@@ -303,10 +301,9 @@ class Programs(CompiledPrograms):
         listed = None
         if key.masked:
             listed = np.stack([masks.get(int(row), self.all_tokens()) for row in rows])
+        arguments = self.options(key), rows, counts, listed
         with self.controlled(key.kind):
-            self.state, emitted = self.prefill(
-                self.params, self.state, self.options(key), rows, counts, listed
-            )
+            self.state, emitted = self.prefill(self.params, self.state, *arguments)
         return emitted
 
     def prepare_reading(self, key: ReadKey) -> None:
@@ -360,10 +357,9 @@ class Programs(CompiledPrograms):
         return choose_rounds(self.runnable(), wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
+        arguments = self.options(key), np.int32(rounds), rows
         with self.controlled(key.kind):
-            self.state, emitted = self.decode(
-                self.params, self.state, self.options(key), np.int32(rounds), rows
-            )
+            self.state, emitted = self.decode(self.params, self.state, *arguments)
         return emitted
 
     def options(self, key: ReadKey | RoundsKey | VerifyKey) -> RoundOptions:
