@@ -87,10 +87,9 @@ def options(folder: Path, **changes: Any) -> RolloutOptions:
 
 
 def config_of(tunix: Any, **changes: Any) -> Any:
-    sizes = {"max_tokens_to_generate": NEW, "max_prompt_length": WIDTH, "kv_cache_size": 64}
-    return tunix.base.RolloutConfig(
-        **sizes | {"temperature": 1.0, "return_logprobs": True}, **changes
-    )
+    values = {"max_tokens_to_generate": NEW, "max_prompt_length": WIDTH, "kv_cache_size": 64}
+    values |= {"temperature": 1.0, "return_logprobs": True}
+    return tunix.base.RolloutConfig(**values | changes)
 
 
 def make(tunix: Any, actor: nnx.Module, config: Any, options: RolloutOptions) -> Any:
