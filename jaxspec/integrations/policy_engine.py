@@ -5,7 +5,7 @@ It knows no trainer's library. What a trainer gives is an nnx.State, or a part o
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxspec.checkpoints.flax_bridge import target_from_flax
+from jaxspec.checkpoints.check_against import check_against
+from jaxspec.checkpoints.from_nnx import from_nnx
 from jaxspec.checkpoints.load import load_params
 from jaxspec.checkpoints.safetensors_io import placements
 from jaxspec.config.cache import CacheConfig
@@ -27,13 +28,17 @@ from jaxspec.integrations.rollout_options import RolloutOptions
 from jaxspec.llm.request_length import request_length
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.parallel.moving import moved
+
+CHECKED_LENGTH = 64  # tokens: rotary angles differ more with the distance
 
 
 class PolicyEngine:
     """An engine whose weights follow those of an actor.
 
     Args:
-      state: of the actor. Its arrays are copied, so a trainer may donate them.
+      state: of the actor. Its arrays are copied, so a trainer may donate them; but of one with
+        LoRA weights it must keep the others.
       options: with ``dtype``, ``mesh`` and ``max_length``; see RolloutOptions.for_actor.
 
     Attributes:
@@ -43,7 +48,9 @@ class PolicyEngine:
     """
 
     def __init__(self, state: nnx.State, options: RolloutOptions):
-        self._names, self._warms_up = options.names, options.warm_up
+        self._names, self._lora, self._warms_up = options.names, options.lora, options.warm_up
+        # Trainers give LoRA weights without those that they are of, which stay as they are.
+        self._base = state if options.lora is not None else None
         self._ready: set[Kind] = set()
         config, mesh = options.model_config(), options.mesh
         shards = Shards.over(mesh, mesh_layout(mesh))
@@ -59,18 +66,27 @@ class PolicyEngine:
 
     def _converted(self, state: nnx.State) -> Decoder:
         """The actor as a target. It is copied, as jit may hand through an array of the actor's."""
-        return jax.tree.map(jnp.copy, target_from_flax(self._shapes, state, self._names))
+        target = from_nnx(state, names=self._names, lora=self._lora, like=self._shapes)
+        return jax.tree.map(jnp.copy, target)
 
     def _target(self, state: nnx.State) -> Decoder:
         """The same on the devices of the engine."""
-        return jax.device_put(self._convert(state), self._places)
+        return jax.tree.map(moved, self._convert(state), self._places)
 
     def use(self, state: nnx.State) -> None:
         """From the next call on, generate with these weights of the actor.
 
         They are copied on the devices, nothing passes through the host, and nothing is compiled
         after the first time.
+
+        Args:
+          state: of the actor; of one with LoRA weights, these alone will do.
+
+        Raises ValueError for other arrays than those of the first state.
         """
+        if self._base is not None:
+            known = dict(nnx.to_flat_state(self._base)) | dict(nnx.to_flat_state(state))
+            state = nnx.from_flat_state(known)
         self.engine.use_target(self._target(state))
 
     def generate(
@@ -97,8 +113,25 @@ class PolicyEngine:
     def logprobs(self, tokens: np.ndarray, seen: np.ndarray, temperature: float) -> np.ndarray:
         """Log-probabilities of tokens under the weights in use: float32 [B, T], see
         masked_logprobs."""
-        target = self.engine.params.target
-        return np.asarray(self._masked_logprobs(target, tokens, seen, temperature=temperature))
+        rows, params = len(tokens), self.engine.params
+        missing = ((0, -rows % params.data_parallel), (0, 0))  # rows are split over devices
+        tokens, seen = np.pad(tokens, missing), np.pad(seen, missing)
+        found = self._masked_logprobs(params.target, tokens, seen, temperature=temperature)
+        return np.asarray(found)[:rows]
+
+    def check(self, actor_logits: Callable[[Array], Array]) -> None:
+        """Raise ValueError if the logits of the actor are not those of the engine's weights.
+
+        ``actor_logits`` gives those of tokens [B, T]: [B, T, V].
+        """
+        params, most = self.engine.params, self.engine.cache.max_length
+        shape = params.data_parallel, min(most, CHECKED_LENGTH)
+        vocab = params.target.config.vocab_size
+        tokens = np.random.default_rng(0).integers(vocab, size=shape).astype(np.int32)
+        try:
+            check_against(actor_logits, params.target, tokens, mesh=params.mesh)
+        except ValueError as error:
+            raise ValueError(f"{error}; RolloutOptions.rope_theta states a rotary base") from None
 
     def _warm_up(self, rows: int, sampling: SamplingParams) -> None:
         """Compile what calls of this kind need; rows that are left run in the same programs."""

@@ -7,6 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.flax_bridge import Names
+from jaxspec.checkpoints.from_nnx import Lora
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.config.checks import check_positive, is_integer
 from jaxspec.config.layer import LayerConfig
@@ -23,27 +24,31 @@ GIVEN_BY_TRAINER = {"target": "the actor", "tokenizer": "the trainer", "processe
 class RolloutOptions(LLMOptions):
     """How an engine generates for an actor that a trainer trains.
 
-    >>> RolloutOptions("Qwen/Qwen3-0.6B", "ngram", names=names, rope_theta=1e6)
+    >>> RolloutOptions("Qwen/Qwen3-0.6B", "ngram", names="tunix.qwen3", rope_theta=1e6)
 
     Of ``model`` only the configuration is read, and what its drafter needs: the weights are the
     actor's. ``dtype`` is the actor's by default, ``max_length`` what the trainer's prompts and
     completions need, ``mesh`` all of the trainer's rollout devices with tensor parallelism.
 
     Attributes:
-      names: which array of the actor is which tensor, as flax_bridge.target_from_flax takes it.
+      names: which array of the actor is which tensor: ``tunix.llama3`` or another name of from_nnx,
+        or a table.
+      lora: alpha and rank of an actor with LoRA weights, which are merged: its state does not say.
       rope_theta: the actor rotates by plain RoPE with this base, whatever its config.json says.
         Tunix 0.1.7 does so with 1e6 in its llama3 and qwen3. None: as config.json says.
       seed: of all sampling, where the trainer names none.
       warm_up: compile all programs of a kind of request when the first call asks for it, so that
         nothing compiles in later calls.
-      start_check: compare the log-probabilities of actor and engine once, when the engine is made.
+      start_check: compare the logits of actor and engine once, when the engine is made; see
+        check_against.
       shares_model: say that the actor's arrays are the engine's. The trainer then gives no weights
         after a step, but before each call if it offloads its models, which needs this.
 
     Raises ValueError for values that cannot work.
     """
 
-    names: Names
+    names: str | Names
+    lora: Lora | tuple[float, int] | None = None
     rope_theta: float | None = None
     seed: int = 0
     warm_up: bool = True

@@ -3,19 +3,18 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from jaxspec.decoding.seeds import group_seeds
 
 
 def seeds_of_call(seed: Any, call: int, rows: int) -> list[int]:
     """A seed for each row, no two alike; the same for the same arguments, others in each call.
 
     Args:
-      seed: an integer, or a jax key, typed or as an array of integers.
+      seed: an integer, or a jax key, typed or as an array of two integers.
       call: the number of the call.
     """
-    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        seed = jax.random.key_data(seed)
-    words = np.asarray(seed).astype(np.uint32).ravel().tolist()
-    first = np.random.SeedSequence(words, spawn_key=(call,)).generate_state(1)[0]
-    return [(int(first) + row) % 2**32 for row in range(rows)]
+    if np.shape(seed) == (2,):
+        seed = jax.random.wrap_key_data(seed)
+    return np.asarray(group_seeds(seed, [0], rows, epoch=call))[0].tolist()

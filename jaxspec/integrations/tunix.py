@@ -1,13 +1,14 @@
 """Rollouts of Tunix (google-tunix 0.1.7) by an engine: ``ClusterConfig(rollout_engine=...)``.
 
     engine = functools.partial(
-        JaxspecRollout, options=RolloutOptions("Qwen/Qwen2.5-0.5B", names=names)
+        JaxspecRollout, options=RolloutOptions("Qwen/Qwen2.5-0.5B", names="tunix.qwen2")
     )
 
 See docs/integrations.md.
 """
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,6 @@ from jaxspec.integrations.seeds import seeds_of_call
 
 try:
     from tunix.generate.tokenizer_adapter import TokenizerAdapter
-    from tunix.rl.common import compute_per_token_logps
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -40,8 +40,6 @@ ELSEWHERE = {
     "data_parallel_size": (-1, "mesh"),
     "expert_parallel_size": (1, "mesh"),
 }
-CHECKED_TOKENS = 64
-FLOAT32_DIFFERENCE, ROUNDED_DIFFERENCE = 0.01, 0.03  # of log-probabilities, in the mean
 
 
 class Prompt(NamedTuple):
@@ -67,8 +65,8 @@ class JaxspecRollout(BaseRollout):
       engine: the jaxspec.Engine, with statistics of its rounds.
       last: the generations of the last call.
 
-    Raises ValueError for options that do not fit the actor, and if the log-probabilities of engine
-    and actor differ at the start.
+    Raises ValueError for options that do not fit the actor, and if the logits of engine and actor
+    differ at the start.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class JaxspecRollout(BaseRollout):
         self._calls = 0
         if options.start_check:
             with mesh if mesh.size > 1 else contextlib.nullcontext():
-                self._check_start(rollout_actor)
+                self._policy.check(functools.partial(_logits, rollout_actor))
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
@@ -222,7 +220,8 @@ class JaxspecRollout(BaseRollout):
         """From the next call on, generate with these weights.
 
         Args:
-          params: all parameters of the actor, an nnx.State. They are copied.
+          params: all parameters of the actor, an nnx.State, or of one with LoRA weights these
+            alone. They are copied.
           filter_types: kinds of variables in it, as Tunix says; what it has is seen anyway.
 
         Raises ValueError for other arrays than those of the actor.
@@ -239,34 +238,27 @@ class JaxspecRollout(BaseRollout):
         """None: what shares the actor's arrays gets no weights. See RolloutOptions.shares_model."""
         return self._actor
 
-    def _check_start(self, actor: nnx.Module) -> None:
-        """Raise ValueError if the trainer's log-probabilities of a text are not the engine's."""
-        vocab, pad = self.engine.params.target.config.vocab_size, self.pad_id()
-        count = min(CHECKED_TOKENS, self.engine.cache.max_length - 1)
-        ids = np.random.default_rng(0).integers(0, vocab, count)
-        ids[ids == pad] = (pad + 1) % vocab
-        [ours] = self._policy.logprobs(ids[None], np.ones((1, count), bool), 1.0)
-        graph, state = nnx.split(actor)
-        pair = {"prompt_tokens": ids[None, :1], "completion_tokens": ids[None, 1:]}
-        stops = {"pad_id": pad, "eos_id": self.eos_id()}
-        [theirs] = np.asarray(compute_per_token_logps(graph, state, **pair, **stops))
-        difference = float(np.abs(ours[1:] - theirs).mean())
-        is_float32 = self.engine.params.target.embed.dtype == np.float32
-        if not difference <= (FLOAT32_DIFFERENCE if is_float32 else ROUNDED_DIFFERENCE):
-            raise ValueError(
-                f"engine and actor disagree: their log-probabilities of the same {count} tokens "
-                f"differ by {difference:.3g} in the mean. Either names do not fit the actor, or it "
-                f"is another model than the config.json of {self._options.model} says. The llama3 "
-                "and qwen3 of Tunix 0.1.7 rotate by 1e6 whatever their config says: with them give "
-                "rope_theta=1e6"
-            )
-
 
 def _check(config: RolloutConfig) -> None:
     """Raise ValueError for fields that something else decides here."""
     for name, (default, instead) in ELSEWHERE.items():
         if getattr(config, name) != default:
             raise ValueError(f"rollout_config.{name}: leave it, and give RolloutOptions.{instead}")
+
+
+def _logits(actor: nnx.Module, tokens: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of tokens [B, T], of an actor that is called as Tunix's models are."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    mask = jnp.broadcast_to(jnp.tri(tokens.shape[1], dtype=bool), (*tokens.shape, tokens.shape[1]))
+    graph, state = nnx.split(actor)
+
+    @jax.jit
+    def run(state: nnx.State) -> jax.Array:
+        call: Any = nnx.merge(graph, state)
+        logits, _ = call(tokens, positions=positions, cache=None, attention_mask=mask)
+        return logits
+
+    return run(state)
 
 
 def _without_stop(ids: Sequence[int], stops: tuple[int, ...]) -> np.ndarray:

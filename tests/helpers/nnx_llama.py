@@ -11,23 +11,6 @@ from flax import nnx
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, WIDTH, INNER = 64, 48, 2, 4, 2, 16, 80
 THETA, EPS = 1e6, 1e-5  # Tunix's llama3 rotates by this whatever its config says
-LAYER = "model.layers.{i}"
-NAMES: dict[str, Any] = {
-    "model.embed_tokens.weight": "embedder.input_embedding",
-    "model.norm.weight": "final_norm.w",
-    "lm_head.weight": ("lm_head.w", "in out"),
-    f"{LAYER}.input_layernorm.weight": "layers.{i}.input_layernorm.w",
-    f"{LAYER}.post_attention_layernorm.weight": "layers.{i}.post_attention_layernorm.w",
-    **{
-        f"{LAYER}.self_attn.{x}_proj.weight": (f"layers.{{i}}.attn.{x}_proj.w", "in heads dim")
-        for x in "qkv"
-    },
-    f"{LAYER}.self_attn.o_proj.weight": ("layers.{i}.attn.o_proj.w", "heads dim out"),
-    **{
-        f"{LAYER}.mlp.{x}_proj.weight": f"layers.{{i}}.mlp.{x}_proj.kernel"
-        for x in ("gate", "up", "down")
-    },
-}
 
 
 class Array(nnx.Module):

@@ -91,7 +91,7 @@ def compute_per_token_logps(
     eos_id: int,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """What the trainer computes: pads anywhere are no keys and take no positions."""
+    """As tunix.rl.common's: pads anywhere are no keys and take no positions."""
     tokens = jnp.concatenate([jnp.asarray(prompt_tokens), jnp.asarray(completion_tokens)], axis=1)
     seen = tokens != pad_id
     positions = jnp.maximum(jnp.cumsum(seen, axis=1) - 1, 0)
@@ -126,7 +126,6 @@ def stub_modules() -> dict[str, ModuleType]:
     """The modules by their names, for sys.modules."""
     contents: dict[str, tuple[Any, ...]] = {
         "tunix.generate.tokenizer_adapter": (TokenizerAdapter,),
-        "tunix.rl.common": (compute_per_token_logps,),
         "tunix.rl.rollout.base_rollout": (BaseRollout, RolloutConfig, RolloutOutput),
     }
     names = {".".join(name.split(".")[:n]) for name in contents for n in range(1, 5)}

@@ -23,7 +23,7 @@ from jaxspec import EngineConfig, SpeculationConfig
 from jaxspec.integrations.rollout_options import RolloutOptions
 from tests.helpers import nnx_llama, tunix_stub
 from tests.helpers.compilations import compilations_meanwhile
-from tests.helpers.nnx_llama import NAMES, THETA, NnxLlama, write_config
+from tests.helpers.nnx_llama import THETA, NnxLlama, write_config
 from tests.helpers.tunix_stub import EOS, PAD, LetterTokenizer
 
 pytestmark = [
@@ -81,7 +81,7 @@ def new_actor(tunix: Any) -> nnx.Module:
 
 def options(folder: Path, **changes: Any) -> RolloutOptions:
     engine = EngineConfig(max_rows=2 * G)
-    shared: dict[str, Any] = {"names": NAMES, "engine": engine, "rope_theta": THETA}
+    shared: dict[str, Any] = {"names": "tunix.llama3", "engine": engine, "rope_theta": THETA}
     shared |= {"warm_up": False} | changes
     return RolloutOptions(folder, **shared)
 
@@ -252,7 +252,8 @@ def test_grpo_learns_the_same_with_and_without_speculation(
 def test_the_example_of_the_page_runs(tunix: Any, folder: Path):
     [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     # Smaller than what a reader trains: the names that the page says are there, and fewer tokens.
-    example = example.replace("=128", "=16").replace("=64", "=12").replace("=32", "=8")
+    example = example.replace("=128", "=16").replace("=64", "=12")
+    example = example.replace("max_rows=32", "max_rows=8), warm_up=False, page_size=(16")
     words = np.array(["jaxspec", "a", "rollouts", "tree"])
     prompts = [{"prompts": words[:2]}, {"prompts": words[2:]}]
     given = {"actor": new_actor(tunix), "tokenizer": LetterTokenizer(), "mesh": MESH}
