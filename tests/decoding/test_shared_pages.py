@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.config.cache import pages_for
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, EngineState, Status
@@ -17,6 +18,7 @@ from jaxspec.functional import EngineParams
 from tests.helpers.marks import slow
 from tests.helpers.programs import new_jit
 from tests.helpers.random_models import DRAFTERS, make_params, padded, random_prompts
+from tests.helpers.sampling_reference import reference_texts
 
 CAPACITY = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
 ROWS, LENGTH, PAGE, MOST = 3, 64, 4, 60
@@ -113,6 +115,14 @@ def alone(drafter: str, prompt: tuple[int, ...], seed: int = 5) -> tuple[list[in
     return own.text(1), np.asarray(emitted.accepted)[:, 1].tolist()
 
 
+@functools.cache
+def plain(prompt: tuple[int, ...], seed: int = 5) -> list[int]:
+    """The text of a prompt by plain decoding."""
+    sampling = SamplingParams(temperature=0.8, seed=seed, max_tokens=LIMIT - len(prompt))
+    target, tokens = params_of("none").target, np.array(prompt, np.int32)
+    return reference_texts(target, [tokens], [sampling], LENGTH)[0]
+
+
 def accepted(emitted: Emitted, place: int) -> list[int]:
     return np.asarray(emitted.accepted)[:, place].tolist()
 
@@ -131,8 +141,8 @@ def test_a_prompt_past_a_cached_prefix_has_the_same_text_and_drafts(drafter: str
     for old, new in zip(before, own.contents(shared), strict=True):
         np.testing.assert_array_equal(old, new)
     emitted = own.decode()
-    assert own.text(0) == alone("none", tuple(PROMPT))[0]
-    assert own.text(2) == alone("none", tuple(other), 9)[0]
+    assert own.text(0) == plain(tuple(PROMPT))
+    assert own.text(2) == plain(tuple(other), 9)
     assert accepted(emitted, 2) == alone(drafter, tuple(other), 9)[1]
 
 
@@ -156,7 +166,7 @@ def test_pages_of_generated_tokens_are_cached_once_they_are_settled(
     own.admit(1, part, shared[:7] + own.take(COLUMNS - 7), cached_lens=28)
     own.read(1)
     emitted = own.decode()
-    assert own.text(1) == alone("none", tuple(part))[0]
+    assert own.text(1) == plain(tuple(part))
     assert accepted(emitted, 1) == alone(drafter, tuple(part))[1]
 
 
@@ -173,7 +183,7 @@ def test_a_row_waits_until_it_has_pages(drafter: str):
             own.params, own.state, np.array([1, ROWS]), np.tile(own.table(pages), (2, 1))
         )
         own.decode()
-    assert own.text(1) == alone("none", tuple(PROMPT))[0]
+    assert own.text(1) == plain(tuple(PROMPT))
 
 
 @pytest.mark.slow
@@ -188,7 +198,7 @@ def test_a_call_decodes_the_rows_it_lists():
     assert own.text(1) == before and min(len(own.text(0)), len(own.text(2))) > len(before)
     own.decode()
     assert [own.text(row) for row in range(ROWS)] == [
-        alone("none", tuple(PROMPT), row)[0] for row in range(ROWS)
+        plain(tuple(PROMPT), row) for row in range(ROWS)
     ]
 
 
@@ -201,7 +211,7 @@ def test_a_row_waits_at_the_end_of_a_narrow_table():
     assert own.state.rows.status[0] == Status.DECODING
     assert 8 * PAGE - CAPACITY.scratch_slots - 1 < len(own.text(0)) <= 8 * PAGE
     own.decode(rows=[0])
-    assert own.text(0) == alone("none", tuple(PROMPT))[0]
+    assert own.text(0) == plain(tuple(PROMPT))
 
 
 @EACH_DRAFTER
@@ -220,7 +230,7 @@ def test_a_row_goes_on_in_another_place(drafter: str):
     )
     emitted = own.decode()
     text, rounds = alone(drafter, tuple(PROMPT))
-    assert own.text(2) == text == alone("none", tuple(PROMPT))[0]
+    assert own.text(2) == text == plain(tuple(PROMPT))
     assert (first + accepted(emitted, 2))[: len(rounds)] == rounds
 
 
@@ -236,6 +246,6 @@ def test_a_fork_copies_the_page_that_both_would_write(drafter: str):
     own.admit(1, prompt, child, 8, cached_lens=18)
     own.read(1)
     emitted = own.decode()
-    assert own.text(0) == alone("none", tuple(prompt))[0]
-    assert own.text(1) == alone("none", tuple(prompt), 8)[0]
+    assert own.text(0) == plain(tuple(prompt))
+    assert own.text(1) == plain(tuple(prompt), 8)
     assert accepted(emitted, 1) == alone(drafter, tuple(prompt), 8)[1]

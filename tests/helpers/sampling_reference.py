@@ -150,14 +150,13 @@ def reference_texts(
         min(length, len(text) + params.max_tokens)
         for params, text in zip(sampling, texts, strict=True)
     ]
-    seeds = np.array([params.seed for params in sampling], np.uint32)
+    seeds = np.array([params.seed or 0 for params in sampling], np.uint32)
     noise = np.asarray(target_noise(seeds, length, target.config.vocab_size))
     done = [False] * len(texts)
     while not all(done):
-        read = [list(guess) for guess in guesses] or texts
         read = [
-            guess if guess[: len(text)] == text else text
-            for guess, text in zip(read, texts, strict=True)
+            list(guess) if list(guess[: len(text)]) == text else text.copy()
+            for guess, text in zip(guesses or texts, texts, strict=True)
         ]
         tokens = np.zeros((len(texts), length), np.int32)
         for row, text in enumerate(read):

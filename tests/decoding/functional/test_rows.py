@@ -18,12 +18,14 @@ from jax import Array
 from jaxspec import functional
 from jaxspec.cache import PagedKV
 from jaxspec.config.cache import pages_for
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.state import Emitted, Ending, EngineState, Status
 from jaxspec.functional import EngineParams
 from tests.helpers.programs import FAST_COMPILE, new_jit
 from tests.helpers.random_models import DRAFTERS, make_params, padded, random_prompts
+from tests.helpers.sampling_reference import reference_texts
 
 CAPACITY = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
 SHAPES = (None, TreeShape(2, 1), PLAIN)
@@ -93,14 +95,14 @@ def params_of(drafter: str) -> EngineParams:
 
 def alone(request: Request) -> tuple[list[int], Ending]:
     """A request's text by plain decoding, and why it ends."""
-    params = params_of("none")
-    prompts, lens, options = arguments(request)
-    state = functional.init_state(params, 1, LENGTH)
-    state = admit(params, state, np.array([0]), prompts, lens, **options)
-    state, _ = prefill(params, state, width=LENGTH)
-    state, _ = decode(params, state, LENGTH, max_rounds=LENGTH, checked=False)
-    text = state.rows.tokens[0, : int(state.rows.context_lens[0]) + 1].tolist()
-    return text, Ending(int(state.rows.ending[0]))
+    sampling = SamplingParams(
+        temperature=request.temperature,
+        seed=request.seed,
+        max_tokens=request.max_len - len(request.prompt),
+        stop_token_ids=() if request.stop < 0 else (request.stop,),
+    )
+    [text] = reference_texts(params_of("none").target, [request.prompt], [sampling], LENGTH)
+    return text, Ending.STOP if text[-1] == request.stop else Ending.LENGTH
 
 
 @functools.cache
