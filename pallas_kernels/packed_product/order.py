@@ -11,12 +11,17 @@ which few instructions widen them:
   weights of four are 8 bits apart: place ``8 t + 2 i + h`` holds input ``16 h + 4 t + i``.
 """
 
+import functools
+
+import jax
 from jax import Array
 
 SPAN = 32
 _SIZES = {16: (4, 4, 2), 8: (2, 4, 4)}  # by the bits of x: j, t, e; or h, t, i
 
 
+# jit: outside of a program each is one, instead of one for each step.
+@functools.partial(jax.jit, static_argnames="bits")
 def kernel_order(x: Array, bits: int = 16) -> Array:
     """x [..., K] in input order, K a multiple of SPAN, in the kernel's order.
 
@@ -26,6 +31,7 @@ def kernel_order(x: Array, bits: int = 16) -> Array:
     return _last_axes(spans, (1, 2, 0)).reshape(x.shape)
 
 
+@functools.partial(jax.jit, static_argnames="bits")
 def input_order(x: Array, bits: int = 16) -> Array:
     """The inverse of ``kernel_order``."""
     first, threads, last = _SIZES[bits]

@@ -29,6 +29,7 @@ def packed_product_reference(
     return sums.astype(dtype)
 
 
+@jax.jit  # outside of a program this is one
 def dequantized(values: Array, scale: Array, zero: Array | None = None) -> Array:
     """Float32 weights [V, K] of values [V, K], and scale and zero [n, V]: (values - zero) * scale.
 

@@ -1,5 +1,8 @@
 """Rounding of rows to 8-bit floats in plain jnp."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -9,6 +12,8 @@ from pallas_kernels.float8 import FLOAT8, LARGEST
 SMALLEST = 1e-30
 
 
+# jit: outside of a program this is one, instead of one for each step.
+@functools.partial(jax.jit, static_argnames=("num_groups", "padded"))
 def round_tokens_reference(x: Array, num_groups: int, padded: int) -> tuple[Array, Array]:
     """See pallas_kernels.round_tokens.round_tokens; ``padded``: rows that the scales have."""
     groups = x.astype(jnp.float32).reshape(len(x), num_groups, -1)
