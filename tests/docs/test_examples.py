@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.marks import slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "speculation.ipynb"
 SCRIPTS = {  # with a line that each prints
@@ -25,6 +27,15 @@ def cells(kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_what_an_example_imports_is_there(name: str):
+    """The guard of the slow case below."""
+    assert callable(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"])
+
+
+# Of the slow one's calls jaxspec.LLM's are those of most tests; the rest is plain JAX.
+@pytest.mark.parametrize(
+    "name", [slow(name) if name == "speculation_in_100_lines" else name for name in SCRIPTS]
+)
 def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert SCRIPTS[name] in capsys.readouterr().out

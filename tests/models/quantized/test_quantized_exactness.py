@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
@@ -21,6 +22,7 @@ from tests.decoding.test_exactness import sampling_of
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import generate, make_params, random_prompts, random_target
+from tests.helpers.sampling_reference import reference_texts
 
 PROMPTS = random_prompts((5, 17, 30))
 CHAIN = SpeculationConfig.chain(5)
@@ -78,31 +80,25 @@ def target(name: str) -> Decoder:
     return rounded(random_target(), ROUNDINGS_OR_SEVERAL[name], lm_head=True)
 
 
-def text(params: EngineParams, temperature: float | None) -> tuple[list[list[int]], Any]:
-    """``temperature`` None: one greedy row, and two that sample, of shorter texts."""
-    limits = None
-    if temperature is None:
-        limits = [len(prompt) + 80 for prompt in PROMPTS]
-        temperatures = jnp.array([0.0, 0.8, 0.8])
-        sampling = sampling_of(0.8, len(PROMPTS)).replace(temperature=temperatures)
-    else:
-        sampling = sampling_of(temperature, len(PROMPTS))
-    generated, state = generate(params, PROMPTS, page_size=4, sampling=sampling, max_lens=limits)
+def text(params: EngineParams, temperature: float) -> tuple[list[list[int]], Any]:
+    sampling = sampling_of(temperature, len(PROMPTS))
+    generated, state = generate(params, PROMPTS, page_size=4, sampling=sampling)
     return generated, state.rows.stats
 
 
 @functools.cache
-def plain(name: str, temperature: float | None) -> list[list[int]]:
+def plain(name: str, temperature: float) -> list[list[int]]:
     params = make_params("none", CHAIN, random_target())
     return text(params.replace(target=target(name)), temperature)[0]
 
 
-def check(name: str, drafter: str, spec: SpeculationConfig, temperature: float | None) -> None:
+def params_of(name: str, drafter: str, spec: SpeculationConfig) -> EngineParams:
     params = make_params(drafter, spec, random_target())
     own = rounded(params.drafter, ROUNDINGS_OR_SEVERAL[name], lm_head=True)
-    params = params.replace(target=target(name), drafter=own)
-    found, stats = text(params, temperature)
-    assert found == plain(name, temperature)
+    return params.replace(target=target(name), drafter=own)
+
+
+def check_acceptance(stats: Any) -> None:
     assert stats.accepted.sum() / stats.rounds.sum() > 1.2, "hardly a draft was accepted"
 
 
@@ -118,7 +114,9 @@ def name_of(one: Any) -> str:
 def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: SpeculationConfig):
     """The program of greedy rows, and the one of rows that sample."""
     for temperature in (0.0, 0.8):
-        check(name, drafter, spec, temperature)
+        found, stats = text(params_of(name, drafter, spec), temperature)
+        assert found == plain(name, temperature)
+        check_acceptance(stats)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,16 @@ def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: Specu
 def test_rows_that_sample_and_a_greedy_one_have_the_text_of_plain_decoding(
     name: str, drafter: str, spec: SpeculationConfig
 ):
-    check(name, drafter, spec, None)
+    params, temperatures = params_of(name, drafter, spec), (0.0, 0.8, 0.8)
+    limits = [len(prompt) + 80 for prompt in PROMPTS]
+    rows = sampling_of(0.8, len(PROMPTS)).replace(temperature=jnp.array(temperatures))
+    found, state = generate(params, PROMPTS, page_size=4, sampling=rows, max_lens=limits)
+    check_acceptance(state.rows.stats)
+    sampling = [
+        SamplingParams(temperature=temperature, top_p=0.9, seed=11 + row, max_tokens=80)
+        for row, temperature in enumerate(temperatures)
+    ]
+    assert found == reference_texts(params.target, PROMPTS, sampling, max(limits), found)
 
 
 def test_rounding_keeps_weights_apart_by_half_a_step():
