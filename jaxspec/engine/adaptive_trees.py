@@ -1,6 +1,7 @@
 """Which draft tree each call of an engine uses: the link between its plans and the policy."""
 
 import collections
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.choose_shape import choices
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
+from jaxspec.engine.crowds import Crowds
 from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.limits import adapts, learns_costs
 from jaxspec.engine.plans.runner import Launched
@@ -23,6 +25,7 @@ from jaxspec.engine.warm_up.measure_costs import measure_rounds
 from jaxspec.scheduling import sequence as scheduling
 from jaxspec.scheduling.plan import Limits, Plan
 from jaxspec.scheduling.round_costs import LearntCosts
+from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.tree_policy import SHORT_CALL, TreePolicy
 
 HYSTERESIS = 0.03  # costs are learnt from calls, whose times differ a little
@@ -66,6 +69,7 @@ class AdaptiveTrees:
       policy: what chooses, and what it has learnt; None: the engine does not adapt.
       costs: of rounds, by rows of the program (of each shard) and shape: what is expected, or was
         measured by warm_up, and if it ``learns``, corrected by the calls that serve.
+      crowds: what decides when the drafter is left out.
       rounds: rounds that calls have run so far, by shape.
 
     Raises ValueError for choices that cannot work.
@@ -73,6 +77,7 @@ class AdaptiveTrees:
 
     def __init__(self, programs: Programs, limits: Limits, config: EngineConfig):
         self.programs, self.limits, params = programs, limits, programs.params
+        self.crowds = Crowds(programs, limits)
         self.learns = learns_costs(params, config)
         self.choices = (
             shapes_to_choose(params, config, self.learns) if adapts(params, config) else None
@@ -145,17 +150,34 @@ class AdaptiveTrees:
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
         return self.programs.params.round_options(shape).speculation.shape
 
-    def most_rounds(self, asked: int | None) -> int | None:
-        """Most rounds of the next call; fewer than ``asked`` while too little is known."""
-        limits = [asked, None if self.policy is None else self.policy.most_rounds]
-        return min((rounds for rounds in limits if rounds is not None), default=None)
+    def plan(
+        self,
+        scheduler: Scheduler,
+        load: Load,
+        shape: TreeShape | None,
+        most_rounds: int | None,
+        *,
+        reads_only: bool,
+    ) -> Plan:
+        """What the device does next, of at most so many rounds; see Scheduler.plan. Without the
+        drafter in a crowd, unless there is to be one ``shape``: the ``load`` says so, too."""
+        policy, undrafted = self.policy, False
+        if shape is None and policy is not None:
+            undrafted = self.crowds.leave_drafter_out(scheduler, load, policy, self.costs)
+        few = None if undrafted or policy is None else policy.most_rounds
+        known = [rounds for rounds in (most_rounds, few) if rounds is not None]
+        most, now = min(known, default=None), time.perf_counter()
+        load.undrafted = scheduler.undrafted = undrafted
+        return scheduler.plan(now, most, reads_only=reads_only)
 
     def choose(self, plan: Plan, load: Load, shape: TreeShape | None) -> TreeShape:
         """The tree of a plan's rounds: ``shape``, or if it is None, the policy's or the largest.
 
-        Requests that are all plain get none. Before any round has run it may be asked for those
-        that will follow a plan that only reads.
+        Requests that are all plain get none, nor do unread rows. Before any round has run it may be
+        asked for those that will follow a plan that only reads.
         """
+        if plan.undrafted:
+            return PLAIN
         rows = plan.decode_rows or plan.masked_rows
         if not rows and not self.rounds:
             rows = [read.row for read in plan.reads]
@@ -216,8 +238,12 @@ class AdaptiveTrees:
 
     def observe(self, launched: Launched, running: Container[str], seconds: float | None) -> None:
         """Learn from what the calls of a plan emitted, of requests that are still running, and from
-        the ``seconds`` that its rounds took, if they are known."""
+        the ``seconds`` that its rounds took, if they are known. Nothing from unread rows: their
+        plain rounds took less than those of others."""
         plan, shape = launched.plan, launched.shape
+        if plan.undrafted:
+            self.rounds[shape] += sum(int(call.emitted.num_rounds) for call in launched.calls)
+            return
         if seconds is not None and self.adapts_by_time and len(launched.calls) == 1:
             [call] = launched.calls
             rows = len(call.rows) // self.programs.shards

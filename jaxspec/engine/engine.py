@@ -225,11 +225,10 @@ class Engine:
     def _step(self, most_rounds: int | None = None) -> None:
         # The first tokens are read before the first program of rounds is compiled.
         first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
-        most = self.shapes.most_rounds(most_rounds)
-        plan = self.scheduler.plan(time.perf_counter(), most, reads_only=first)
+        load, asked = self._requests.load, (self.shape, most_rounds)
+        plan = self.shapes.plan(self.scheduler, load, *asked, reads_only=first)
         for request_id in plan.timed_out:
             self._end(request_id, "timeout")
-        load = self._requests.load
         shape = self.shapes.choose(plan, load, self.shape)
         if first:
             compile_first(self.programs, plan, load, shape)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, default_verify_width
+from jaxspec.decoding.choose_shape import choose_shape
 from jaxspec.decoding.drafters.checks import check_drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
@@ -37,6 +38,8 @@ LARGEST_BUDGET, READ_SECONDS, LEAST_READ = 2048, 1.0, 128
 # Seconds of the host for a call of an accelerator, and for each of its rows. A CPU's programs are
 # called in no time, and their rounds take the cores that plans would.
 HOST_CALL, HOST_ROW = 2e-3, 80e-6
+# Rows of the smallest program that is never used to draft, if tokens are accepted at most so often.
+LEAST_CROWD, HIGH_ACCEPTANCE = 8, 0.8
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -184,6 +187,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         runs_all_rounds=sizes.fixed_rounds > 0,
         crowded_rows=crowded_rows(params),
         unseen_rounds=1 if adapts(params, config) else None,
+        undrafted_rows=undrafted_rows(params, sizes, config),
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
         prefix_caching=config.prefix_caching and (share_pages or bool(snapshots)),
@@ -210,6 +214,25 @@ def crowded_rows(params: EngineParams) -> int | None:
     for rows in (2**power for power in range(13)):
         if HOST_CALL + rows * HOST_ROW >= costs.seconds(-(-rows // params.data_parallel), PLAIN):
             return rows
+    return None
+
+
+def undrafted_rows(params: EngineParams, sizes: Sizes, config: EngineConfig) -> int | None:
+    """Limits.undrafted_rows, as estimated: with the fewest rows that run in a program which even
+    HIGH_ACCEPTANCE would not make slower than plain decoding. None: there is no such program.
+
+    Only where nobody asked for a tree, and texts are the same in programs that compute less.
+    """
+    exact = params.target.dtype == jnp.float32 and not config.deterministic
+    if config.adaptive is not None or not (
+        adapts(params, config) and exact and params.mesh is None
+    ):
+        return None
+    rows = LEAST_CROWD
+    while rows < 2 * sizes.num_rows:
+        if choose_shape(params, rows, HIGH_ACCEPTANCE).is_plain:
+            return rows // 2 + 1
+        rows *= 2
     return None
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from jaxspec.config.sampling_params import SamplingParams, with_distinct_seeds
+from jaxspec.config.speculation import PLAIN
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import ReadKey, RoundsKey
 from jaxspec.engine.warm_up.compile_all import Progress, batch_keys
 from jaxspec.engine.warm_up.compile_early import compile_program, compiling_threads
@@ -30,7 +30,7 @@ def prepare_race(
     jobs = []
     for engine in (llm.engine for llm in engines):
         engine.programs.sealed = False  # else programs for larger batches would do
-        keys = (*_rounds(engine, batches, sampling), *_reads(engine.programs, batches, sampling))
+        keys = (*_rounds(engine, batches, sampling), *_reads(engine, batches, sampling))
         jobs += [(engine.programs, key) for key in keys if key not in engine.programs.ready]
     with compiling_threads() as pool:
         compiled = pool.map(lambda job: compile_program(*job), jobs)
@@ -51,20 +51,25 @@ def _rounds(engine: Engine, batches: Sequence[Batch], sampling: SamplingParams) 
     """With the trees that warm-up compiles: of an engine that adapts, with none too."""
     longest = max(len(prompt) for batch in batches for prompt in batch)
     keys = batch_keys(engine.programs, [longest] * len(batches[0]), sampling)
-    return [
-        key._replace(shape=shape)
-        for key in keys
-        if isinstance(key, RoundsKey)
-        for shape in engine.shapes.compiled_ahead(None)
-    ]
+    rounds = [key for key in keys if isinstance(key, RoundsKey)]
+    if _is_crowd(engine, batches):
+        return [key._replace(shape=PLAIN, undrafted=True) for key in rounds]
+    shapes = engine.shapes.compiled_ahead(None)
+    return [key._replace(shape=shape) for key in rounds for shape in shapes]
 
 
-def _reads(programs: Programs, batches: Sequence[Batch], sampling: SamplingParams) -> list[ReadKey]:
+def _is_crowd(engine: Engine, batches: Sequence[Batch]) -> bool:
+    """Whether these requests are so many that the drafter is left out."""
+    crowd = engine.limits.undrafted_rows
+    return crowd is not None and min(len(batches[0]), engine.limits.num_rows) >= crowd
+
+
+def _reads(engine: Engine, batches: Sequence[Batch], sampling: SamplingParams) -> list[ReadKey]:
     """For prompts of all lengths: a program may be twice as wide as one of them needs."""
     lengths = {len(prompt) for batch in batches for prompt in batch}
     kept: list[ReadKey] = []
     for length in sorted(lengths, reverse=True):
-        for key in batch_keys(programs, [length], sampling):
+        for key in batch_keys(engine.programs, [length], sampling):
             if isinstance(key, ReadKey) and all(each.width > 2 * key.width for each in kept):
                 kept.append(key._replace(columns=max(each.columns for each in (key, *kept))))
-    return kept
+    return [key._replace(undrafted=_is_crowd(engine, batches)) for key in kept]

@@ -38,6 +38,8 @@ class Limits:
         wait, or have shown no round yet: else the device would wait for the host.
       unseen_rounds: most rounds of a call most of whose rows have shown no round yet; None: any.
         What such rows accept is not known, so an adaptive engine may choose the wrong tree.
+      undrafted_rows: rows that run or wait from which drafting never pays, so that plans should
+        leave the drafter out; None: it may pay with any number.
       max_queue: most requests that may wait; None: any number.
       watermark: share of a shard's pages that an admission leaves available for running sequences.
       prefix_caching: whether requests use the pages of earlier ones.
@@ -71,6 +73,7 @@ class Limits:
     runs_all_rounds: bool = False
     crowded_rows: int | None = None
     unseen_rounds: int | None = None
+    undrafted_rows: int | None = None
     max_queue: int | None = None
     watermark: float = 0.01
     prefix_caching: bool = True
@@ -212,6 +215,7 @@ class Plan:
       rounds: rounds of the decode call.
       resumed: sequences whose rows are done, and go on.
       masked_rows: further rows that decode: one round, whose tokens the host restricts.
+      undrafted: its rows are unread: the drafter need read nothing, and drafts nothing.
       sequences: the sequence of each row that reads or decodes; ``flights``: what happens to it.
     """
 
@@ -232,6 +236,7 @@ class Plan:
     decode_rows: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
     masked_rows: list[int] = dataclasses.field(default_factory=list)
+    undrafted: bool = False
     sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
 

@@ -111,6 +111,14 @@ class HostMemory:
         self.parts -= self.parts_for(sequence.swapped)
         sequence.swapped = 0
 
+    def can_swap_all(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence], new: Sequence
+    ) -> bool:
+        """Whether none need be recomputed if a new one runs too, where that is forbidden."""
+        if not self.limits.swaps_only or new.swapped:
+            return True
+        return self.never_lacks([*running, *(each for each in waiting if each.swapped), new])
+
     def never_lacks(self, sequences: Iterable[Sequence]) -> bool:
         """Whether these can be preempted by swapping alone, whatever they generate.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import math
+from collections.abc import Iterable
 
 from jaxspec.config.cache import pages_for
 from jaxspec.scheduling.pages import PageAllocator
@@ -52,6 +53,10 @@ class Shard:
         self.free_rows = list(range(index * num_rows, (index + 1) * num_rows))  # a heap
         self.running: list[Sequence] = []
         self._spare_pages = math.ceil(limits.watermark * limits.num_pages)
+
+    def tables(self) -> tuple[PageAllocator, list[tuple[list[int], int]]]:
+        """Its pages, and those of each running sequence with the tokens that are known of it."""
+        return self.pages, [(each.pages, len(each.tokens)) for each in self.running]
 
     def placement(self, sequence: Sequence) -> Placement:
         """Where the sequence would start: with the most tokens that it can share."""
@@ -137,6 +142,18 @@ class Shard:
     def missing(self, sequence: Sequence, rounds: int) -> int:
         """Pages that it lacks for a call of so many rounds."""
         return max(0, self._pages_needed(sequence, rounds) - len(sequence.pages))
+
+    def lacks(self, sequences: Iterable[Sequence], rounds: int) -> bool:
+        """Whether there are too few pages for a call of so many rounds of these sequences."""
+        return sum(self.missing(each, rounds) for each in sequences) > self.pages.available
+
+    def complete(self, sequence: Sequence, context: int, pending: int) -> None:
+        """Note that a sequence has so many tokens with KV, and its drafter lacks the last ones."""
+        complete = max(sequence.num_complete_tokens, context - pending)
+        sequence.num_complete_tokens = complete
+        self.register(sequence)
+        missing = self.full_pages(sequence, context) - len(sequence.chain)
+        sequence.needs_drafter_catch_up = self.limits.prefix_caching and missing > 0
 
     def register(self, sequence: Sequence) -> None:
         """Make its complete full pages known to the prefix cache.

@@ -23,7 +23,7 @@ from jaxspec.scheduling.plan import (
 from jaxspec.scheduling.preemption_costs import HostMemory, PreemptionCosts
 from jaxspec.scheduling.rounds_per_call import CallRounds
 from jaxspec.scheduling.rows_and_pages import Placement, Shard
-from jaxspec.scheduling.sequence import Request, Sequence, State
+from jaxspec.scheduling.sequence import DrafterRead, Request, Sequence, State
 from jaxspec.scheduling.shares import ReadingShares
 
 
@@ -39,6 +39,7 @@ class Scheduler:
       host: what is in host memory now.
       preemptions: how many sequences were preempted, by "recompute" and "swap".
       holds: whether only those get rows that have begun.
+      undrafted: whether plans leave the drafter out. Who runs when it comes back is preempted.
     """
 
     def __init__(self, limits: Limits, costs: PreemptionCosts | None = None):
@@ -46,7 +47,7 @@ class Scheduler:
         self.costs = PreemptionCosts() if costs is None else costs
         self.shards = tuple(Shard(index, limits) for index in range(limits.shards))
         self.preemptions = {"recompute": 0, "swap": 0}
-        self.holds = False
+        self.holds = self.undrafted = False
         self._sequences: dict[str, Sequence] = {}  # that have not ended
         self._waiting: list[Sequence] = []  # by queue_rank
         self._deferred: list[Sequence] = []  # passed over by the last plan, see num_deferred
@@ -72,6 +73,11 @@ class Scheduler:
         return len(self._sequences) - len(self._waiting)
 
     @property
+    def running(self) -> list[Sequence]:
+        """Those that hold a row, and have not ended."""
+        return [s for shard in self.shards for s in shard.running if s.state is not State.ENDED]
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is left, no call is in flight, and no row is still to be released."""
         return not (self._sequences or self._leaving or self._in_flight or self._dropped)
@@ -88,11 +94,7 @@ class Scheduler:
 
     def usage(self) -> PageUsage:
         """What the pages are used for. The whole prompt of a reading row counts as its tokens."""
-        tables = (
-            (shard.pages, [(s.pages, len(s.tokens)) for s in shard.running])
-            for shard in self.shards
-        )
-        return page_usage(tables, self.limits.page_size)
+        return page_usage((shard.tables() for shard in self.shards), self.limits.page_size)
 
     def cache_statistics(self) -> tuple[int, int]:
         """Prompt tokens that were looked up in the prefix cache, and those that were found.
@@ -144,7 +146,7 @@ class Scheduler:
           most_rounds: of the plan's call, if fewer than the limits allow.
           reads_only: no row decodes in a plan that reads prompts.
         """
-        plan = Plan(self._num_planned)
+        plan = Plan(self._num_planned, undrafted=self.undrafted)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
             if sequence.state is not State.ENDED:
@@ -152,6 +154,7 @@ class Scheduler:
                 plan.timed_out.append(sequence.request_id)
         self._deferred = []
         self._release_ended(plan)
+        self._choose_what_drafter_reads(plan)
         if self._keep_decoding(plan):  # nobody comes in while others must go
             self._admit(plan)
         self._read(plan)
@@ -184,8 +187,6 @@ class Scheduler:
                 deliveries.append(Delivery(sequence.request_id, result.tokens, result.ended))
         return deliveries
 
-    # Requests that come and go.
-
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         insort(self._waiting, sequence, key=lambda other: other.queue_rank)
@@ -217,6 +218,14 @@ class Scheduler:
             shard.leave(sequence)
         self._leaving.clear()
 
+    def _choose_what_drafter_reads(self, plan: Plan) -> None:
+        """Of rows that run: nothing more, or all from the start."""
+        for sequence in self.running:
+            if plan.undrafted:
+                sequence.leave_drafter_out()
+            elif sequence.is_unread:
+                self._preempt(sequence, self._shard_of(sequence.row), plan)
+
     def _keep_decoding(self, plan: Plan) -> bool:
         """Give every decoding row the pages of one round; the worst rows go where they lack.
 
@@ -235,9 +244,7 @@ class Scheduler:
         """Take a sequence's row and pages, to go on later."""
         context = sequence.most_context
         num_pages = pages_for(context, self.limits.page_size)
-        is_swapped = sequence.state is State.DECODING and self.host.is_better(
-            context, num_pages, self.costs
-        )
+        is_swapped = sequence.may_be_swapped and self.host.is_better(context, num_pages, self.costs)
         if is_swapped:
             pages = tuple(sequence.pages[:num_pages])
             plan.swap_out.append(SwapOut(sequence.row, sequence, pages))
@@ -259,29 +266,25 @@ class Scheduler:
             shards = [shard for shard in self.shards if shard.free_rows]
             if not shards:
                 return
+            sequence.expect_drafter(not plan.undrafted)
             placements = [shard.placement(sequence) for shard in shards]
             ready = [p for p in placements if not p.shard.should_wait(p, sequence)]
             if sequence.flights or not ready:
                 self._deferred.append(sequence)
                 continue
             fitting = [p for p in ready if p.shard.fits(p, sequence)]
-            if not fitting or not self._can_swap_all(sequence):
+            if not fitting or not self.host.can_swap_all(self.running, self._waiting, sequence):
                 return
             best = max(fitting, key=lambda p: (p.cached, p.shard.pages.available))
             self._place(best, sequence, plan)
-
-    def _can_swap_all(self, new: Sequence) -> bool:
-        """Whether nobody has to be recomputed if this one runs too, where that is forbidden."""
-        if not self.limits.swaps_only or new.swapped:
-            return True
-        swapped = [sequence for sequence in self._waiting if sequence.swapped]
-        return self.host.never_lacks([*self.shards[0].running, *swapped, new])
 
     def _place(self, placement: Placement, sequence: Sequence, plan: Plan) -> None:
         copy = placement.shard.place(placement, sequence)
         self._waiting.remove(sequence)
         if sequence.swapped:
             sequence.state = State.DECODING
+            if plan.undrafted:
+                sequence.leave_drafter_out()
             self.host.give_back(sequence)
             context = len(sequence.tokens) - 1
             plan.swap_in.append(SwapIn(sequence, pages_for(context, self.limits.page_size)))
@@ -300,8 +303,7 @@ class Scheduler:
 
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
-        running = [sequence for shard in self.shards for sequence in shard.running]
-        readers = sorted((s for s in running if s.most_to_read), key=lambda reader: reader.order)
+        readers = sorted((s for s in self.running if s.most_to_read), key=lambda reader: reader.order)
         counts = self._shares.choose([sequence.most_to_read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:
@@ -340,8 +342,7 @@ class Scheduler:
         if all(sequence.row in reading for sequence in running):
             return
         while rounds > 1 and any(
-            sum(shard.missing(s, rounds) for s in group) > shard.pages.available
-            for shard, group in zip(self.shards, groups, strict=True)
+            shard.lacks(group, rounds) for shard, group in zip(self.shards, groups, strict=True)
         ):
             rounds //= 2
         plan.rounds = rounds
@@ -358,13 +359,10 @@ class Scheduler:
         """The finished plan. Its calls are in flight from now on."""
         for step in (*plan.swap_in, *plan.admissions):  # they tell the device of the pages
             step.sequence.table_changed = False
-        running = [sequence for shard in self.shards for sequence in shard.running]
-        plan.resumed = [sequence for sequence in running if sequence.paused]
-        for sequence in plan.resumed:
-            sequence.paused = False
-        plan.tables = [sequence for sequence in running if sequence.table_changed]
-        for sequence in plan.tables:
-            sequence.table_changed = False
+        plan.resumed = [sequence for sequence in self.running if sequence.paused]
+        plan.tables = [sequence for sequence in self.running if sequence.table_changed]
+        for sequence in self.running:
+            sequence.paused = sequence.table_changed = False
         plan.dropped, self._dropped = self._dropped, []
         self._num_planned += 1
         if plan.runs_model:
@@ -388,13 +386,7 @@ class Scheduler:
         context = len(sequence.tokens) - 1 if len(sequence.tokens) > sequence.goal else flight.read
         if result.failed:
             sequence.needs_drafter_catch_up = False
-        elif sequence.has_row:  # it was not preempted meanwhile
-            sequence.num_complete_tokens = max(
-                sequence.num_complete_tokens, context - result.pending
-            )
-            shard = self._shard_of(sequence.row)
-            shard.register(sequence)
-            missing = shard.full_pages(sequence, context) - len(sequence.chain)
-            sequence.needs_drafter_catch_up = self.limits.prefix_caching and missing > 0
+        elif sequence.has_row and sequence.drafter_read is not DrafterRead.PART:  # nor preempted
+            self._shard_of(sequence.row).complete(sequence, context, result.pending)
         if result.ended:
             self._end(sequence)

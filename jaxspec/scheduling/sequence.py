@@ -52,6 +52,14 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
+class DrafterRead(enum.Enum):
+    """What the drafter has read of a sequence; the rest it reads only with all of it, anew."""
+
+    ALL = enum.auto()  # but for a few last tokens
+    PART = enum.auto()  # the beginning
+    NOTHING = enum.auto()
+
+
 @dataclasses.dataclass(eq=False)
 class Sequence:
     """A request, its tokens so far, and what it holds.
@@ -74,7 +82,9 @@ class Sequence:
         are read: the token after it is compared with the draft's first.
       verifying: whether a call in flight verifies a part of the draft. What it keeps is not known,
         so nothing further is planned for the sequence.
-      num_complete_tokens: tokens whose KV, the drafter's included, is known to be complete.
+      drafter_read: what the drafter has read of it, or will have.
+      num_complete_tokens: tokens whose KV, the drafter's included unless it reads nothing, is known
+        to be complete.
       needs_drafter_catch_up: whether it has full pages that the drafter must complete if it ends.
       branch: tokens of known pages that it began with, though no snapshot reached as far.
       snapshots: pending slots (see Snapshots), by the tokens up to the end of their pages.
@@ -99,6 +109,7 @@ class Sequence:
     read: int = 0
     draft: list[int] = dataclasses.field(default_factory=list)
     verifying: bool = False
+    drafter_read: DrafterRead = DrafterRead.ALL
     num_complete_tokens: int = 0
     needs_drafter_catch_up: bool = False
     branch: int = 0
@@ -140,7 +151,14 @@ class Sequence:
     @property
     def namespace(self) -> tuple[Hashable, ...]:
         """What its KV depends on beside its tokens."""
+        if self.drafter_read is DrafterRead.NOTHING:
+            return (self.request.cache_salt, DrafterRead.NOTHING)
         return (self.request.cache_salt,)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the drafter has not read all: what it drafts would be poor."""
+        return self.drafter_read is not DrafterRead.ALL
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -207,14 +225,29 @@ class Sequence:
         """Most rounds that are of use to it."""
         return self.limit - len(self.tokens) - self.least
 
+    def expect_drafter(self, reads: bool) -> None:
+        """Before it gets a row: whether the drafter reads its tokens, unless they were swapped."""
+        if not self.swapped:
+            self.drafter_read = DrafterRead.ALL if reads else DrafterRead.NOTHING
+
+    def leave_drafter_out(self) -> None:
+        """From now on the drafter reads nothing of it."""
+        if self.drafter_read is DrafterRead.ALL:
+            self.drafter_read, self.needs_drafter_catch_up = DrafterRead.PART, False
+
     def expected_rounds(self, rate: float) -> int:
         """Rounds after those in flight until it ends, at so many tokens a round."""
         return math.ceil((self.limit - len(self.tokens)) / max(1.0, rate)) - self.least
 
     @property
+    def may_be_swapped(self) -> bool:
+        """Not while it reads, nor if it is to be read again anyway."""
+        return self.state is State.DECODING and not self.is_unread
+
+    @property
     def is_unseen(self) -> bool:
-        """Whether no round since it read its tokens has shown what it accepts."""
-        return len(self.tokens) <= self.goal + 1
+        """Whether no round since it read its tokens has shown what it accepts, and might do so."""
+        return len(self.tokens) <= self.goal + 1 and not self.is_unread
 
     def slots(self, rounds: int, tokens_per_round: int, scratch_slots: int) -> int:
         """Slots that it may write in a call of so many rounds, those before included."""

@@ -116,21 +116,23 @@ class FakeDevice:
         assert sum(read.count for read in reads) <= self.limits.prefill_budget
         assert len({read.row for read in reads}) == len(reads)
         for read in plan.reads:
-            emitted[read.row] += self._read(read.row, read.count)
+            emitted[read.row] += self._read(read.row, read.count, plan.undrafted)
         for verify in plan.verifies:
-            emitted[verify.row] += self._verify(verify.row, verify.count, verify.given)
+            emitted[verify.row] += self._verify(
+                verify.row, verify.count, verify.given, plan.undrafted
+            )
         for step in plan.snapshots:
             state = self.rows[step.row]
             assert state.ended is None and step.slot in range(self.limits.snapshots or 0)
             self.snapshots[step.slot] = self._recurrent(state)
         for row in plan.decode_rows:
             for _ in range(plan.rounds):
-                emitted[row] += self._round(row)
-        return [self._result(row, tokens) for row, tokens in emitted.items()]
+                emitted[row] += self._round(row, plan.undrafted)
+        return [self._result(row, tokens, plan.undrafted) for row, tokens in emitted.items()]
 
-    def _result(self, row: int, tokens: list[int]) -> RowResult:
+    def _result(self, row: int, tokens: list[int], undrafted: bool) -> RowResult:
         state = self.rows[row]
-        pending = state.context - state.drafted
+        pending = 0 if undrafted else state.context - state.drafted
         reads_on = state.ended is None and state.context < state.goal
         return RowResult(row, tuple(tokens), pending, state.ended, reads_on=reads_on)
 
@@ -151,6 +153,7 @@ class FakeDevice:
         self._check_host_memory()
         for row in plan.catch_up:
             assert self.rows[row].drafted < self.rows[row].context
+            assert not self.rows[row].sequence.is_unread
             self._draft(row)
         for row in plan.release:
             del self.rows[row]
@@ -184,11 +187,11 @@ class FakeDevice:
                 goal=len(tokens),
                 cached=new.cached,
                 context=context,
-                drafted=context,
+                drafted=0 if plan.undrafted else context,
                 table=tuple(new.sequence.pages),
                 draft=list(new.sequence.draft),
             )
-            self._check_context(row, new.cached, new.cached)
+            self._check_context(row, new.cached, 0 if plan.undrafted else new.cached)
             if self.limits.snapshots is not None and context:
                 assert new.snapshot is not None
                 assert self.snapshots[new.snapshot] == self._recurrent(self.rows[row])
@@ -215,6 +218,7 @@ class FakeDevice:
         for row, sequence in plan.sequences.items():
             state = self.rows[row]
             assert state.sequence is sequence
+            assert sequence.is_unread == plan.undrafted
             if state.ended is None:
                 first = max(state.context, state.cached)
                 end = state.context + counts.get(row, 0)
@@ -236,21 +240,23 @@ class FakeDevice:
 
     # Calls.
 
-    def _read(self, row: int, count: int) -> list[int]:
+    def _read(self, row: int, count: int, undrafted: bool) -> list[int]:
         state = self.rows[row]
         assert count > 0 and state.context + count <= state.goal
-        self._check_context(row, state.context, state.context)
+        self._check_context(row, state.context, state.drafted if undrafted else state.context)
         for position in range(state.context, state.context + count):
             if position >= state.cached:
                 slot = self._slot(row, position)
-                slot.target = slot.draft = state.key(position)
+                slot.target = state.key(position)
+                slot.draft = POISON if undrafted else slot.target
         state.context += count
-        state.drafted = state.context
+        if not undrafted:
+            state.drafted = state.context
         if state.context < state.goal:
             return []
         return self._commit(row, 1)
 
-    def _verify(self, row: int, count: int, given: int) -> list[int]:
+    def _verify(self, row: int, count: int, given: int, undrafted: bool) -> list[int]:
         """Read a token, and those of the draft after it that the request's text has."""
         state, new = self.rows[row], []
         assert state.ended is None and state.context == given - 1 == state.goal - 1
@@ -259,9 +265,11 @@ class FakeDevice:
         for position in written:
             if position >= state.cached:
                 slot = self._slot(row, position)
-                slot.target = slot.draft = state.key(position)
+                slot.target = state.key(position)
+                slot.draft = POISON if undrafted else slot.target
             new += self._commit(row, 1)
-            state.context = state.drafted = position + 1
+            state.context = position + 1
+            state.drafted = state.drafted if undrafted else state.context
             state.goal = len(state.tokens)
             if state.ended or state.draft[:1] != new[-1:]:
                 state.draft, state.goal = [], state.context
@@ -272,13 +280,14 @@ class FakeDevice:
             state.draft.pop(0)
         return new
 
-    def _round(self, row: int) -> list[int]:
+    def _round(self, row: int, undrafted: bool) -> list[int]:
         state = self.rows[row]
         assert state.context >= state.goal, "a row decodes that has not read its prompt"
         if state.ended:
             return []
         self._check_context(row, state.context, state.drafted)
-        self._draft(row)
+        if not undrafted:
+            self._draft(row)
         before = state.context
         for offset in range(self.limits.scratch_slots):
             slot = self._slot(row, before + offset)
@@ -287,7 +296,7 @@ class FakeDevice:
         state.context = len(state.tokens) - 1
         for position in range(before, state.context):
             self._slot(row, position).target = state.key(position)
-        if not self.has_drafter:
+        if not self.has_drafter and not undrafted:
             self._draft(row)
         return new
 
@@ -369,9 +378,10 @@ class Run:
         self.scheduler.cancel(name)
         self.endings.setdefault(name, "cancelled")
 
-    def step(self, lag: int = 0) -> Plan:
+    def step(self, lag: int = 0, *, undrafted: bool = False) -> Plan:
         """Make a plan and launch it; then take in what came out of all but the last ``lag``."""
         self.now += 1
+        self.scheduler.undrafted = undrafted
         plan = self.scheduler.plan(self.now)
         could_go_on = self._launched or not is_empty(plan) or plan.timed_out
         assert could_go_on or not self.scheduler.num_waiting, "nothing happens any more"

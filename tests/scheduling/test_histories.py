@@ -105,10 +105,12 @@ class Histories(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject):
         self.run.cancel(data.draw(st.sampled_from(sorted(self.run.requests))))
 
-    @rule(lag=st.integers(0, 1), steps=st.integers(1, 5))
-    def go_on(self, lag: int, steps: int):
+    @rule(lag=st.integers(0, 1), steps=st.integers(1, 5), undrafted=st.booleans())
+    def go_on(self, lag: int, steps: int, undrafted: bool):
+        """Whole engines whose rows must be swapped are never left without a drafter."""
+        undrafted = undrafted and not self.run.scheduler.limits.swaps_only
         for _ in range(steps):
-            self.run.step(lag)
+            self.run.step(lag, undrafted=undrafted)
 
     def teardown(self):
         if hasattr(self, "run"):

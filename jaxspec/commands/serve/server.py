@@ -105,7 +105,8 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
         sizes = engine.programs.sizes
         width, columns = sizes.width_for(CHAT_TOKENS), sizes.columns_for(SMALLEST_TABLE)
         key = ReadKey(sizes.rows_for(1), columns, width, sizes.kind_for(Kind.SAMPLED))
-        engine.programs.prepare_reading(key)
+        for undrafted in {False, engine.limits.undrafted_rows is not None}:
+            engine.programs.prepare_reading(key._replace(undrafted=undrafted))
         show("compiling for requests of any kind")
         general.finish()
         engine.programs.sealed = True

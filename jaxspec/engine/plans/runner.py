@@ -180,12 +180,12 @@ class PlanRunner:
         results: dict[int, RowResult] = {}
         for output in row_outputs(launched.calls, launched.plan.sequences):
             earlier = results.get(output.row)
-            result = self._result(output, launched.shape, earlier.tokens if earlier else ())
+            result = self._result(output, launched, earlier.tokens if earlier else ())
             results[output.row] = result if earlier is None else _after(earlier, result)
         self._idle_rows |= {row for row, result in results.items() if result.ended is not None}
         return list(results.values())
 
-    def _result(self, output: RowOutput, shape: TreeShape, earlier: Tokens) -> RowResult:
+    def _result(self, output: RowOutput, launched: Launched, earlier: Tokens) -> RowResult:
         emitted, column = output.emitted, output.column
         ending, done = Ending(int(emitted.ending[column])), emitted.status[column] == Status.DONE
         tokens, pause = tuple(output.tokens), None
@@ -194,10 +194,11 @@ class PlanRunner:
         elif done and ending is Ending.STOP:
             ending, pause = self._at_stop(output, earlier)
             done = pause is None
+        reads_on = emitted.num_rounds and not launched.plan.undrafted
         return RowResult(
             row=output.row,
             tokens=tokens,
-            pending=self._pending(output.counts, shape) if emitted.num_rounds else 0,
+            pending=self._pending(output.counts, launched.shape) if reads_on else 0,
             ended=ending.name if done else None,
             failed=bool(done) and ending in ERRORS,
             pause=pause,

@@ -19,6 +19,7 @@ from jaxspec.decoding.sampling import (
 )
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, Sizes, VerifyKey
+from jaxspec.engine.programs.undrafted import without_drafter
 
 
 def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
@@ -115,6 +116,8 @@ def program_options(
     params: EngineParams, sizes: Sizes, key: ReadKey | RoundsKey | VerifyKey
 ) -> RoundOptions:
     """The static options of a program that reads prompts, verifies old texts or runs rounds."""
+    if not isinstance(key, VerifyKey) and key.undrafted:
+        params = without_drafter(params)
     kind, shape = key.kind, key.shape if isinstance(key, RoundsKey) else None
     alternatives = min(MOST_LOGPROBS, params.target.config.vocab_size)
     options = dataclasses.replace(

@@ -60,7 +60,8 @@ class CompiledPrograms:
         stand_in = self.stand_in(key) or cheapest(self.coming, key)
         if stand_in is None:
             return key
-        if stand_in.cost > key.cost:  # else it differs in its kind alone
+        # Else it differs in its kind alone.
+        if stand_in.cost > key.cost or stand_in.undrafted != key.undrafted:
             self.ask(key)
         return stand_in
 
@@ -127,4 +128,4 @@ def _has_result(future: Future[Any]) -> bool:
 def cheapest[K: (ReadKey, RoundsKey)](keys: Iterable[Any], wanted: K) -> K | None:
     """The cheapest of these programs that serves the wanted one's calls, itself if it is there."""
     fitting = [key for key in keys if isinstance(key, type(wanted)) and key.holds(wanted)]
-    return min(fitting, key=lambda key: (key != wanted, key.cost), default=None)
+    return min(fitting, key=lambda key: (key != wanted, key.cost, not key.undrafted), default=None)

@@ -41,7 +41,7 @@ def program_name(key: Any, page_size: int) -> str:
     if isinstance(key, VerifyKey):
         kind = _KINDS[key.kind]
         return f"old texts, {key.width} tokens of {many} of up to {tokens} tokens, {kind}"
-    ending = f"{_KINDS[key.kind]}{', structured' * key.masked}"
+    ending = f"{_KINDS[key.kind]}{', structured' * key.masked}{', no drafter' * key.undrafted}"
     if isinstance(key, ReadKey):
         return f"prompts, {key.width} tokens of {many} of up to {tokens} tokens, {ending}"
     how = "drafting nothing" if key.shape.is_plain else f"tree {key.shape.name}"

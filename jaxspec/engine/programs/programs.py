@@ -48,6 +48,7 @@ from jaxspec.engine.programs.sizes import (
     page_list,
     widest,
 )
+from jaxspec.engine.programs.undrafted import seen_by, with_draft_of
 from jaxspec.engine.programs.weights import program_weights
 from jaxspec.engine.programs.xla_options import compiler_options
 from jaxspec.engine.structured.matcher import ALL_TOKENS
@@ -255,10 +256,10 @@ class Programs(CompiledPrograms):
         return [self._read(*part, masks) for part in self.readings(reads, load, set(masks), kind)]
 
     def readings(self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind) -> Readings:
-        """The calls that read these tokens."""
+        """The calls that read these tokens. Rows with masks are read with the drafter."""
         for (width, masked), group in groups_of_reads(reads, self.sizes, masked_rows):
             columns = self.sizes.columns_for(max(most for *_, most in group))
-            wanted = ReadKey(0, columns, width, kind, masked)
+            wanted = ReadKey(0, columns, width, kind, masked, load.undrafted and not masked)
             most = widest(self.runnable(), wanted) if self.sealed else width
             for part in in_parts(group, most):
                 yield from self._readings(part, wanted, load)
@@ -298,13 +299,8 @@ class Programs(CompiledPrograms):
         return LaunchedCall.now(rows, self._prefill(key, rows, counts, masks))
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
-        listed = None
-        if key.masked:
-            listed = np.stack([masks.get(int(row), self.all_tokens()) for row in rows])
-        arguments = self.options(key), rows, counts, listed
-        with self.controlled(key.kind):
-            self.state, emitted = self.prefill(self.params, self.state, *arguments)
-        return emitted
+        listed = [masks.get(int(row), self.all_tokens()) for row in rows]
+        return self._run(self.prefill, key, rows, counts, np.stack(listed) if key.masked else None)
 
     def prepare_reading(self, key: ReadKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
@@ -330,7 +326,8 @@ class Programs(CompiledPrograms):
             key = self.now(self.rounds_key(rows, tokens, load, shape, kind, rounds=count))
             self.prepare_rounds(key)
             listed = self.sizes.listed(rows, key.rows)
-            calls.append(LaunchedCall.now(listed, self._decode(key, listed, rounds)))
+            emitted = self._run(self.decode, key, np.int32(rounds), listed)
+            calls.append(LaunchedCall.now(listed, emitted))
             rounds -= count or rounds
         return calls
 
@@ -347,7 +344,8 @@ class Programs(CompiledPrograms):
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
         size, columns = self.sizes.size_for(rows), self.sizes.columns_for(tokens)
-        wanted = RoundsKey(size, columns, shape, self.sizes.kind_for(kind), masked, rounds)
+        kind, undrafted = self.sizes.kind_for(kind), load.undrafted and not masked
+        wanted = RoundsKey(size, columns, shape, kind, masked, rounds, undrafted)
         loaded = min(-(-load.rows // self.shards), self.sizes.num_rows // self.shards)
         target = wanted._replace(
             rows=size if masked else max(size, self.sizes.rows_for(loaded)),
@@ -356,10 +354,11 @@ class Programs(CompiledPrograms):
         )
         return choose_rounds(self.runnable(), wanted, target, sealed=self.sealed)
 
-    def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
-        arguments = self.options(key), np.int32(rounds), rows
+    def _run(self, program: Any, key: ReadKey | RoundsKey, *arguments: Any) -> Emitted:
         with self.controlled(key.kind):
-            self.state, emitted = self.decode(self.params, self.state, *arguments)
+            first = seen_by(key, self.params, self.state)
+            after, emitted = program(*first, self.options(key), *arguments)
+            self.state = with_draft_of(self.state, after) if key.undrafted else after
         return emitted
 
     def options(self, key: ReadKey | RoundsKey | VerifyKey) -> RoundOptions:
@@ -376,7 +375,7 @@ class Programs(CompiledPrograms):
         """Compile a program, by running it on nothing, unless it is ready."""
         if not self.is_ready(key):
             with self.counted(key):
-                self._decode(key, self.sizes.listed([], key.rows), 0)
+                self._run(self.decode, key, np.int32(0), self.sizes.listed([], key.rows))
 
     @contextlib.contextmanager
     def controlled(self, kind: Kind) -> Iterator[None]:

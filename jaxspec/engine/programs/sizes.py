@@ -154,11 +154,13 @@ class Load:
       rows: most requests at once.
       tokens: of the longest of them, prompt included.
       kind: SAMPLED if one of them samples. FULL programs are compiled for calls that need them.
+      undrafted: the rows of the call that comes are unread: programs without a drafter serve them.
     """
 
     rows: int = 0
     tokens: int = 0
     kind: Kind = Kind.GREEDY
+    undrafted: bool = False
 
     def add(self, rows: int, tokens: int, kind: Kind) -> None:
         """A request of so many tokens came, of this kind; ``rows`` are under way with it."""
@@ -170,6 +172,7 @@ class ReadKey(NamedTuple):
     """Sizes of a program that reads prompts; ``rows`` of each shard.
 
     ``masked``: the host may restrict the first token.
+    ``undrafted``: it has no drafter, see undrafted.py.
     """
 
     rows: int
@@ -177,6 +180,7 @@ class ReadKey(NamedTuple):
     width: int
     kind: Kind
     masked: bool = False
+    undrafted: bool = False
 
     def holds(self, other: "ReadKey") -> bool:
         return (
@@ -185,6 +189,7 @@ class ReadKey(NamedTuple):
             and self.width >= other.width
             and self.kind >= other.kind
             and self.masked >= other.masked
+            and self.undrafted <= other.undrafted
         )
 
     @property
@@ -198,6 +203,7 @@ class RoundsKey(NamedTuple):
 
     ``masked``: of one round in two programs, between which the host restricts the tokens.
     ``rounds``: that it runs; 0: as many as a call asks for.
+    ``undrafted``: it has no drafter, see undrafted.py.
     """
 
     rows: int
@@ -206,6 +212,7 @@ class RoundsKey(NamedTuple):
     kind: Kind
     masked: bool = False
     rounds: int = 0
+    undrafted: bool = False
 
     def holds(self, other: "RoundsKey") -> bool:
         return (
@@ -214,6 +221,7 @@ class RoundsKey(NamedTuple):
             and (self.shape, self.rounds) == (other.shape, other.rounds)
             and self.kind >= other.kind
             and self.masked == other.masked
+            and self.undrafted <= other.undrafted
         )
 
     @property
@@ -304,10 +312,11 @@ def choose_reading(
         fitting = [key for key in keys if key.holds(wanted)]
         most = MOST_WASTE * tokens(target)
         fitting = [key for key in fitting if tokens(key) <= most and key.kind <= target.kind]
+        fitting = [key for key in fitting if key.undrafted == target.undrafted]
 
     def cost(key: ReadKey) -> tuple[int, ...]:
         calls = -(-wanted.rows // key.rows)
-        return calls * tokens(key), calls, key.columns, key.kind, key.masked
+        return calls * tokens(key), calls, not key.undrafted, key.columns, key.kind, key.masked
 
     return min(fitting, key=cost, default=target)
 
@@ -320,7 +329,8 @@ def choose_rounds(
     if not sealed:
         fitting = [key for key in fitting if key.cost <= target.cost]
         fitting = [key for key in fitting if key.kind <= target.kind]
-    return min(fitting, key=lambda key: (key.cost, key.kind), default=target)
+        fitting = [key for key in fitting if key.undrafted == target.undrafted]
+    return min(fitting, key=lambda key: (key.cost, not key.undrafted, key.kind), default=target)
 
 
 def choose_verifying(ready: Iterable[object], wanted: VerifyKey, target: VerifyKey) -> VerifyKey:

@@ -12,7 +12,7 @@ import jax
 
 from jaxspec.config.checks import check_count
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import TreeShape
+from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.programs.arguments import empty_prompts
 from jaxspec.engine.programs.programs import ADMISSIONS, Programs
@@ -47,6 +47,8 @@ class Coverage:
       rounds, reads: kinds of programs, and whether the host masks their tokens.
       swaps: whether rows may be swapped to host memory.
       snapshots: whether states of rows may be copied to host memory.
+      undrafted_rows: from which programs without a drafter serve all rows but those with masks, see
+        Limits; None: never.
     """
 
     sizes: tuple[int, ...]
@@ -57,6 +59,20 @@ class Coverage:
     reads: tuple[tuple[Kind, bool], ...]
     swaps: bool
     snapshots: bool
+    undrafted_rows: int | None = None
+
+    def trees(self, *, masked: bool) -> list[tuple[int, TreeShape, bool]]:
+        """Rows and trees of programs of rounds, and whether they have no drafter."""
+        crowd = None if masked else self.undrafted_rows
+        few = self.drafted_sizes(crowd)
+        drafted = [(rows, shape, False) for rows in few for shape in self.shapes]
+        many = set(self.sizes) & set(steps(1, self.sizes[-1])) if crowd is not None else ()
+        return drafted + [(rows, PLAIN, True) for rows in sorted(many)]
+
+    def drafted_sizes(self, crowd: int | None) -> tuple[int, ...]:
+        """Sizes of programs that hold fewer rows than a crowd."""
+        enough = [rows for rows in self.sizes if crowd is not None and rows >= crowd - 1]
+        return tuple(rows for rows in self.sizes if not enough or rows <= enough[0])
 
 
 def coverage(
@@ -93,6 +109,7 @@ def coverage(
         reads=tuple(sorted(reads)),
         swaps=limits.preemption != "recompute",
         snapshots=bool(limits.snapshots),
+        undrafted_rows=limits.undrafted_rows,
     )
 
 
@@ -111,10 +128,9 @@ def rounds_keys(programs: Programs, cover: Coverage) -> list[RoundsKey]:
     columns, fixed = programs.sizes.columns_for(cover.tokens), programs.sizes.fixed_rounds
     lengths = {1, fixed} if fixed else {0}
     return [
-        RoundsKey(rows, columns, shape, kind, masked, rounds)
+        RoundsKey(rows, columns, shape, kind, masked, rounds, undrafted)
         for kind, masked in cover.rounds
-        for rows in cover.sizes
-        for shape in cover.shapes
+        for rows, shape, undrafted in cover.trees(masked=masked)
         for rounds in ({0} if masked else lengths)
     ]
 
@@ -122,7 +138,7 @@ def rounds_keys(programs: Programs, cover: Coverage) -> list[RoundsKey]:
 def reading_keys(programs: Programs, cover: Coverage) -> list[ReadKey]:
     """Few sizes: a prompt may be read by a program that is larger than it needs."""
     columns = programs.sizes.columns_for(cover.tokens)
-    sizes = programs.sizes
+    sizes, few = programs.sizes, cover.drafted_sizes(cover.undrafted_rows)
     if sizes.fixed:
         rows, width = cover.sizes[-1], sizes.max_chunk
         return [ReadKey(rows, columns, width, kind, masked) for kind, masked in cover.reads]
@@ -133,7 +149,13 @@ def reading_keys(programs: Programs, cover: Coverage) -> list[ReadKey]:
         keys += [
             ReadKey(rows, columns, width, kind, masked)
             for kind, masked in cover.reads
+            for rows in steps(1, min(most, few[-1]))
+        ]
+        keys += [
+            ReadKey(rows, columns, width, kind, masked, undrafted=True)
+            for kind, masked in cover.reads
             for rows in steps(1, most)
+            if cover.undrafted_rows is not None and not masked
         ]
         shorter = width
     return keys

@@ -22,6 +22,7 @@ from jaxspec.engine.programs.arguments import NewRow, admission
 from jaxspec.engine.programs.compiled import logger
 from jaxspec.engine.programs.programs import ADMISSIONS, ADMITTING, MANY_ADMISSIONS, Programs
 from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey, compiles_alone
+from jaxspec.engine.programs.undrafted import seen_by
 from jaxspec.scheduling.plan import Plan
 
 MOST_JOBS = 8  # programs compiled at a time
@@ -119,13 +120,14 @@ def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
 def _lowered(
     programs: Programs, key: ReadKey | RoundsKey, state: EngineState
 ) -> jax.stages.Lowered:
-    params = programs.params
+    params, state = seen_by(key, programs.params, state)
+    first = params, state, programs.options(key)
     rows = programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
         counts = np.zeros(len(rows), np.int32)
         masks = np.stack([programs.all_tokens()] * len(rows)) if key.masked else None
-        return programs.prefill.lower(params, state, programs.options(key), rows, counts, masks)
-    return programs.decode.lower(params, state, programs.options(key), np.int32(0), rows)
+        return programs.prefill.lower(*first, rows, counts, masks)
+    return programs.decode.lower(*first, np.int32(0), rows)
 
 
 def _compile_masked(programs: Programs, key: RoundsKey, state: EngineState) -> None:
