@@ -48,7 +48,7 @@ from jaxspec.engine.programs.sizes import (
     page_list,
     widest,
 )
-from jaxspec.engine.programs.undrafted import seen_by, with_draft_of
+from jaxspec.engine.programs.undrafted import run_as
 from jaxspec.engine.programs.weights import program_weights
 from jaxspec.engine.programs.xla_options import compiler_options
 from jaxspec.engine.structured.matcher import ALL_TOKENS
@@ -354,11 +354,10 @@ class Programs(CompiledPrograms):
         )
         return choose_rounds(self.runnable(), wanted, target, sealed=self.sealed)
 
-    def _run(self, program: Any, key: ReadKey | RoundsKey, *arguments: Any) -> Emitted:
+    def _run(self, program: Any, key: ReadKey | RoundsKey, *rest: Any) -> Emitted:
         with self.controlled(key.kind):
-            first = seen_by(key, self.params, self.state)
-            after, emitted = program(*first, self.options(key), *arguments)
-            self.state = with_draft_of(self.state, after) if key.undrafted else after
+            first = self.params, self.state, self.options(key)
+            self.state, emitted = run_as(key, program, *first, *rest)
         return emitted
 
     def options(self, key: ReadKey | RoundsKey | VerifyKey) -> RoundOptions:

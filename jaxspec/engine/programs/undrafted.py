@@ -5,9 +5,11 @@ no array is copied. A program with the drafter serves such rows too, if there is
 and drafts poorly what it has not read from the start, and the target verifies every token.
 """
 
+from typing import Any
+
 from jaxspec.decoding.drafters import NoDrafter
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.decoding.state import EngineState
+from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.engine.programs.sizes import ReadKey, RoundsKey
 
 
@@ -27,8 +29,13 @@ def seen_by(
     return params, state.replace(pool=pool, rows=rows, drafter=params.drafter_name)
 
 
-def with_draft_of(before: EngineState, state: EngineState) -> EngineState:
-    """A state that such a program has returned, with the drafter's part of the one ``before``."""
-    pool = state.pool.replace(draft=before.pool.draft)
-    rows = state.rows.replace(draft=before.rows.draft)
-    return state.replace(pool=pool, rows=rows, drafter=before.drafter)
+def run_as(
+    key: ReadKey | RoundsKey, program: Any, params: EngineParams, state: EngineState, *rest: Any
+) -> tuple[EngineState, Emitted]:
+    """Run the program of a key on the engine's state."""
+    after, emitted = program(*seen_by(key, params, state), *rest)
+    if key.undrafted:
+        pool = after.pool.replace(draft=state.pool.draft)
+        rows = after.rows.replace(draft=state.rows.draft)
+        after = after.replace(pool=pool, rows=rows, drafter=state.drafter)
+    return after, emitted
