@@ -303,7 +303,9 @@ class Scheduler:
 
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
-        readers = sorted((s for s in self.running if s.most_to_read), key=lambda reader: reader.order)
+        readers = sorted(
+            (s for s in self.running if s.most_to_read), key=lambda reader: reader.order
+        )
         counts = self._shares.choose([sequence.most_to_read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:

@@ -44,6 +44,10 @@ def test_one_row_at_a_time_needs_few_programs():
     assert compiled([key(1, width) for width in widths]) == [key(1, 16), key(1, 512), key(1, 64)]
 
 
+def test_two_rows_are_read_one_by_one_and_more_by_a_program_of_their_own():
+    assert compiled([key(1, 64), key(2, 64), key(4, 64)]) == [key(1, 64), key(4, 64)]
+
+
 def test_the_fastest_of_the_ready_ones_is_taken():
     ready = [key(32, 512), key(16, 512), key(16, 1024)]
     assert choose_reading(ready, key(8, 512), key(8, 512), sealed=False) == key(16, 512)

@@ -20,6 +20,7 @@ from jaxspec.config.speculation import TreeShape
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 2  # prompts are read by a ready program that takes at most so many times as long
+MOST_CALLS = 2  # of a ready program with fewer rows, before one with enough rows is compiled
 SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
 VERIFIED_AT_ONCE = 128  # tokens of a row: what comes after the end of its draft is read in vain
 READ_CALL = 256  # tokens that a program may read for nothing, if else another had to be compiled
@@ -298,25 +299,26 @@ def choose_reading(
 ) -> ReadKey:
     """The program that reads: one of those ready, or ``target``, which is then compiled.
 
-    Once ``sealed`` it may have fewer rows than wanted: then it is called several times. For
-    ``read_call`` see Sizes.
+    It may have fewer rows than wanted: then it is called several times, which nothing limits once
+    ``sealed``. For ``read_call`` see Sizes.
     """
 
+    def calls(key: ReadKey) -> int:
+        return -(-wanted.rows // key.rows)
+
     def tokens(key: ReadKey) -> int:
-        return key.rows * key.width + max(read_call, READ_CALL)
+        return calls(key) * (key.rows * key.width + max(read_call, READ_CALL))
 
     keys = [key for key in ready if isinstance(key, ReadKey)]
-    if sealed:
-        fitting = [key for key in keys if key.holds(wanted._replace(rows=0))]
-    else:
-        fitting = [key for key in keys if key.holds(wanted)]
+    fitting = [key for key in keys if key.holds(wanted._replace(rows=0))]
+    if not sealed:
         most = MOST_WASTE * tokens(target)
-        fitting = [key for key in fitting if tokens(key) <= most and key.kind <= target.kind]
+        fitting = [key for key in fitting if tokens(key) <= most and calls(key) <= MOST_CALLS]
+        fitting = [key for key in fitting if key.kind <= target.kind]
         fitting = [key for key in fitting if key.undrafted == target.undrafted]
 
     def cost(key: ReadKey) -> tuple[int, ...]:
-        calls = -(-wanted.rows // key.rows)
-        return calls * tokens(key), calls, not key.undrafted, key.columns, key.kind, key.masked
+        return tokens(key), calls(key), not key.undrafted, key.columns, key.kind, key.masked
 
     return min(fitting, key=cost, default=target)
 
