@@ -71,6 +71,7 @@ def hidden_states(
       mesh: of the target, if it was loaded on one (jaxspec.make_mesh). Rows are then split over
         its data axis. A target that was placed on a trainer's own mesh needs none.
       remat: keep hidden states between layers only, and compute a layer again for its gradient.
+        Attention writes the scores of a layer, [B, Q, T, T].
 
     Raises ValueError for other shapes and dtypes, more tokens than the model has positions, known
     tokens outside of the vocabulary or lengths out of range, a target of another mesh, rows that

@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 
 from jaxspec.config.checks import is_integer
 
-Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # an array or lists of integers
+type Lists = Sequence[int] | Sequence[Lists]
+Integers = ArrayLike | Lists  # an array or lists of integers
 
 INT32 = np.iinfo(np.int32)
 

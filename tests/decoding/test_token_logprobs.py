@@ -15,11 +15,14 @@ from safetensors.numpy import load_file
 from jaxspec import make_mesh, token_logprobs
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.evaluation.benchmarks.collective_volume import parse_collectives
 from jaxspec.models.from_config.model import load_model_config
 from tests.helpers.checkpoints import tiny_llama
+from tests.helpers.layouts import on_mesh
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import random_target, tiny_config
+from tests.helpers.random_models import make_params, random_target, tiny_config
 from tests.helpers.sampling_reference import plain_logits, processors
 
 TARGET = random_target(tiny_config(num_layers=1))
@@ -129,3 +132,14 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, tied: bool, tensor:
     if tensor == 4:
         keys = gradients.layers[0].mixer.qkv.weight[:, :, -2:]
         np.testing.assert_allclose(keys[:, 0::2], keys[:, 1::2], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_devices_exchange_sums_alone():
+    """No device gathers weights, hidden states of all rows, or logits of all tokens."""
+    target, mesh = random_target(tiny_config(vocab_size=128, num_heads=8)), make_mesh(2, 2)
+    params = make_params("none", SpeculationConfig.chain(0), target)
+    gradient = jit(jax.grad(functools.partial(loss, mesh=mesh, chunk=5)))
+    text = gradient.lower(on_mesh(params, mesh).target).compile().as_text()
+    collectives = parse_collectives(text or "")
+    assert {each.kind for each in collectives} == {"all-reduce"}

@@ -1,14 +1,23 @@
 """Whole sequences through the public functions of a model: what they give, and what they refuse."""
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
 from jaxspec import forward, hidden_states, make_mesh
+from jaxspec.checkpoints.safetensors_io import load_decoder, save_tree
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.quantized.schemes import in_four_bits
+from jaxspec.models.tensors import splitting
 from tests.helpers.marks import LEFT_OUT, slow
 from tests.helpers.parity import assert_close, load
 from tests.helpers.programs import FAST_COMPILE
@@ -44,6 +53,60 @@ def test_a_gradient_is_that_without_recomputing():
     assert jaxpr.count("remat2") + jaxpr.count("checkpoint[") >= TARGET.config.num_layers
     for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.abs(one).max())
+
+
+def assert_close_trees(found: Any, expected: Any) -> None:
+    """Arrays of the same shapes, within 2e-5 of the largest entry of each."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        most = np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=0, atol=max(2e-5 * most, 1e-7))
+
+
+def loss_of(tokens: np.ndarray, target: Decoder, mesh: Mesh | None = None) -> jax.Array:
+    return jnp.sum(jnp.sin(hidden_states(target, tokens, mesh=mesh)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        *(slow(name, 2) for name in ("gemma2", "gpt_oss", "qwen3_moe", "qwen3_next")),
+        *(slow(name, 2) for name in ("deepseek_v3", "olmo2")),
+        slow("olmo2-mqa", 2),  # a norm of all key heads, which are repeated
+        slow("qwen3_moe", (2, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings(LEFT_OUT)
+def test_gradients_on_a_mesh_are_those_of_a_device(
+    tmp_path: Path, checkpoint, name: str, tensor: Any
+):
+    directory, tokens, _ = checkpoint(name)
+    config, mesh = load_model_config(directory), make_mesh(tensor)
+    tokens, dtype = tokens[:, :12], jnp.dtype("float32")
+    grad = jit(jax.grad(loss_of, argnums=1), static_argnums=2)
+    expected = grad(tokens, load(directory))
+    found = grad(tokens, load_decoder(directory, config, dtype, mesh), mesh)
+    assert_close_trees(
+        tensors_of(found, tmp_path / "mesh"), tensors_of(expected, tmp_path / "device")
+    )
+
+
+def tensors_of(target: Decoder, directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint; of repeated KV heads the last copy."""
+    save_tree(directory, target, target.mapped(splitting(target.config.vocab_size)), {})
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_target_on_a_trainers_own_mesh_needs_none():
+    """FSDP: every array is split along its first dimension."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    shardings = jax.tree.map(
+        lambda x: NamedSharding(mesh, P("fsdp" if x.shape[0] % 4 == 0 else None)), TARGET
+    )
+    grad = jit(jax.grad(loss_of, argnums=1))
+    found, expected = grad(TOKENS, jax.device_put(TARGET, shardings)), grad(TOKENS, TARGET)
+    assert_close_trees(found, expected)
 
 
 def test_a_quantized_target_has_logits_and_no_gradient():

@@ -1,5 +1,6 @@
 """Samples of prompts in one call are the texts of an engine; a loss has their log-probabilities."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxspec import (
     split_padded,
     token_logprobs,
 )
+from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.decoding.sampling import perturb, process_logits
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
@@ -29,7 +31,13 @@ from tests.helpers.engines import CHAIN, ready_engine
 from tests.helpers.layouts import on_mesh
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import make_params, padded, random_prompts
+from tests.helpers.random_models import (
+    make_params,
+    padded,
+    random_prompts,
+    random_target,
+    tiny_config,
+)
 
 # Of three pages of 16 tokens the first prompt fills two, of which one is shared.
 PROMPTS = random_prompts((32, 5), seed=2)
@@ -105,18 +113,34 @@ def of_model(target: Decoder, tokens: Array, lengths: Array, seeds: Array) -> tu
     return drawn, scores(), scores(**POLICY)
 
 
-def test_tokens_and_log_probabilities_are_those_of_whole_texts():
-    samples = samples_of()
+def check_whole_texts(samples: Samples, target: Decoder) -> None:
+    """Their tokens and log-probabilities are those that of_model computes."""
     rows = [x.reshape(12, *x.shape[3:]) for x in (samples.tokens, samples.lengths, samples.seeds)]
-    found = of_model(make_params("none", CHAIN).target, *rows)
+    found = of_model(target, *rows)
     drawn, raw, of_policy = (np.asarray(x).reshape(samples.mask.shape) for x in found)
     assert samples.mask.sum() > 60
     np.testing.assert_array_equal(samples.tokens[samples.mask], drawn[samples.mask])
     expected = np.where(samples.mask, of_policy, 0)
     np.testing.assert_allclose(samples.policy_logprobs, expected, atol=1e-4)
     np.testing.assert_allclose(samples.logprobs, np.where(samples.mask, raw, 0), atol=1e-4)
+
+
+def test_tokens_and_log_probabilities_are_those_of_whole_texts():
+    samples = samples_of()
+    check_whole_texts(samples, make_params("none", CHAIN).target)
     assert {*np.asarray(samples.ending).flat} == {Ending.STOP, Ending.LENGTH}
     assert samples.rounds.sum() < (samples.mask.sum(-1) - 1).sum(), "no draft was accepted"
+
+
+@pytest.mark.slow
+def test_prompts_of_recurrent_layers_are_read_for_each_sample():
+    config = tiny_config(num_heads=8)
+    first, second = config.layers
+    delta = GatedDeltaConfig(num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=8, folded=8)
+    layers = first, dataclasses.replace(second, mixer=delta)
+    target = random_target(dataclasses.replace(config, layers=layers))
+    params = make_params("ngram", CHAIN, target)
+    check_whole_texts(jax.device_get(of_epochs(params, jax.random.key(3))), target)
 
 
 @pytest.mark.parametrize("keep_stop", [True, False])
