@@ -376,6 +376,7 @@ class Engine:
 
     def _change(self, params: EngineParams, version: int, in_flight: InFlight) -> None:
         rule = rule_for(in_flight, params, is_idle=self.is_idle)
+        self.programs.check_weights(params)
         with self._ending_all_by_errors():
             self._read()
             self.weights.ask(params, version, rule, self.scheduler)

@@ -263,7 +263,9 @@ def test_what_a_pipeline_cannot_do_is_said_before_anything_runs():
         Engine(params, CACHE, EngineConfig(fixed_rounds=False))
     engine = Engine(params, CACHE, EngineConfig(max_rows=2))
     with pytest.raises(ValueError, match="make a new engine"):
-        engine.use_target(DEEP)
+        engine.use_target(DEEP, in_flight="restart")
+    assert engine.weights.pending is None and not engine.scheduler.holds
+    engine.use_drafter(engine.params.drafter)
 
 
 @pytest.mark.parametrize(

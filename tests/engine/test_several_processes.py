@@ -18,7 +18,7 @@ from jaxspec.commands.shared.several_processes import process_group
 from jaxspec.engine.programs.several_processes import FollowingPrograms, LeadingPrograms
 from jaxspec.parallel.processes import Processes, ProcessGroup
 from tests.helpers.marks import slow
-from tests.helpers.process_worker import new_engine, tokens
+from tests.helpers.process_worker import PROMPTS, SAMPLING, new_engine, tokens
 from tests.helpers.several_processes import free_port, started
 
 SECONDS_TO_END = 30
@@ -78,6 +78,13 @@ def test_a_follower_that_is_told_everything_has_the_state_of_the_leader():
     follower = FollowingPrograms(processes, programs.params, programs.sizes, 100)
     follower.follow()
     jax.tree.map(np.testing.assert_array_equal, follower.state, programs.state)
+    leader.forget_texts()
+    running = leader.add(PROMPTS[0], SAMPLING[0])
+    with pytest.raises(ValueError, match="cannot replace their weights"):
+        leader.use_target(leader.params.target, in_flight="restart")
+    assert not running.done and leader.weights.pending is None
+    leader.finish([running])
+    assert running.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("size", "requests"), [slow(2, 1), slow(2, 2), slow(4, 2)])

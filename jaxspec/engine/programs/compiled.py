@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine import memory
 from jaxspec.engine.programs.names import program_name
@@ -115,6 +116,10 @@ class CompiledPrograms:
         self.clear_caches()
         self.ready.clear()
         self.coming.clear()
+
+    def check_weights(self, params: EngineParams) -> None:
+        """Raise ValueError if these cannot take the place of those in use; before anything is done
+        for them."""
 
     def clear_caches(self) -> None:
         """Forget the compiled programs of all functions."""

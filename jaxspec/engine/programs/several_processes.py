@@ -91,8 +91,12 @@ class LeadingPrograms(SharedPrograms):
         self._processes.tell(Tables(tables, capacity))
         return super().place_tables(tables, capacity)
 
+    def check_weights(self, params: EngineParams) -> None:
+        if params is not self.params:
+            raise ValueError("several processes cannot replace their weights: start them again")
+
     def use(self, params: EngineParams) -> None:
-        raise ValueError("several processes cannot replace their weights: start them again")
+        """What they use is theirs alone: others are refused, see check_weights."""
 
     def reset(self) -> None:
         """Ends all processes: they cannot be known to have the same state, nor to be idle."""

@@ -114,10 +114,9 @@ class PipelinePrograms(Programs):
         ):
             self.small[name] = Composed(functools.partial(on_all_stages, last[name]), last[name])
 
-    def use(self, params: EngineParams) -> None:
+    def check_weights(self, params: EngineParams) -> None:
         if params.target is not self.params.target:
             raise ValueError("a pipeline cannot replace its target's weights: make a new engine")
-        super().use(params)
 
     def reset(self) -> None:
         super().reset()
