@@ -168,6 +168,16 @@ def test_nothing_compiles_again(compilations: Compilations):
             assert own.programs.compiled == programs and not compilations
 
 
+def test_weights_are_not_copied():
+    """So who gives them must not donate them meanwhile."""
+    own, target = engine(), targets()[1]
+    own.use_target(target)
+    pairs = zip(jax.tree.leaves(own.params.target), jax.tree.leaves(target), strict=True)
+    assert all(
+        used.unsafe_buffer_pointer() == given.unsafe_buffer_pointer() for used, given in pairs
+    )
+
+
 def test_old_pages_are_not_found():
     own, prompt = engine(), [*range(1, 30)]
     greedy = SamplingParams(max_tokens=9)
