@@ -129,7 +129,7 @@ class Control:
                 message = "in_flight does not pause: leave out abort_all_requests and keep_pause"
                 raise ApiError(400, message, param="in_flight")
             llms = self._service.llm.replicas
-            number = 1 + max(llm.llm.engine.version for llm in llms)
+            number = 1 + max(llm.llm.engine.weights.newest.version for llm in llms)
             name = asked.weight_version or str(self._updates + 1)
             for llm in llms:
                 loading = llm.llm.load_weights, asked.model_path, asked.draft_model_path
@@ -246,10 +246,10 @@ def make_admin(service: Service) -> FastAPI:
 
     @app.get("/weight_info")
     async def weight_info() -> Version:
-        return Version(weight_version=service.weight_version)
+        return Version(weight_version=service.version_in_use)
 
     def _done(message: str) -> Done:
-        return Done(message=message, weight_version=service.weight_version)
+        return Done(message=message, weight_version=service.version_in_use)
 
     return app
 

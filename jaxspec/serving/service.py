@@ -89,6 +89,13 @@ class Service:
         self._weights[version] = Weights(weight_version, found)
         return self._weights[version]
 
+    @property
+    def version_in_use(self) -> str | None:
+        """The version of the weights in use, also of those that a program gave the engine."""
+        if self._llm is None:
+            return self.weight_version
+        return self.weights_of(self._llm.llm.engine.version).weight_version
+
     def weights_of(self, version: int) -> Weights:
         """What made an answer. Weights that a program gave the engine are named by their number."""
         found = self._weights.get(version)

@@ -96,6 +96,8 @@ def test_a_policy_is_trained_while_it_serves(own: LLM):
                 target = await asyncio.to_thread(train, target, *batch(rollouts[-1]))
                 await serving.use_target(target, version=1000 + step, in_flight="restart")
             await asking
+            in_use = await http.get("/weight_info", headers=ADMIN)
+            assert in_use.json() == {"weight_version": str(1000 + STEPS)}
             return rollouts, others, target
 
     rollouts, others, target = run(test())
