@@ -68,7 +68,10 @@ async def until_begun(serving: AsyncLLM, requests: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_texts_that_nobody_saw_are_made_anew(llm: LLM, targets: tuple[Decoder, Decoder]):
+@pytest.mark.parametrize("in_flight", ["restart", pytest.param("repair", marks=pytest.mark.slow)])
+def test_texts_that_nobody_saw_are_made_anew(
+    llm: LLM, targets: tuple[Decoder, Decoder], in_flight: Any
+):
     old, new = (fresh(llm, target) for target in targets)
     assert all(one != other for one, other in zip(old, new, strict=True))
     llm.use_target(targets[0], version=0)
@@ -80,7 +83,7 @@ def test_texts_that_nobody_saw_are_made_anew(llm: LLM, targets: tuple[Decoder, D
                 serving.generate(PROMPTS, SAMPLING, on_tokens=counts.append)
             )
             await until_begun(serving, 3)
-            await serving.use_target(targets[1], in_flight="restart")
+            await serving.use_target(targets[1], in_flight=in_flight)
             assert await serving.run(lambda engine: engine.version) == 1
             return await texts, counts
 
