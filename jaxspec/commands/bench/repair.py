@@ -7,8 +7,8 @@ texts are the same. "As before" is how the rollouts go on under the old weights.
 
 KL (in nats) and total variation are those of the two policies, per token. Kept tokens are those of
 the old text that were kept; untouched texts kept all of it. Wrong texts are others than fresh
-requests write under the same weights. Times are from the change to the last
-token, the median of some runs, and rounds those after the change.
+requests write under the same weights. Times are from the change to the last token, the median of
+some runs, and rounds those after the change. Rollouts that have ended by then count nowhere.
 """
 
 import argparse
@@ -85,8 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--samples", type=number, default=4, help="rollouts of each")
     add("--prompt-tokens", type=number, default=24, help="of each prompt")
     add("--new-tokens", type=number, default=96, help="of each rollout")
-    add("--written", type=number, default=64, help="tokens that each rollout has as the weights "
-        "change, at least")  # fmt: skip
+    add("--written", type=number, default=48, help="tokens that the rollouts have as the weights "
+        "change, in the mean")  # fmt: skip
     add("--temperature", type=float, default=1.0, help="of the rollouts, above 0")
     add("--repeats", type=number, default=3, help="runs of each way, after one that compiles")
     add("--json", action="store_true", help=JSON_PARTS)
@@ -163,17 +163,18 @@ def compare(
         figures[name] = facts_of(outcomes[-1], expected)
         figures[name]["runs"] = [outcome.seconds for outcome in outcomes[1:]]
         figures[name]["seconds"] = statistics.median(figures[name]["runs"])
-    common = [common_prefix(*pair) for pair in zip(old_texts, new_texts, strict=True)]
+    repaired = runs["repair"][-1]
+    untouched = [
+        common_prefix(old_texts[place], new_texts[place]) >= written
+        for place, written in zip(repaired.places, repaired.written, strict=True)
+    ]
     kl, tv = divergence(old, new, rollouts.prompts, old_texts, args.temperature)
     return {
         "kl": kl,
         "tv": tv,
         "kept": figures["repair"]["kept"],
-        "written": float(statistics.mean(runs["repair"][-1].written)),
-        "untouched": statistics.mean(
-            prefix >= written
-            for prefix, written in zip(common, runs["repair"][-1].written, strict=True)
-        ),
+        "written": statistics.mean(repaired.written),
+        "untouched": statistics.mean(untouched),
         "wrong_texts": sum(figures[name]["wrong_texts"] for name in runs),
         **figures,
     }

@@ -32,17 +32,19 @@ class Outcome:
 
     Attributes:
       seconds: from the change to the last token.
-      rounds: of each request, after the change.
+      places: of these requests among all; the others had ended before.
+      rounds: of each of them, after the change.
       kept: tokens of each that it kept of its old text.
-      texts: new tokens of each.
       written: how many tokens each had as the weights changed.
+      texts: new tokens of each.
     """
 
     seconds: float
+    places: list[int]
     rounds: list[int]
     kept: list[int]
-    texts: list[list[int]]
     written: list[int]
+    texts: list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Rollouts:
     """Requests of an engine, each with its seed, that are under way as the weights change.
 
     Attributes:
-      written: tokens that each of them has then, at least.
+      written: tokens that they have then, in the mean.
     """
 
     engine: Engine
@@ -67,25 +69,25 @@ class Rollouts:
     def change(self, old: Decoder, new: Decoder, in_flight: InFlight) -> Outcome:
         """Change the weights under way. With equal weights nothing changes."""
         self.engine.use_target(old)
-        generations = self._start()
-        while min(len(each.token_ids) for each in generations) < self.written:
+        everyone = self._start()
+        while sum(len(each.token_ids) for each in everyone) < self.written * len(everyone):
             self.engine.step(1)
-        rounds = [each.statistics.rounds for each in generations]
-        written = [len(each.token_ids) for each in generations]
+        running = [each for each in everyone if not each.done]
+        rounds = {each.request_id: each.statistics.rounds for each in running}
+        written = {each.request_id: len(each.token_ids) for each in running}
         started = time.perf_counter()
         if new is not old:
             self.engine.use_target(new, in_flight=in_flight)
-            rounds = [0] * len(generations)  # statistics begin again
-        self.engine.finish(generations)
-        seconds = time.perf_counter() - started
+            running = [each for each in running if each.restarts]  # others ended meanwhile
+            rounds = dict.fromkeys(rounds, 0)  # they are counted from the prompt on
+        self.engine.finish(everyone)
         return Outcome(
-            seconds=seconds,
-            rounds=[
-                each.statistics.rounds - n for each, n in zip(generations, rounds, strict=True)
-            ],
-            kept=[each.kept_tokens for each in generations],
-            texts=[each.token_ids for each in generations],
-            written=written,
+            seconds=time.perf_counter() - started,
+            places=[everyone.index(each) for each in running],
+            rounds=[each.statistics.rounds - rounds[each.request_id] for each in running],
+            kept=[each.kept_tokens for each in running],
+            written=[written[each.request_id] for each in running],
+            texts=[each.token_ids for each in running],
         )
 
     def _start(self) -> list[Generation]:
@@ -180,12 +182,14 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def facts_of(outcome: Outcome, expected: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """An outcome's figures; texts that are not the ``expected`` ones are counted."""
-    pairs = zip(outcome.texts, expected, strict=True)
+    """An outcome's figures; texts that are not the ``expected`` ones, of all requests, are
+    counted."""
+    pairs = zip(outcome.texts, outcome.places, strict=True)
     return {
         "seconds": outcome.seconds,
+        "requests": len(outcome.places),
         "mean_rounds": float(np.mean(outcome.rounds)),
         "most_rounds": max(outcome.rounds),
         "kept": float(np.mean(outcome.kept)),
-        "wrong_texts": sum(text != wanted for text, wanted in pairs),
+        "wrong_texts": sum(text != expected[place] for text, place in pairs),
     }
