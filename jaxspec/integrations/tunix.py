@@ -7,7 +7,6 @@
 See docs/integrations.md.
 """
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -92,8 +91,7 @@ class JaxspecRollout(BaseRollout):
         self.last: list[Generation] = []
         self._calls = 0
         if options.start_check:
-            with mesh if mesh.size > 1 else contextlib.nullcontext():
-                self._policy.check(functools.partial(_logits, rollout_actor))
+            self._policy.check(functools.partial(_logits, rollout_actor))
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any

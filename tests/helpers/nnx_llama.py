@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, WIDTH, INNER = 64, 48, 2, 4, 2, 16, 80
 THETA, EPS = 1e6, 1e-5  # Tunix's llama3 rotates by this whatever its config says
@@ -106,3 +106,78 @@ def write_config(folder: Path, theta: float = THETA) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+# What MaxText calls arrays of a layer, and of the whole model.
+SCANNED = {
+    "self_attention.query.kernel": "attn.q_proj.w",
+    "self_attention.key.kernel": "attn.k_proj.w",
+    "self_attention.value.kernel": "attn.v_proj.w",
+    "self_attention.out.kernel": "attn.o_proj.w",
+    "mlp.wi_0.kernel": "mlp.gate_proj.kernel",
+    "mlp.wi_1.kernel": "mlp.up_proj.kernel",
+    "mlp.wo.kernel": "mlp.down_proj.kernel",
+    "pre_self_attention_layer_norm.scale": "input_layernorm.w",
+    "post_self_attention_layer_norm.scale": "post_attention_layernorm.w",
+}
+SINGLE = {
+    "token_embedder.embedding": "embedder.input_embedding",
+    "decoder.decoder_norm.scale": "final_norm.w",
+    "decoder.logits_dense.kernel": "lm_head.w",
+}
+
+
+class ScannedLlama(nnx.Module):
+    """The same model as MaxText's TunixMaxTextAdapter keeps it: layers along axis 1, the pairs of
+    rotary dimensions side by side, queries divided by the root of their width."""
+
+    def __init__(self, seed: int = 0):
+        arrays = {
+            ".".join(map(str, path)): leaf[...]
+            for path, leaf in nnx.to_flat_state(nnx.state(NnxLlama(seed)))
+        }
+        tree: dict[str, Any] = {name: arrays[path] for name, path in SINGLE.items()}
+        for name, path in SCANNED.items():
+            each = [arrays[f"layers.{layer}.{path}"] for layer in range(LAYERS)]
+            if name.split(".")[1] in ("query", "key"):
+                halves = (jnp.split(one, 2, axis=-1) for one in each)
+                each = [
+                    jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in halves
+                ]
+            stacked = jnp.stack(each, axis=1)
+            scale = WIDTH**-0.5 if ".query." in name else 1.0
+            tree[f"decoder.layers.{name}"] = stacked * scale
+        nested = traverse_util.unflatten_dict({tuple(key.split(".")): tree[key] for key in tree})
+        self.base = _modules(nested)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: None, attention_mask: jax.Array
+    ) -> tuple[jax.Array, None]:
+        base = {
+            ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self))
+        }
+        arrays = {path: base[f"base.{name}"] for name, path in SINGLE.items()}
+        for name, path in SCANNED.items():
+            stacked = base[f"base.decoder.layers.{name}"]
+            if name.split(".")[1] in ("query", "key"):
+                stacked = jnp.concatenate([stacked[..., ::2], stacked[..., 1::2]], axis=-1)
+            if ".query." in name:
+                stacked = stacked * WIDTH**0.5
+            for layer in range(LAYERS):
+                arrays[f"layers.{layer}.{path}"] = stacked[:, layer]
+        graph, state = nnx.split(NnxLlama())
+        flat = [
+            (path, leaf.replace(arrays[".".join(map(str, path))]))
+            for path, leaf in nnx.to_flat_state(state)
+        ]
+        model = nnx.merge(graph, nnx.from_flat_state(flat))
+        return model(tokens, positions, cache, attention_mask)
+
+
+def _modules(tree: dict[str, Any]) -> nnx.Dict:
+    return nnx.Dict(
+        {
+            name: _modules(part) if isinstance(part, dict) else nnx.Param(part)
+            for name, part in tree.items()
+        }
+    )

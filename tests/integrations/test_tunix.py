@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec import EngineConfig, Lora, SamplingParams, SpeculationConfig, from_nnx
 from jaxspec.integrations.rollout_options import RolloutOptions
 from jaxspec.integrations.seeds import seeds_of_call
+from jaxspec.models.decoder import Decoder
 from tests.helpers.compilations import Compilations
 from tests.helpers.engines import seal
-from tests.helpers.nnx_llama import THETA, NnxLlama, write_config
+from tests.helpers.nnx_llama import HEADS, HIDDEN, THETA, NnxLlama, ScannedLlama, write_config
+from tests.helpers.nnx_llama import WIDTH as HEAD
 from tests.helpers.tunix_stub import (
     BOS,
     EOS,
@@ -70,7 +72,7 @@ def options(folder: Path, **changes: Any) -> RolloutOptions:
     return RolloutOptions(folder, **shared)
 
 
-def make(tunix: Any, actor: NnxLlama, options: RolloutOptions) -> Any:
+def make(tunix: Any, actor: nnx.Module, options: RolloutOptions) -> Any:
     """As Tunix's RLCluster does, with arguments by name."""
     given = {"tokenizer": LetterTokenizer(), "mesh": MESH, "rollout_config": CONFIG}
     return tunix.JaxspecRollout(rollout_actor=actor, **given, options=options)
@@ -209,6 +211,64 @@ def test_texts_depend_on_seed_and_call_and_not_on_the_drafter(
     plain = make_ready(tunix, folder, drafter="none", speculation=None, start_check=False)
     texts = [output.text for output in first_calls[1]]
     assert [plain.generate(PROMPTS, CONFIG).text for _ in range(2)] == texts
+
+
+def test_an_actor_of_maxtext_is_followed(tunix: Any, rollout: Any, folder: Path):
+    """By its paths and layouts, which the start check compares."""
+    made = make(tunix, ScannedLlama(), options(folder, names="maxtext.llama"))
+    check_same(made.engine.params.target, rollout.engine.params.target)
+    made.update_params(nnx.state(ScannedLlama(seed=1), nnx.Param), (nnx.Param,))
+    expected = from_nnx(NnxLlama(seed=1), names="tunix.llama3", like=made.engine.params.target)
+    check_same(made.engine.params.target, expected)
+
+
+def check_same(found: Decoder, expected: Decoder) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_lora_weights_come_alone(tunix: Any, folder: Path):
+    """As Tunix gives them; the actor's others stay. At the start b is 0."""
+    actor: Any = NnxLlama()
+    random = np.random.default_rng(3)
+    projection = actor.layers[1].attn.q_proj
+    for name, shape in (("w_lora_a", (HIDDEN, 4)), ("w_lora_b", (4, HEADS, HEAD))):
+        array = random.normal(size=shape) if name == "w_lora_a" else np.zeros(shape)
+        setattr(projection, name, nnx.LoRAParam(jnp.asarray(array, jnp.float32)))
+    made = make(tunix, actor, options(folder, lora=Lora(alpha=8, rank=4)))
+    projection.w_lora_b[...] = jnp.asarray(random.normal(size=(4, HEADS, HEAD)), jnp.float32)
+    made.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
+    merged = NnxLlama()
+    weight = merged.layers[1].attn.q_proj.w  # pyright: ignore
+    a, b = projection.w_lora_a[...], projection.w_lora_b[...]
+    weight[...] = weight[...] + 8 / 4 * jnp.einsum("dr,rnh->dnh", a, b)
+    expected = from_nnx(merged, names="tunix.llama3", like=made.engine.params.target)
+    check_same(made.engine.params.target, expected)
+
+
+@pytest.mark.slow
+def test_rollouts_on_the_devices_of_a_trainers_mesh(tunix: Any, folder: Path):
+    """The actor is divided as trainers do, the engine by tensor parallelism over its devices."""
+    mesh = Mesh(np.array(jax.devices()[2:4]).reshape(2, 1), ("fsdp", "tp"))
+    first = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def actor(seed: int) -> NnxLlama:
+        made = NnxLlama(seed)
+        nnx.update(made, jax.device_put(nnx.state(made), first))
+        return made
+
+    given = {"tokenizer": LetterTokenizer(), "mesh": mesh, "rollout_config": CONFIG}
+    made = tunix.JaxspecRollout(rollout_actor=actor(0), **given, options=options(folder))
+    assert made.engine.params.mesh.shape == {"data": 1, "model": 2}
+    check_logps(NnxLlama(), made.generate(PROMPTS, CONFIG), CONFIG.temperature)
+    state = nnx.state(actor(1), nnx.Param)
+    made.update_params(state, (nnx.Param,))
+    with (
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+    ):
+        made.update_params(state, (nnx.Param,))
+    check_logps(NnxLlama(seed=1), made.generate(PROMPTS, CONFIG), CONFIG.temperature)
 
 
 def test_seeds():

@@ -152,6 +152,32 @@ def test_log_probabilities_are_those_of_the_trainer(tunix: Any, folder: Path, te
             np.testing.assert_allclose(found, expected[row, : len(ids)], atol=2e-5)
 
 
+def test_lora_weights_of_qwix_are_merged(tunix: Any, folder: Path):
+    qwix = pytest.importorskip("qwix")
+    alpha, rank = 8.0, 4
+    base: Any = new_actor(tunix)
+    provider = qwix.LoraProvider(module_path=".*q_proj|.*o_proj|.*up_proj", rank=rank, alpha=alpha)
+    actor = qwix.apply_lora_to_model(base, provider, **base.get_model_input())
+    config = config_of(tunix)
+    rollout = make(tunix, actor, config, options(folder, lora=(alpha, rank)))
+    random = np.random.default_rng(0)
+    state = nnx.state(actor, nnx.LoRAParam)
+    changed = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype) / 4, state)
+    nnx.update(actor, changed)
+    rollout.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
+    output = rollout.generate(["jaxspec", "a"], config)
+    padded = np.stack([np.pad(ids, (0, NEW - len(ids))) for ids in output.tokens])
+    expected = tunix.common.compute_per_token_logps(
+        *nnx.split(actor),
+        prompt_tokens=jnp.asarray(output.left_padded_prompt_tokens),
+        completion_tokens=jnp.asarray(padded),
+        pad_id=PAD,
+        eos_id=EOS,
+    )
+    for row, ids in enumerate(output.tokens):
+        np.testing.assert_allclose(output.logprobs[row], expected[row, : len(ids)], atol=2e-5)
+
+
 @dataclasses.dataclass
 class Watched:
     """Seconds of calls and of changes of weights, and how many programs each compiled."""
