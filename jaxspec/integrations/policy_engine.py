@@ -71,7 +71,7 @@ class PolicyEngine:
 
     def _target(self, state: nnx.State) -> Decoder:
         """The same on the devices of the engine."""
-        return jax.tree.map(moved, self._convert(state), self._places)
+        return jax.tree.map(moved, self._convert(on_device(state)), self._places)
 
     def use(self, state: nnx.State) -> None:
         """From the next call on, generate with these weights of the actor.
@@ -139,6 +139,22 @@ class PolicyEngine:
         if self._warms_up and kind not in self._ready:
             self.engine.warm_up([sampling], rows=[rows])
             self._ready.add(kind)
+
+
+def is_offloaded(state: nnx.State) -> bool:
+    """Whether arrays of the state lie in host memory, as trainers keep models that they offload."""
+    leaves = jax.tree.leaves(state)
+    return any(leaf.sharding.memory_kind != _memory_of(leaf) for leaf in leaves)
+
+
+def on_device(state: nnx.State) -> nnx.State:
+    """The state in the memory of its devices."""
+    places = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(_memory_of(leaf)), state)
+    return jax.device_put(state, places) if is_offloaded(state) else state
+
+
+def _memory_of(array: Array) -> str:
+    return next(iter(array.sharding.device_set)).default_memory().kind
 
 
 def masked_logprobs(

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxspec.checkpoints.flax_bridge import Names
 from jaxspec.checkpoints.from_nnx import Lora
 from jaxspec.checkpoints.hub import resolve_directory
-from jaxspec.config.checks import check_positive, is_integer
+from jaxspec.config.checks import check_count, check_positive, is_integer
 from jaxspec.config.layer import LayerConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
@@ -36,6 +36,7 @@ class RolloutOptions(LLMOptions):
       lora: alpha and rank of an actor with LoRA weights, which are merged: its state does not say.
       rope_theta: the actor rotates by plain RoPE with this base, whatever its config.json says.
         Tunix 0.1.7 does so with 1e6 in its llama3 and qwen3. None: as config.json says.
+      vocab_size: rows of the actor's embeddings, if they are padded. None: as config.json says.
       seed: of all sampling, where the trainer names none.
       warm_up: compile all programs of a kind of request when the first call asks for it, so that
         nothing compiles in later calls.
@@ -50,6 +51,7 @@ class RolloutOptions(LLMOptions):
     names: str | Names
     lora: Lora | tuple[float, int] | None = None
     rope_theta: float | None = None
+    vocab_size: int | None = None
     seed: int = 0
     warm_up: bool = True
     start_check: bool = True
@@ -60,10 +62,14 @@ class RolloutOptions(LLMOptions):
             raise ValueError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
         if self.rope_theta is not None:
             check_positive(rope_theta=self.rope_theta)
+        if self.vocab_size is not None:
+            check_count("vocab_size", self.vocab_size)
 
     def model_config(self) -> ModelConfig:
-        """The actor's, as its directory and ``rope_theta`` say."""
+        """The actor's, as its directory, ``vocab_size`` and ``rope_theta`` say."""
         config = load_model_config(resolve_directory(self.model), "actor")
+        if self.vocab_size is not None:
+            config = dataclasses.replace(config, vocab_size=self.vocab_size)
         theta = self.rope_theta
         if theta is None:
             return config

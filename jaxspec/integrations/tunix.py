@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import Generation
-from jaxspec.integrations.policy_engine import PolicyEngine
+from jaxspec.integrations.policy_engine import PolicyEngine, is_offloaded, on_device
 from jaxspec.integrations.rollout_options import RolloutOptions
 from jaxspec.integrations.seeds import seeds_of_call
 
@@ -219,12 +219,14 @@ class JaxspecRollout(BaseRollout):
 
         Args:
           params: all parameters of the actor, an nnx.State, or of one with LoRA weights these
-            alone. They are copied.
+            alone. They are copied. With ``shares_model`` those that were offloaded are not read:
+            Tunix gives them before a call, and once more after it.
           filter_types: kinds of variables in it, as Tunix says; what it has is seen anyway.
 
         Raises ValueError for other arrays than those of the actor.
         """
-        self._policy.use(params)
+        if self._actor is None or not is_offloaded(params):
+            self._policy.use(params)
 
     def pad_id(self) -> int:
         return self._tokenizer.pad_id()
@@ -256,7 +258,7 @@ def _logits(actor: nnx.Module, tokens: jax.Array) -> jax.Array:
         logits, _ = call(tokens, positions=positions, cache=None, attention_mask=mask)
         return logits
 
-    return run(state)
+    return run(on_device(state))
 
 
 def _without_stop(ids: Sequence[int], stops: tuple[int, ...]) -> np.ndarray:

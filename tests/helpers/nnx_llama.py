@@ -95,11 +95,11 @@ class NnxLlama(nnx.Module):
         return rms_norm(x, parts.final_norm.w) @ parts.lm_head.w[...], None
 
 
-def write_config(folder: Path, theta: float = THETA) -> Path:
-    """The folder, with the config.json of NnxLlama."""
+def write_config(folder: Path, theta: float = THETA, vocab_size: int = VOCAB) -> Path:
+    """The folder, with the config.json of NnxLlama, but for what is given."""
     config = {
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
-        **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER},
+        **{"vocab_size": vocab_size, "hidden_size": HIDDEN, "intermediate_size": INNER},
         **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": WIDTH},
         **{"num_key_value_heads": KV_HEADS, "rms_norm_eps": EPS, "rope_theta": theta},
         **{"max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": 2},

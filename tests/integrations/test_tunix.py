@@ -20,7 +20,15 @@ from jaxspec.integrations.seeds import seeds_of_call
 from jaxspec.models.decoder import Decoder
 from tests.helpers.compilations import Compilations
 from tests.helpers.engines import seal
-from tests.helpers.nnx_llama import HEADS, HIDDEN, THETA, NnxLlama, ScannedLlama, write_config
+from tests.helpers.nnx_llama import (
+    HEADS,
+    HIDDEN,
+    THETA,
+    VOCAB,
+    NnxLlama,
+    ScannedLlama,
+    write_config,
+)
 from tests.helpers.nnx_llama import WIDTH as HEAD
 from tests.helpers.tunix_stub import (
     BOS,
@@ -55,8 +63,9 @@ def tunix() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its config.json has another theta than the actor, as with Tunix's llama3 and qwen3."""
-    return write_config(tmp_path_factory.mktemp("actor"), theta=5e5)
+    """Its config.json has another theta than the actor, as with Tunix's llama3 and qwen3, and fewer
+    tokens, as with its gemma."""
+    return write_config(tmp_path_factory.mktemp("actor"), theta=5e5, vocab_size=VOCAB - 3)
 
 
 def options(folder: Path, **changes: Any) -> RolloutOptions:
@@ -68,7 +77,7 @@ def options(folder: Path, **changes: Any) -> RolloutOptions:
         "page_size": 4,
     }
     shared |= {"drafter": "ngram", "speculation": SpeculationConfig.chain(2)}
-    shared |= {"rope_theta": THETA} | changes
+    shared |= {"rope_theta": THETA, "vocab_size": VOCAB} | changes
     return RolloutOptions(folder, **shared)
 
 

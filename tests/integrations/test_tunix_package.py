@@ -217,7 +217,9 @@ class Watched:
         return scores
 
 
-def five_steps(tunix: Any, options: RolloutOptions) -> tuple[Watched, Any]:
+def five_steps(
+    tunix: Any, options: RolloutOptions, *, offload: bool = False
+) -> tuple[Watched, Any]:
     """GRPO on a new actor; what was seen, and the actor's state at the end."""
     watched = Watched()
     training = tunix.cluster.RLTrainingConfig(
@@ -236,6 +238,7 @@ def five_steps(tunix: Any, options: RolloutOptions) -> tuple[Watched, Any]:
             rollout_engine=functools.partial(tunix.JaxspecRollout, options=options),
             rollout_config=config_of(tunix, temperature=0.3),  # n-grams come again
             training_config=training,
+            offload_to_cpu=offload,
         ),
     )
     watched.watch(cluster.rollout)
@@ -243,10 +246,11 @@ def five_steps(tunix: Any, options: RolloutOptions) -> tuple[Watched, Any]:
     learner = tunix.grpo.GRPOLearner(
         rl_cluster=cluster, reward_fns=watched.reward, algo_config=algorithm
     )
-    assert learner.should_sync_weights
+    assert learner.should_sync_weights != offload
     words = np.array(["jaxspec", "a", "rollouts", "trainer", "tree", "draft", "noise", "seed"] * 2)
     learner.train([{"prompts": words[2 * step : 2 * step + 2]} for step in range(STEPS)])
-    assert cluster.rollout.engine.version == STEPS == len(watched.sync)
+    assert len(watched.sync) == STEPS * (1 + offload)
+    assert STEPS <= cluster.rollout.engine.version <= len(watched.sync)
     return watched, nnx.state(cluster.actor_trainer.model)
 
 
@@ -273,6 +277,13 @@ def test_grpo_learns_the_same_with_and_without_speculation(
     assert speculative.rounds < 0.95 * plain.rounds, "hardly a draft was accepted"
     for seen, _ in runs.values():
         assert [count for _, count in seen.generate[1:] + seen.sync] == [0] * (2 * STEPS - 1)
+
+
+def test_models_that_tunix_offloads_are_learnt_the_same(tunix: Any, folder: Path):
+    """Tunix then gives weights before each call, on the device, and again after it, on the host."""
+    kept, _ = five_steps(tunix, options(folder, drafter="none"))
+    moved, _ = five_steps(tunix, options(folder, drafter="none", shares_model=True), offload=True)
+    assert moved.rewards == kept.rewards
 
 
 def test_the_example_of_the_page_runs(tunix: Any, folder: Path):
