@@ -4,14 +4,16 @@ import functools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.engine.plans.host_copies import part_bytes
-from tests.helpers.engines import SAMPLED, new_engine, plain_engine, seal
-from tests.helpers.random_models import random_prompts
+from tests.helpers.engines import LENGTH, SAMPLED, new_engine, seal
+from tests.helpers.random_models import random_prompts, random_target
+from tests.helpers.sampling_reference import reference_texts
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25, 11), seed=3)]
 SAMPLING = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(len(PROMPTS))]
@@ -20,11 +22,10 @@ FEW = 14  # pages, too few for four rows
 
 @functools.cache
 def expected() -> list[list[int]]:
-    """Texts of plain decoding, one request after the other."""
-    own = plain_engine()
-    generations = own.add_all(PROMPTS, SAMPLING)
-    own.finish(generations)
-    return [generation.token_ids for generation in generations]
+    """Texts of plain decoding."""
+    prompts = [np.array(prompt, np.int32) for prompt in PROMPTS]
+    texts = reference_texts(random_target(), prompts, SAMPLING, LENGTH)
+    return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
 
 
 def run(own: Engine) -> list[Generation]:

@@ -290,8 +290,8 @@ def test_integers_of_arrays_are_token_ids(llm):
     ("prompt", "max_length", "message"),
     [
         ("", None, "prompt 0 is empty: give it at least one character"),
-        ("x" * 2**20, None, "1048576 tokens; .* at most 512 fit this model: shorten"),
-        ("x" * 2**20, 128, "at most 512 fit this model: shorten"),
+        ("x" * 2**18, None, "262144 tokens; .* at most 512 fit this model: shorten"),
+        ("x" * 2**18, 128, "at most 512 fit this model: shorten"),
         ("x" * 200, 128, "at most 128 fit: raise max_length, to at most 512"),
         ("x", 1000, "exceeds the model's 512"),
     ],

@@ -272,7 +272,7 @@ def ordered(calls: list[Call]) -> list[Call]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     calls=CALLS,
     before=TEXTS,
