@@ -49,8 +49,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # jax has not looked for devices yet
     if part := chosen_part(config):
         config.pluginmanager.register(PartOfGpuTests(part))
-    if config.option.markexpr == "not slow and not gpu and not real":
+    if is_default(config):
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+def is_default(config: pytest.Config) -> bool:
+    return config.option.markexpr == "not slow and not gpu and not real"
+
+
+# Folders whose tests are all slow or real. What they import would take each worker seconds.
+NOT_BY_DEFAULT = ("clients", "compiled", "real")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if is_default(config) and collection_path.parent == ROOT / "tests":
+        return collection_path.name in NOT_BY_DEFAULT or None
+    return None
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OF_BYTE_LLM
+from tests.conftest import NOT_BY_DEFAULT, OF_BYTE_LLM
 from tests.helpers.marks import slow
 
 ROOT = Path(__file__).parent.parent
@@ -71,3 +71,14 @@ def test_files_that_ask_byte_llm_are_run_by_one_worker():
     assert len(found) > 2
     assert [name for name in found if not name.startswith(OF_BYTE_LLM)] == []
     assert all((ROOT / name).exists() for name in OF_BYTE_LLM)
+
+
+def test_folders_that_are_not_collected_by_default_have_no_default_tests():
+    """Each of their modules is marked as a whole, or each of its tests."""
+    folders = [ROOT / "tests" / name for name in NOT_BY_DEFAULT]
+    sources = {p: p.read_text("utf-8") for folder in folders for p in folder.glob("test_*.py")}
+    assert len(sources) > 10
+    whole = ("\npytestmark = ", '\n__all__ = ["pytestmark"]')
+    for path, text in sources.items():
+        slow, tests = text.count("\n@pytest.mark.slow\n"), text.count("\ndef test_")
+        assert any(map(text.count, whole)) or slow == tests > 0, path

@@ -4,7 +4,6 @@ from typing import Any
 
 import httpx
 import openai.types
-from anthropic.types import ModelInfo
 
 from jaxspec import LLM
 from tests.helpers.served import MODEL, Served, run
@@ -24,6 +23,8 @@ def asked(llm: LLM, *paths: str, **options: Any) -> list[Any]:
 
 
 def test_with_a_version_of_anthropic_they_have_its_shape(llm: LLM):
+    from anthropic.types import ModelInfo  # two seconds, in each worker  # noqa: PLC0415
+
     found, card = asked(llm, "/v1/models", "/v1/models/org/c", headers=HEADERS)
     infos = [ModelInfo.model_validate(one, strict=False) for one in (*found["data"], card)]
     assert [info.id for info in infos] == [*NAMES, "org/c"]
