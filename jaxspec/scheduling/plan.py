@@ -67,7 +67,7 @@ class Limits:
     shards: int = 1
     prefill_budget: int = 2048
     largest_read: int | None = None
-    largest_verified: int = 128
+    largest_verified: int = 64
     least_read: int = 1
     max_rounds: int = 16
     runs_all_rounds: bool = False

@@ -22,7 +22,7 @@ SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 2  # prompts are read by a ready program that takes at most so many times as long
 MOST_CALLS = 2  # of a ready program with fewer rows, before one with enough rows is compiled
 SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
-VERIFIED_AT_ONCE = 128  # tokens of a row: what comes after the end of its draft is read in vain
+VERIFIED_AT_ONCE = 64  # tokens of a row: what comes after the end of its draft is read in vain
 READ_CALL = 256  # tokens that a program may read for nothing, if else another had to be compiled
 
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
