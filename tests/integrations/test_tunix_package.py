@@ -249,8 +249,10 @@ def five_steps(
     assert learner.should_sync_weights != offload
     words = np.array(["jaxspec", "a", "rollouts", "trainer", "tree", "draft", "noise", "seed"] * 2)
     learner.train([{"prompts": words[2 * step : 2 * step + 2]} for step in range(STEPS)])
-    assert len(watched.sync) == STEPS * (1 + offload)
-    assert STEPS <= cluster.rollout.engine.version <= len(watched.sync)
+    changes = cluster.rollout.engine.version
+    assert changes == len(watched.sync) == STEPS or (
+        offload and STEPS < changes < len(watched.sync)
+    )
     return watched, nnx.state(cluster.actor_trainer.model)
 
 
