@@ -223,7 +223,12 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     names = list(bench.llms)
     for step in range(args.steps):
         turned = names[step % len(names) :] + names[: step % len(names)]
-        rollouts = {name: bench.write(name, step) for name in turned}
+        rollouts = {}
+        for name in turned:
+            with console.status(f"step {step}: {name}"):
+                rollouts[name] = bench.write(name, step)
+            if not step:
+                console.print(f"{name}: {rollouts[name].seconds:.1f} s, compiling included")
         learned = bench.learn(rollouts[PLAIN], step)
         if bench.adapter is not None:
             bench.adapter.learn_ids(
