@@ -87,7 +87,7 @@ def hidden_states(
     whole = map_nodes(_whole(target, mesh), _with_tied_heads, Attention)
     hidden = of_whole_sequences(whole, _split(ids, mesh, "batch", "length"), remat=remat)
     hidden = _split(hidden, mesh, "batch", "length", "whole_hidden")
-    if (why := _undifferentiable(target)) is not None:
+    if (why := undifferentiable(target)) is not None:
         hidden = _refusing_gradients(hidden, why)
     return within(lengths, hidden)
 
@@ -193,7 +193,7 @@ def _tied_backward(repeats: int, members: int, kept: None, gradient: Array) -> t
 _tied.defvjp(_tied_forward, _tied_backward)
 
 
-def _undifferentiable(target: Decoder) -> str | None:
+def undifferentiable(target: Decoder) -> str | None:
     """What of a target has no gradient, in words; None if all has one."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.replace(exchange=None)):
         dtype = jnp.result_type(leaf)

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,19 @@ from jaxspec.decoding.drafters import EagleDrafter, MixedDrafter
 from jaxspec.llm.completion import Completion
 from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
+from jaxspec.models.nodes import map_nodes, nodes_of
+from jaxspec.models.quantized.float8 import Float8Linear, as_linear, rounded_to_float8
+from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.models.quantized.scaled import ScaledLinear
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.data import Answer, answers_as_rows
 from jaxspec.training.heads.loss import DraftBatch, check_unrolled
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import UNKNOWN_STEPS
+
+INTEGERS = (GroupedLinear, ScaledLinear)  # formats of quantized weights that do not learn
 
 
 class HeadAdapter:
@@ -28,14 +35,15 @@ class HeadAdapter:
     >>> adapter.learn(completions, steps=4)  # the next generate drafts with the new weights
 
     In float32 the text does not change, only the share of accepted drafts; in bfloat16 near-ties
-    may flip. Nothing is compiled again.
+    may flip. Nothing is compiled again. A head in 8-bit floats learns in float32, and is rounded
+    for each use.
 
     Args:
       config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.
       length: tokens of a row; longer completions are cut.
 
-    Raises ValueError if the LLM does not draft with one head, or is split over devices, and for a
-    head that training does not know (see loss.check_unrolled).
+    Raises ValueError if the LLM does not draft with one head, or is split over devices, for a head
+    that training does not know (see loss.check_unrolled), and for one in integers of a few bits.
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
@@ -51,7 +59,7 @@ class HeadAdapter:
             raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length
         self._drafter = drafter
-        self.state = draft_step.init_state(_to_train(drafter.head), config)
+        self.state = draft_step.init_state(to_train(drafter.head), config)
         self._rows: collections.deque[Answer] = collections.deque(maxlen=memory)
         self._random = np.random.default_rng(config.seed)
 
@@ -75,7 +83,7 @@ class HeadAdapter:
         self.state, metrics = draft_step.train_steps(
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
-        head = _as_served(self.state.head, self._drafter.head)
+        head = as_served(self.state.head, self._drafter.head)
         current, drafter = self.llm.params.drafter, self._drafter.replace(head=head)
         self.llm.use_drafter(
             current.replace(model=drafter) if isinstance(current, MixedDrafter) else drafter
@@ -89,14 +97,31 @@ class HeadAdapter:
         return DraftBatch(tokens=jnp.asarray(rows.tokens), learned=jnp.asarray(rows.learned))
 
 
-def _to_train(head: DraftHead) -> DraftHead:
+def to_train(head: DraftHead) -> DraftHead:
     """A float32 copy, without scales of a cache. Training donates its weights, so the engine needs
-    arrays of its own."""
-    return jax.tree.map(jnp.copy, cast_weights(without_kv_scales(head), jnp.float32))
+    arrays of its own.
+
+    Raises ValueError for weights in integers of a few bits, whose rounding would undo the steps.
+    """
+    bare = without_kv_scales(head)
+    if nodes_of(bare, *INTEGERS):
+        raise ValueError(
+            "a head in integers of a few bits cannot learn: give it as it was before it was "
+            "quantized, without drafter_bits"
+        )
+    wide = map_nodes(bare, lambda node: as_linear(node, jnp.dtype(jnp.float32)), Float8Linear)
+    return jax.tree.map(jnp.copy, cast_weights(wide, jnp.float32))
 
 
-def _as_served(trained: DraftHead, served: DraftHead) -> DraftHead:
-    """A copy of trained weights in the dtypes that they are served in: of most weights the model's,
-    but attention sinks stay float32."""
+def as_served(trained: DraftHead, served: DraftHead) -> DraftHead:
+    """A copy of trained weights in the formats and dtypes that they are served in: of most weights
+    the model's, but attention sinks stay float32. Those in 8-bit floats are rounded again."""
+
+    def rounded(like: Any, weights: Any) -> Any:
+        if not isinstance(like, Float8Linear):
+            return weights
+        return rounded_to_float8(weights, len(like.scale)).replace(activations=like.activations)
+
     like = without_kv_scales(served)
-    return jax.tree.map(lambda x, served_leaf: jnp.array(x, served_leaf.dtype), trained, like)
+    same = jax.tree.map(rounded, like, trained, is_leaf=lambda node: isinstance(node, Float8Linear))
+    return jax.tree.map(lambda x, served_leaf: jnp.array(x, served_leaf.dtype), same, like)

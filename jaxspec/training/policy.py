@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import undifferentiable
 from jaxspec.models.quantized.kv_cache import with_scales_of, without_kv_scales
 from jaxspec.training.grpo import group_advantages, grpo_step, kl_per_token, rollout_batch
 from jaxspec.training.precision import cast_weights
@@ -24,9 +25,13 @@ class Policy:
     Attributes:
       weights: float32.
       served: a copy in the dtypes of ``target``, which engines may hold: no step donates it.
+
+    Raises ValueError for a quantized target, which has no gradient.
     """
 
     def __init__(self, target: Decoder, learning_rate: float, length: int):
+        if (why := undifferentiable(target)) is not None:
+            raise ValueError(why)
         self._like, self._length = target, length
         self._optimizer = optax.adam(learning_rate)
         self.weights = jax.tree.map(jnp.copy, cast_weights(without_kv_scales(target), jnp.float32))

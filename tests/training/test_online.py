@@ -4,15 +4,19 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import adapt_drafter
 from jaxspec.decoding.drafters import EagleDrafter
+from jaxspec.models.linear import Linear
+from jaxspec.models.nodes import map_nodes, nodes_of
+from jaxspec.models.quantized.float8 import Float8Linear, rounded_to_float8
 from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
-from jaxspec.training.online import HeadAdapter
+from jaxspec.training.online import HeadAdapter, as_served, to_train
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.helpers.programs import traces
 
@@ -55,6 +59,35 @@ def test_a_head_learns_what_it_serves_and_the_text_stays(model, head):
     assert accuracies[0] < 0.3 and accuracies[-1] > 0.6
     assert lengths[0] < 1.2 and lengths[1] > 2
     assert traces(llm.engine.programs.decode) == compiled
+
+
+def test_a_head_in_8_bit_floats_is_trained_as_what_it_stands_for(model, head):
+    """What is trained are the weights that serve, and without a step they are rounded alike."""
+    loaded = make_llm(model, head).params.drafter
+    assert isinstance(loaded, EagleDrafter)
+    served = map_nodes(loaded.head, rounded_to_float8, Linear)
+    trained = to_train(served)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained.layers))
+    for before, after in zip(
+        nodes_of(served, Float8Linear), nodes_of(trained, Linear), strict=True
+    ):
+        dense = np.moveaxis(np.asarray(before.dense(jnp.dtype("float32"))), -1, 0)
+        np.testing.assert_array_equal(after.weight, dense)
+    again = as_served(trained, served)
+    assert jax.tree.structure(again) == jax.tree.structure(served)
+    for before, after in zip(
+        nodes_of(served, Float8Linear), nodes_of(again, Float8Linear), strict=True
+    ):
+        dense = (np.asarray(each.dense(jnp.dtype("float32"))) for each in (before, after))
+        np.testing.assert_allclose(*dense, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_head_in_integers_is_refused(model, head, bits):
+    speculation = SpeculationConfig.chain(3)
+    llm = LLM(model, head, drafter_bits=bits, speculation=speculation, max_length=64)
+    with pytest.raises(ValueError, match="in integers of a few bits cannot learn"):
+        HeadAdapter(llm, DraftTrainConfig(), length=64)
 
 
 def test_only_a_drafter_of_the_same_shapes_is_taken(model, head, tmp_path):

@@ -129,3 +129,11 @@ def rounded_to_float8(linear: Linear, num_groups: int = 1) -> Float8Linear:
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
     )
+
+
+def as_linear(linear: Float8Linear, dtype: jnp.dtype) -> Linear:
+    """The Linear whose weights these values stand for, in ``dtype``: to train them."""
+    weight, bias = jnp.moveaxis(linear.dense(dtype), -1, 0), linear.bias
+    return Linear(
+        weight=weight, bias=None if bias is None else bias.astype(dtype), axes=linear.axes
+    )
