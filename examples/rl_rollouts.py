@@ -5,10 +5,14 @@ several samples of each prompt, a program rewards them, and the policy moves tow
 than the others of its prompt (GRPO, arXiv:2402.03300, with one update a batch: the ratio of new and
 old policy is 1, so nothing is clipped; without a KL term).
 
-Writing takes most of the time of such a step. Here two engines write the samples of each step, one
-plainly and one speculatively, with the same seeds. In float32 their samples are the same, token for
-token, so the policy learns the same from either; the file asserts it. Both engines read the
-trainer's arrays: new weights are handed over, not copied, and compile nothing.
+Two engines write the samples of each step, one plainly and one speculatively, with the same seeds.
+In float32 their samples are the same, token for token, so the policy learns the same from either;
+the file asserts it. Both engines read the trainer's arrays: new weights are handed over, not
+copied, and compile nothing.
+
+On a CPU speculation gains nothing here: by default so many samples at once are decoded plainly,
+since a drafted token costs nearly as much to verify there as to write. Figures of a GPU are in
+docs/results/rl.md.
 
     python3 examples/rl_rollouts.py
 """
@@ -103,6 +107,7 @@ class Trainer:
         self.optimizer = optax.adam(args.learning_rate)
         self.optimizer_state = self.optimizer.init(self.policy)
         self.seconds = dict.fromkeys(self.engines, 0.0)
+        self.drafted = 0  # tokens, of all samples
 
     def sample(self, step: int) -> list[Completion]:
         """Samples of the policy, from both engines in turn: args.samples of each prompt."""
@@ -123,6 +128,7 @@ class Trainer:
                 self.seconds[name] += time.perf_counter() - started
         for plain, speculative in zip(*results.values(), strict=True):
             assert plain.token_ids == speculative.token_ids
+            self.drafted += speculative.num_drafted
         return results["speculative"]
 
     def step(self, step: int) -> float:
@@ -153,8 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain, speculative = trainer.seconds["plain"], trainer.seconds["speculative"]
     print(
         f"The same samples took {plain:.1f} s plainly and {speculative:.1f} s speculatively "
-        "(all steps but the first)."
+        "(all steps but the first, which compiles)."
     )
+    if not trainer.drafted:
+        print("Nothing was drafted: by default a CPU decodes so many samples plainly.")
     return 0
 
 

@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.marks import slow
@@ -15,7 +16,10 @@ SCRIPTS = {  # with a line that each prints
     "own_drafter": "The texts are the same.",
     "own_function_as_target": "The tokens are those of plain decoding, and of a loop without ",
     "speculation_in_100_lines": "jaxspec writes the same tokens",
+    "rl_rollouts": "The same samples took ",
 }
+SMALL = {"rl_rollouts": ["--steps", "2", "--samples", "2", "--tokens", "8"]}  # arguments
+COSTLY = {"speculation_in_100_lines", "rl_rollouts"}
 
 
 def cells(kind: str) -> list[dict[str, Any]]:
@@ -28,17 +32,30 @@ def cells(kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_an_example_imports_is_there(name: str):
-    """The guard of the slow case below."""
+    """The guard of the slow cases below."""
     assert callable(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"])
 
 
-# Of the slow one's calls jaxspec.LLM's are those of most tests; the rest is plain JAX.
-@pytest.mark.parametrize(
-    "name", [slow(name) if name == "speculation_in_100_lines" else name for name in SCRIPTS]
-)
-def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]):
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+# Of the slow ones' calls jaxspec's are those of other tests; the rest is plain JAX.
+@pytest.mark.parametrize("name", [slow(name) if name in COSTLY else name for name in SCRIPTS])
+def test_an_example_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    path = str(EXAMPLES / f"{name}.py")
+    monkeypatch.setattr("sys.argv", [path, *SMALL.get(name, [])])
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
     assert SCRIPTS[name] in capsys.readouterr().out
+
+
+def test_the_rewards_and_advantages_of_rl_rollouts():
+    names = runpy.run_path(str(EXAMPLES / "rl_rollouts.py"))
+    assert names["reward"]("x = 1\nif x:\n    y = 2\nthis is cut") == 1.0
+    assert names["reward"]("x = (1\ny = 2\n") == 0.0
+    advantages = names["advantages_of"](np.array([[1.0, 0.0], [1.0, 1.0]]))
+    np.testing.assert_allclose(advantages, [[1, -1], [0, 0]], atol=1e-3)
 
 
 @pytest.mark.slow
