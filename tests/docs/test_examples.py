@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.marks import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NOTEBOOK = EXAMPLES / "speculation.ipynb"
+NOTEBOOKS = ("speculation", "rl_rollouts")
 SCRIPTS = {  # with a line that each prints
     "own_drafter": "The texts are the same.",
     "own_function_as_target": "The tokens are those of plain decoding, and of a loop without ",
@@ -22,12 +22,20 @@ SMALL = {"rl_rollouts": ["--steps", "2", "--samples", "2", "--tokens", "8"]}  # 
 COSTLY = {"speculation_in_100_lines", "rl_rollouts"}
 
 
-def cells(kind: str) -> list[dict[str, Any]]:
-    return [
-        cell
-        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-        if cell["cell_type"] == kind
-    ]
+def code_cells(notebook: str) -> list[dict[str, Any]]:
+    text = (EXAMPLES / f"{notebook}.ipynb").read_text(encoding="utf-8")
+    return [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+
+
+def run_notebook(notebook: str, **changes: int) -> dict[str, Any]:
+    """The names of a notebook after its last cell; ``changes`` are made to them after the first."""
+    names: dict[str, Any] = {}
+    for place, cell in enumerate(code_cells(notebook)):
+        exec(compile("".join(cell["source"]), f"{notebook}: {cell['id']}", "exec"), names)
+        if not place:
+            assert changes.keys() <= names.keys()
+            names |= changes
+    return names
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -59,20 +67,36 @@ def test_the_rewards_and_advantages_of_rl_rollouts():
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
+def test_the_notebook_of_rounds_runs(monkeypatch: pytest.MonkeyPatch):
     """By default the example own_drafter runs the calls that the notebook makes."""
     monkeypatch.setenv("MPLBACKEND", "Agg")  # draws without a window
-    names: dict[str, Any] = {}
-    for cell in cells("code"):
-        exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}: {cell['id']}", "exec"), names)
+    names = run_notebook("speculation")
     for (_, counts), axes in zip(names["texts"].values(), names["figure"].axes, strict=True):
         assert [bar.get_height() for bar in axes.patches] == counts
         assert max(counts) > 1, "no draft was accepted"
     names["plt"].close(names["figure"])
 
 
-def test_the_notebook_is_stored_without_outputs():
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells("code"))
+@pytest.mark.slow
+def test_the_notebook_of_rl_runs(monkeypatch: pytest.MonkeyPatch):
+    """By default its imports run, and the functions of the example that it shows are tested."""
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.syspath_prepend(EXAMPLES)  # Jupyter runs a notebook in its folder
+    names = run_notebook("rl_rollouts", STEPS=3, SAMPLES=2, TOKENS=8)
+    rewards, rollouts = names["figure"].axes
+    assert list(rewards.lines[0].get_ydata()) == names["rewards"]
+    assert len(names["rewards"]) == 3 and all(0 <= each <= 1 for each in names["rewards"])
+    drawn = {line.get_label(): list(line.get_ydata()) for line in rollouts.lines}
+    assert drawn == names["seconds"] and drawn.keys() == {"plain", "speculative"}
+    assert all(len(each) == 2 and min(each) > 0 for each in drawn.values())
+    names["plt"].close(names["figure"])
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_notebooks_are_stored_without_outputs(notebook: str):
+    cells = code_cells(notebook)
+    assert cells
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
 
 
 def test_chat_prompts_are_made_of_code_and_of_texts(tmp_path: Path):
@@ -99,4 +123,5 @@ def test_no_example_is_left_out():
         "chat_prompts",
         "compare_with_transformers",
     }
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {*NOTEBOOKS}
     assert all(f"({path.name})" in page for path in EXAMPLES.glob("*.[pi]*"))
