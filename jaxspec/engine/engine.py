@@ -170,9 +170,9 @@ class Engine:
         Raises ValueError for a request that could not run, and for several samples (see add_all);
         QueueFull if too many wait.
         """
-        self.check([prompt], [sampling], [draft])
         if sampling.num_samples > 1:
             raise ValueError("add starts one sample: use add_all for n or best_of above 1")
+        self.check([prompt], [sampling], [draft])
         return self._add(self._requests.new(prompt, sampling, streams, draft), timeout, group)
 
     def _add(self, generation: Generation, timeout: float | None, group: str | None) -> Generation:
