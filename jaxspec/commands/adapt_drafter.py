@@ -36,7 +36,7 @@ from jaxspec.evaluation.acceptance import Acceptance, measure_acceptance, summar
 from jaxspec.training.heads.data import Examples, read_examples
 from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
-from jaxspec.training.online import HeadAdapter
+from jaxspec.training.online import HeadAdapter, learning_drafter
 from jaxspec.training.precision import cast_weights
 
 
@@ -77,9 +77,9 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
         max_length=length,
         engine=EngineConfig(max_rows=args.batch),
     )
-    head = getattr(llm.params.drafter, "head", None)
+    head = learning_drafter(llm.params.drafter).head
     config = DraftTrainConfig(
-        loss=LossConfig.for_method(head.method if head else "eagle3", args.unroll),
+        loss=LossConfig.for_method(head.method, args.unroll),
         batch_size=args.batch,
         learning_rate=args.lr,
         warmup_steps=args.steps_per_batch,

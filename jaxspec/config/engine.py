@@ -45,8 +45,8 @@ class EngineConfig:
         largest tree. None: adaptive if nobody asked for a tree. Then, where the tree changes texts
         by rounding (in bfloat16 without a fixed verify width), the choices are the largest tree, a
         chain of 3 (of 1 beside a tree no deeper than that) and plain decoding, by estimates alone:
-        the same requests get the same texts again. In float32 on a CPU, while so many requests run
-        that no tree pays, the drafter is left out.
+        the same requests get the same texts again. In float32, while so many requests run that no
+        tree is expected to pay (as on a CPU), the drafter is left out.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
         1 and 3, where they are shorter than the largest tree, and that tree.
       trees: programs emit the draft tree of every round, for requests that ask for it (see

@@ -4,6 +4,7 @@ Source: DeepSeekMath, arXiv:2402.03300. Here a batch is learned once, so the rat
 to the one that sampled is 1 and nothing is clipped; there is no KL term.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,25 +70,42 @@ def rollout_batch(
     )
 
 
-def grpo_loss(target: Decoder, batch: RolloutBatch) -> tuple[Array, Array]:
-    """The loss, a mean over all tokens written, and their log-probabilities, float32 [B, S]."""
-    logprobs = token_logprobs(target, batch.tokens, batch.lengths, remat=True)
+def grpo_loss(
+    target: Decoder, batch: RolloutBatch, temperature: float = 1.0
+) -> tuple[Array, Array]:
+    """The loss, a mean over all tokens written, and their log-probabilities, float32 [B, S], of
+    the policy that samples with this temperature."""
+    logprobs = token_logprobs(
+        target, batch.tokens, batch.lengths, temperature=temperature, remat=True
+    )
     gain = jnp.where(batch.written, logprobs * batch.advantages[:, None], 0.0)
     return -gain.sum() / jnp.maximum(batch.written.sum(), 1), logprobs
 
 
+@functools.partial(jax.jit, static_argnames="temperature")
+def policy_gradient(target: Decoder, batch: RolloutBatch, temperature: float = 1.0) -> Decoder:
+    """The gradient of the loss."""
+    return jax.grad(grpo_loss, has_aux=True)(target, batch, temperature)[0]
+
+
 def grpo_step(
-    optimizer: optax.GradientTransformation, target: Decoder, state: Any, batch: RolloutBatch
+    optimizer: optax.GradientTransformation,
+    temperature: float,
+    target: Decoder,
+    state: Any,
+    batch: RolloutBatch,
 ) -> tuple[Decoder, Any, Array]:
     """The policy and the optimizer's state after a step, and the log-probabilities before it."""
-    gradient, logprobs = jax.grad(grpo_loss, has_aux=True)(target, batch)
+    gradient, logprobs = jax.grad(grpo_loss, has_aux=True)(target, batch, temperature)
     weights: Any = target  # a pytree, which optax's annotations do not know
     updates, state = optimizer.update(gradient, state, weights)
     new: Any = optax.apply_updates(weights, updates)
     return new, state, logprobs
 
 
-def kl_per_token(target: Decoder, batch: RolloutBatch, before: Array) -> Array:
+def kl_per_token(
+    target: Decoder, batch: RolloutBatch, before: Array, temperature: float = 1.0
+) -> Array:
     """How far a policy has moved from the one that wrote a batch: float32 [].
 
     The mean over its tokens of r - 1 - log r, with r the ratio of the new probability to the old
@@ -96,8 +114,7 @@ def kl_per_token(target: Decoder, batch: RolloutBatch, before: Array) -> Array:
     Args:
       before: float32 [B, S], log-probabilities under the policy that wrote it.
     """
-    change = jnp.where(
-        batch.written, token_logprobs(target, batch.tokens, batch.lengths) - before, 0.0
-    )
+    now = token_logprobs(target, batch.tokens, batch.lengths, temperature=temperature)
+    change = jnp.where(batch.written, now - before, 0.0)
     terms = jnp.expm1(change) - change
     return terms.sum() / jnp.maximum(batch.written.sum(), 1)

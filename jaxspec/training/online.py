@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decoding.drafters import EagleDrafter, MixedDrafter
+from jaxspec.decoding.drafters import Drafter, EagleDrafter, MixedDrafter
 from jaxspec.llm.completion import Completion
 from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
@@ -47,13 +47,7 @@ class HeadAdapter:
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
-        drafter = llm.params.drafter
-        if isinstance(drafter, MixedDrafter):
-            drafter = drafter.model
-        if not isinstance(drafter, EagleDrafter):
-            raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
-        if drafter.later:
-            raise ValueError("only one head learns while it serves: choose the drafter mtp:1")
+        drafter = learning_drafter(llm.params.drafter)
         check_unrolled(drafter.head.config)
         if llm.params.mesh is not None:
             raise ValueError("a head cannot learn beside a target that is split over devices")
@@ -95,6 +89,17 @@ class HeadAdapter:
         chosen = self._random.integers(len(self._rows), size=self._config.batch_size)
         rows = answers_as_rows([self._rows[row] for row in chosen], self._length)
         return DraftBatch(tokens=jnp.asarray(rows.tokens), learned=jnp.asarray(rows.learned))
+
+
+def learning_drafter(drafter: Drafter) -> EagleDrafter:
+    """What of a drafter learns. Raises ValueError if it has no head, or several."""
+    if isinstance(drafter, MixedDrafter):
+        drafter = drafter.model
+    if not isinstance(drafter, EagleDrafter):
+        raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
+    if drafter.later:
+        raise ValueError("only one head learns while it serves: choose the drafter mtp:1")
+    return drafter
 
 
 def to_train(head: DraftHead) -> DraftHead:

@@ -21,31 +21,29 @@ class Policy:
     Args:
       target: whose weights it begins with; what engines serve has its dtypes.
       length: most tokens of a sample, prompt included; steps are compiled once for it.
+      temperature: of the samples, above 0.
 
     Attributes:
       weights: float32.
-      served: a copy in the dtypes of ``target``, which engines may hold: no step donates it.
+      served: the same in the dtypes of ``target``, which engines may hold: no step donates it.
 
     Raises ValueError for a quantized target, which has no gradient.
     """
 
-    def __init__(self, target: Decoder, learning_rate: float, length: int):
+    def __init__(
+        self, target: Decoder, learning_rate: float, length: int, temperature: float = 1.0
+    ):
         if (why := undifferentiable(target)) is not None:
             raise ValueError(why)
-        self._like, self._length = target, length
+        self.served, self._length = target, length
         self._optimizer = optax.adam(learning_rate)
         self.weights = jax.tree.map(jnp.copy, cast_weights(without_kv_scales(target), jnp.float32))
         self._state = self._optimizer.init(self.weights)
         self._step = jax.jit(
-            functools.partial(grpo_step, self._optimizer), donate_argnames=("target", "state")
+            functools.partial(grpo_step, self._optimizer, temperature),
+            donate_argnames=("target", "state"),
         )
-        self._kl = jax.jit(kl_per_token)
-
-    @functools.cached_property
-    def served(self) -> Decoder:
-        bare = without_kv_scales(self._like)
-        cast = jax.tree.map(lambda x, like: jnp.array(x, like.dtype), self.weights, bare)
-        return with_scales_of(self._like, cast)
+        self._kl = jax.jit(functools.partial(kl_per_token, temperature=temperature))
 
     def learn(
         self,
@@ -64,5 +62,7 @@ class Policy:
         self.weights, self._state, before = self._step(
             target=self.weights, state=self._state, batch=batch
         )
-        vars(self).pop("served", None)
+        bare = without_kv_scales(self.served)
+        cast = jax.tree.map(lambda x, like: jnp.array(x, like.dtype), self.weights, bare)
+        self.served = with_scales_of(self.served, cast)
         return float(self._kl(self.weights, batch, before))

@@ -38,6 +38,7 @@ def test_all_engines_write_the_same_samples(
     [
         (["--steps", "2"], "--steps must be at least 3: the first step compiles"),
         (["--engines", "other"], "invalid choice: 'other'"),
+        (["--temperature", "0"], "--temperature must be above 0"),
     ],
 )
 def test_bad_options_are_refused(

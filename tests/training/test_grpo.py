@@ -88,6 +88,19 @@ def test_the_gradient_is_that_of_the_plain_formula():
     assert any(jnp.linalg.norm(x) > 1e-3 for x in jax.tree.leaves(expected))
 
 
+def test_a_temperature_is_that_of_the_samples():
+    """A loss, and how far a policy moved, are of the policy that samples so."""
+    loss, logprobs = jit(grpo_loss)(TARGET, BATCH, 0.5)
+    logits = jax.nn.log_softmax(plain_logits(TARGET, BATCH.tokens)[:, :-1] / 0.5)
+    expected = jnp.take_along_axis(logits, BATCH.tokens[:, 1:, None], 2)[..., 0]
+    mask = of_written()
+    np.testing.assert_allclose(logprobs[:, 1:] * mask, expected * mask, atol=5e-5)
+    total = (expected * BATCH.advantages[:, None] * mask).sum()
+    np.testing.assert_allclose(loss, -total / mask.sum(), rtol=1e-4)
+    kl = jit(kl_per_token)
+    assert kl(TARGET, BATCH, logprobs, 0.5) < 1e-9 < kl(TARGET, BATCH, logprobs, 1.0)
+
+
 def test_a_policy_learns_what_was_rewarded():
     """And it says how far it moved, and serves weights of the target's dtypes."""
     target = cast_weights(TARGET, jnp.bfloat16)

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -47,11 +48,11 @@ from jaxspec.evaluation.benchmarks.repair import (
     divergence,
     facts_of,
     moved,
-    policy_gradient,
 )
 from jaxspec.evaluation.benchmarks.workloads import source_prompts
 from jaxspec.llm.llm import LLM
 from jaxspec.models.decoder import Decoder
+from jaxspec.training.grpo import RolloutBatch, group_advantages, policy_gradient, rollout_batch
 
 OTHERS = 1000  # seeds from here on are those of the samples that the gradient is of
 WAYS = ("repair", "restart")
@@ -111,7 +112,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     old = llm.engine.params.target
     console.print(f"{count} rollouts of {args.new_tokens} tokens under the old weights")
     texts = rollouts.texts(old)
-    gradient = policy_gradient(old, prompts, others.texts(old), args.samples, args.temperature)
+    rewarded = others.texts(old)
+    advantages = group_advantages(rewards_of(rewarded).reshape(-1, args.samples))
+    batch = padded(prompts, rewarded, advantages)
+    gradient = policy_gradient(old, batch, args.temperature)
     for size in args.steps:
         new = moved(old, gradient, size)
         part = {"size": size, **compare(args, rollouts, old, new, texts)}
@@ -122,6 +126,19 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         folder = args.compilation_cache and str(args.compilation_cache)
         arguments = vars(args) | {"compilation_cache": folder}
         yield {**run_facts(), "arguments": arguments, "timings": [part]}
+
+
+def rewards_of(texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """The share of different tokens among each text's: float64 [B]."""
+    return np.array([len(set(text)) / len(text) for text in texts])
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], advantages: np.ndarray
+) -> RolloutBatch:
+    """Prompts and texts in one batch, no wider than the longest."""
+    longest = max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
+    return rollout_batch(prompts, texts, advantages, longest)
 
 
 def cut_prompts(args: argparse.Namespace, llm: LLM) -> list[list[int]]:
@@ -168,7 +185,8 @@ def compare(
         common_prefix(old_texts[place], new_texts[place]) >= written
         for place, written in zip(repaired.places, repaired.written, strict=True)
     ]
-    kl, tv = divergence(old, new, rollouts.prompts, old_texts, args.temperature)
+    batch = padded(rollouts.prompts, old_texts, np.zeros(len(old_texts)))
+    kl, tv = divergence(old, new, batch.tokens, batch.lengths, batch.written, args.temperature)
     return {
         "kl": kl,
         "tv": tv,

@@ -46,12 +46,13 @@ from jaxspec.evaluation.bootstrap import median
 from jaxspec.llm.llm import LLM
 from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
-from jaxspec.training.online import HeadAdapter
+from jaxspec.training.online import HeadAdapter, learning_drafter
 from jaxspec.training.policy import Policy
 from jaxspec.training.rewards import compiles
 
 PLAIN, SPECULATIVE, LEARNING, REPAIR = "plain", "speculative", "learning head", "repair"
 ENGINES = (PLAIN, SPECULATIVE, LEARNING, REPAIR)
+UNROLL = 4  # steps of the head's training-time test
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,8 +87,8 @@ class Rollouts:
     """What an engine wrote in a step.
 
     Attributes:
-      seconds: until all samples were there; of repaired ones, since the weight sync began.
-      written: tokens that were generated, in those seconds or before.
+      seconds: until all samples were there, the weight sync included.
+      sync_seconds: of the weight sync.
     """
 
     generations: list[Generation]
@@ -113,7 +114,7 @@ class Bench:
         for name in dict.fromkeys([PLAIN, *args.engines]):  # the others are compared with plain
             self.llms[name] = self._llm("none" if name == PLAIN else args.drafter)
         target = self.llms[PLAIN].params.target
-        self.policy = Policy(target, args.learning_rate, self.length)
+        self.policy = Policy(target, args.learning_rate, self.length, args.temperature)
         self.adapter = self._adapter() if LEARNING in self.llms else None
         self.version = 0
         self.began: dict[str, list[Generation]] = {}  # rollouts under way before a weight sync
@@ -134,7 +135,7 @@ class Bench:
     def _adapter(self) -> HeadAdapter:
         args, llm = self.args, self.llms[LEARNING]
         config = DraftTrainConfig(
-            loss=LossConfig.for_method("eagle3", 4),
+            loss=LossConfig.for_method(learning_drafter(llm.params.drafter).head.method, UNROLL),
             batch_size=min(16, args.prompts * args.samples),
             learning_rate=args.head_learning_rate,
             warmup_steps=args.head_steps,
@@ -215,6 +216,8 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     """One part for each step."""
     if args.steps < 3:
         raise ValueError("--steps must be at least 3: the first step compiles")
+    if args.temperature <= 0:
+        raise ValueError("--temperature must be above 0: a gradient needs samples that differ")
     count = args.steps * args.prompts
     prompts, _ = read_prompts(args, count, args.prompt_tokens, args.tokens, console)
     with console.status("loading"):
@@ -260,6 +263,7 @@ def figures(name: str, step: int, rollouts: Rollouts, plain: Rollouts) -> dict[s
         "speedup": plain.seconds / rollouts.seconds,
         "sync_seconds": rollouts.sync_seconds,
         "tokens": rollouts.written,
+        "kept": sum(each.kept_tokens for each in rollouts.generations),  # of old texts
         "tokens_per_round": rollouts.written / max(1, sum(rollouts.rounds)),
         "equal": sum(a.token_ids == b.token_ids for a, b in pairs),
         "samples": len(rollouts.generations),

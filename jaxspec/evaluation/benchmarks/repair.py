@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.decoding.token_logprobs import token_logprobs
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.engine.weights.in_flight import InFlight
@@ -94,30 +93,6 @@ class Rollouts:
         return self.engine.add_all(self.prompts, self.sampling)
 
 
-def policy_gradient(
-    target: Decoder,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    samples: int,
-    temperature: float,
-) -> Decoder:
-    """The gradient of a loss of texts that are rewarded for different tokens.
-
-    ``samples`` texts of each prompt follow each other. A text's reward is the share of different
-    tokens among its tokens; advantages are normalized among the samples of a prompt.
-    """
-    rewards = np.array([len(set(text)) / len(text) for text in texts]).reshape(-1, samples)
-    spread = rewards.std(axis=1, keepdims=True) + 1e-6
-    advantages = ((rewards - rewards.mean(axis=1, keepdims=True)) / spread).reshape(-1)
-    tokens, lengths, written = _padded(prompts, texts)
-
-    def loss(target: Decoder) -> Array:
-        scores = token_logprobs(target, tokens, lengths, temperature=temperature, remat=True)
-        return -jnp.sum(scores * written * advantages[:, None]) / written.sum()
-
-    return jax.jit(jax.grad(loss))(target)
-
-
 @jax.jit
 def moved(target: Decoder, gradient: Decoder, size: float) -> Decoder:
     """The weights after a step of relative norm ``size`` against the gradient: |dW| = size |W|."""
@@ -131,19 +106,19 @@ def moved(target: Decoder, gradient: Decoder, size: float) -> Decoder:
 
 
 def divergence(
-    old: Decoder,
-    new: Decoder,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-    temperature: float,
+    old: Decoder, new: Decoder, tokens: Array, lengths: Array, written: Array, temperature: float
 ) -> Divergence:
-    """Of the policies that sample with this temperature, over the tokens of texts."""
-    tokens, lengths, written = _padded(prompts, texts)
+    """Of the policies that sample with this temperature, over the written tokens of texts.
+
+    Args:
+      tokens: int32 [B, T], padded on the right; ``lengths``: int32 [B].
+      written: bool [B, T], the tokens that count.
+    """
     sums = sum(
         np.asarray(_row_divergence(old, new, row[None], length[None], mask[None], temperature))
         for row, length, mask in zip(tokens, lengths, written, strict=True)
     )
-    kl, tv = sums / written.sum()
+    kl, tv = sums / np.asarray(written).sum()
     return Divergence(float(kl), float(tv))
 
 
@@ -159,20 +134,6 @@ def _row_divergence(
     kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
     tv = 0.5 * jnp.sum(jnp.abs(jnp.exp(p) - jnp.exp(q)), axis=-1)
     return jnp.stack([jnp.sum(x * written[:, 1:]) for x in (kl, tv)])
-
-
-def _padded(
-    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompts with their texts [B, T], lengths [B], and which tokens are the texts' [B, T]."""
-    whole = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    lengths = np.array([len(each) for each in whole], np.int32)
-    tokens = np.zeros((len(whole), lengths.max()), np.int32)
-    written = np.zeros(tokens.shape, np.float32)
-    for row, (prompt, each) in enumerate(zip(prompts, whole, strict=True)):
-        tokens[row, : len(each)] = each
-        written[row, len(prompt) : len(each)] = 1
-    return tokens, lengths, written
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
