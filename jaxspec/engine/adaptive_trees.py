@@ -242,7 +242,10 @@ class AdaptiveTrees:
         plain rounds took less than those of others."""
         plan, shape = launched.plan, launched.shape
         if plan.undrafted:
-            self.rounds[shape] += sum(int(call.emitted.num_rounds) for call in launched.calls)
+            before = self._served
+            for call in launched.calls:
+                self._count(shape, int(call.emitted.num_rounds), len(call.rows))
+            self.crowds.observe(self._served - before)
             return
         if seconds is not None and self.adapts_by_time and len(launched.calls) == 1:
             [call] = launched.calls
@@ -251,11 +254,7 @@ class AdaptiveTrees:
         for call in launched.calls:
             if not call.emitted.num_rounds:  # it read prompts
                 continue
-            rounds = int(call.emitted.num_rounds)
-            self.rounds[shape] += rounds
-            if self.choices is not None:
-                rows = len(call.rows) // self.programs.shards
-                self._served += rounds * self.costs.seconds(rows, shape)
+            self._count(shape, int(call.emitted.num_rounds), len(call.rows))
             if self.policy is not None and shape in self.policy.shapes:
                 outputs = row_outputs([call], plan.sequences)
                 outputs = [each for each in outputs if each.sequence.request_id in running]
@@ -266,6 +265,13 @@ class AdaptiveTrees:
                     shape,
                     *(np.asarray(array)[:, columns] for array in arrays),
                 )
+
+    def _count(self, shape: TreeShape, rounds: int, rows: int) -> None:
+        """A call of so many rows has run rounds."""
+        self.rounds[shape] += rounds
+        if self.choices is not None:
+            seconds = self.costs.seconds(rows // self.programs.shards, shape)
+            self._served += rounds * seconds
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""

@@ -3,18 +3,20 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxspec.config.speculation import PLAIN
+from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine.plans.sequences import kind_of
+from jaxspec.engine.programs.compiled import is_smaller
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey
 from jaxspec.scheduling import sequence as scheduling
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.round_costs import Costs
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.tree_policy import TreePolicy
+from jaxspec.scheduling.tree_policy import LOST_SECONDS, WORTH_COMPILING, TreePolicy
 
 SURELY = 2.0  # times that what reading again costs must be saved: how long texts are is a guess
 MANY = 64  # rows of which a round takes as long as to read so many tokens of prompts
+Place = tuple[int, scheduling.Sequence]  # with the row that it has, or will have
 
 
 class Crowds:
@@ -22,11 +24,18 @@ class Crowds:
 
     In a crowd it is. Once that is gone, those that still run are unread, and drafting for them
     begins with reading them again, from the start: if that is expected to pay, or if others come,
-    which would be unread too. Until then plain decoding goes on.
+    which would be unread too. Until then plain decoding goes on. So it does for new requests as
+    long as the programs that draft are not there: they are compiled as soon as it is worth it.
     """
 
     def __init__(self, programs: Programs, limits: Limits):
         self.programs, self.limits = programs, limits
+        self._gain = 0.0  # share of the time that drafting may save of the last plan
+        self._lost = 0.0  # seconds that it would have saved so far
+
+    def observe(self, seconds: float) -> None:
+        """The rounds of a plan without the drafter took so long."""
+        self._lost += self._gain * seconds
 
     def leave_drafter_out(
         self, scheduler: Scheduler, load: Load, policy: TreePolicy, costs: Costs
@@ -36,45 +45,76 @@ class Crowds:
         if crowd is None:
             return False
         rows = min(scheduler.num_running + scheduler.num_waiting, self.limits.num_rows)
-        unread = [each for each in scheduler.running if each.is_unread]
-        if rows >= crowd or not unread:
-            return rows >= crowd
+        if rows >= crowd:
+            self._gain = 0.0
+            return True
+        running, waiting = scheduler.running, scheduler.waiting
+        if not running:
+            places = list(enumerate(waiting))
+            return bool(places) and not self._should_draft(places, load, policy, costs)
+        unread = [each for each in running if each.is_unread]
+        if not unread:
+            return False
         if rows > crowd // 2:  # it might be a crowd again soon
             return True
-        size = self.programs.sizes.size_for([each.row for each in unread])
-        shape, share = policy.expect([each.request_id for each in unread], costs, size)
-        saved = share * costs.seconds(size, PLAIN) * max(map(_rounds_left, unread))
-        tokens = sum(len(each.tokens) for each in unread)
-        pays = saved > SURELY * tokens * costs.seconds(MANY, PLAIN) / MANY
-        if not (pays or scheduler.num_waiting):
+        if not (waiting or self._pays(unread, policy, costs)):
             return True
-        load = dataclasses.replace(load, undrafted=False)
-        rounds = self.programs.rounds_key(
-            [each.row for each in unread],
-            max(each.limit for each in unread),
+        places = [(each.row, each) for each in unread]
+        return not self._should_draft(places, load, policy, costs)
+
+    def _pays(
+        self, unread: Sequence[scheduling.Sequence], policy: TreePolicy, costs: Costs
+    ) -> bool:
+        """Whether drafting is expected to save more than it costs to read these rows again."""
+        size = self.programs.sizes.size_for([each.row for each in unread])
+        _, self._gain = policy.expect([each.request_id for each in unread], costs, size)
+        saved = self._gain * costs.seconds(size, PLAIN) * max(map(_rounds_left, unread))
+        tokens = sum(len(each.tokens) for each in unread)
+        return saved > SURELY * tokens * costs.seconds(MANY, PLAIN) / MANY
+
+    def _should_draft(
+        self, places: Sequence[Place], load: Load, policy: TreePolicy, costs: Costs
+    ) -> bool:
+        """Whether the programs that draft for these are there, or must be waited for since no
+        others are. Else the compiler begins with them if it is worth it, and with what serves
+        meanwhile first."""
+        programs, sequences = self.programs, [sequence for _, sequence in places]
+        size = programs.sizes.size_for([row for row, _ in places])
+        shape, self._gain = policy.expect([each.request_id for each in sequences], costs, size)
+        drafting = self._keys(places, dataclasses.replace(load, undrafted=False), shape)
+        missing = [key for key in drafting if programs.stand_in(key) is None]
+        if not missing:
+            return True
+        is_new = not all(each.has_row for each in sequences)
+        undrafted = self._keys(places, dataclasses.replace(load, undrafted=True), PLAIN)
+        serving = [programs.stand_in(key) for key in undrafted]
+        if is_new and (programs.ask is None or None in serving):
+            return True
+        pairs = zip(undrafted, serving, strict=True)
+        exact = all(found is not None and not is_smaller(key, found) for key, found in pairs)
+        least = WORTH_COMPILING / (1 + WORTH_COMPILING)
+        if exact and (self._gain > least or self._lost > LOST_SECONDS):
+            for key in missing:
+                programs.ask_for(key, serving)
+        return False
+
+    def _keys(
+        self, places: Sequence[Place], load: Load, shape: TreeShape
+    ) -> list[ReadKey | RoundsKey]:
+        """The programs that read these rows from the start and decode them."""
+        programs, sequences = self.programs, [sequence for _, sequence in places]
+        tokens, most = max(each.limit for each in sequences), programs.sizes.max_chunk
+        rounds = programs.rounds_key(
+            [row for row, _ in places],
+            tokens,
             load,
             shape,
-            kind_of(unread),
-            rounds=self.programs.sizes.fixed_rounds,
+            kind_of(sequences),
+            rounds=programs.sizes.fixed_rounds,
         )
-        return not self._are_ready(rounds, self._reading(unread, load))
-
-    def _reading(self, unread: Sequence[scheduling.Sequence], load: Load) -> list[ReadKey]:
-        """The programs that would read these rows again."""
-        most = self.programs.sizes.max_chunk
-        reads = [(each.row, min(len(each.tokens), most), each.limit) for each in unread]
-        kind = kind_of(unread, reads=True)
-        return [key for key, _ in self.programs.readings(reads, load, set(), kind)]
-
-    def _are_ready(self, rounds: RoundsKey, reads: Sequence[ReadKey]) -> bool:
-        """Whether programs run without waiting for the compiler; else it begins, if it may."""
-        missing: list[ReadKey | RoundsKey] = []
-        missing += [key for key in reads if self.programs.stand_in(key) is None]
-        missing += [rounds] if self.programs.stand_in(rounds) is None else []
-        for key in missing:
-            if self.programs.ask is not None:
-                self.programs.ask(key)
-        return not missing
+        reads = [(row, min(len(each.tokens), most), each.limit) for row, each in places]
+        kind = kind_of(sequences, reads=True)
+        return [*(key for key, _ in programs.readings(reads, load, set(), kind)), rounds]
 
 
 def _rounds_left(sequence: scheduling.Sequence) -> int:

@@ -63,6 +63,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> list[Sequence]:
+        return list(self._waiting)
+
+    @property
     def num_deferred(self) -> int:
         """Waiting requests that the last plan passed over, though a row was free: calls of theirs
         are in flight, or a running row computes KV that they can share."""

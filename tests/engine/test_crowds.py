@@ -184,8 +184,10 @@ def test_after_a_crowd_rows_are_read_again_where_others_come_or_it_pays(engine: 
     before, crowds.limits = crowds.limits, dataclasses.replace(crowds.limits, undrafted_rows=4)
     shapes = (PLAIN, TreeShape.parse("chain:1"), CHAIN.shape)
     generation = engine.add([5, 9, 2], SamplingParams(max_tokens=60, stop_token_ids=()))
+    engine.shape = CHAIN.shape
     while len(generation.token_ids) < 12:
         engine.step()
+    engine.shape = None
     [row] = scheduler.running
 
     def undrafted(*, reading: float) -> bool:
@@ -207,3 +209,23 @@ def test_after_a_crowd_rows_are_read_again_where_others_come_or_it_pays(engine: 
     for each in (generation, other):
         engine.cancel(each)
     crowds.limits = before
+
+
+def test_new_requests_are_not_kept_waiting_by_the_compiler_where_a_crowd_has_left_programs():
+    """What serves them meanwhile is compiled first, and what drafts when it is worth it."""
+    engine, asked = new_engine("eagle3", crowd=2), []
+    served(engine, 4)
+    engine.programs.ask = lambda key: bool(asked.append(key))
+    [alone] = served(engine, 1)
+    meanwhile = set(asked)
+    assert alone.done and list(engine.shapes.rounds) == [PLAIN]
+    assert {type(key) for key in meanwhile} == {ReadKey, RoundsKey}
+    assert all((key.rows, key.kind, key.undrafted) == (1, Kind.SAMPLED, True) for key in meanwhile)
+    engine.programs.ready |= meanwhile
+    asked.clear()
+    engine.shapes.crowds.observe(1e9)  # seconds without the drafter
+    served(engine, 1)
+    assert {(type(key), key.kind, key.undrafted) for key in asked} == {
+        (ReadKey, Kind.SAMPLED, False),
+        (RoundsKey, Kind.SAMPLED, False),
+    }

@@ -13,7 +13,7 @@ from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine import memory
 from jaxspec.engine.programs.names import program_name
-from jaxspec.engine.programs.sizes import ReadKey, RoundsKey, compiles_alone
+from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey, compiles_alone
 
 logger = logging.getLogger("jaxspec.programs")  # a line for each that was compiled
 
@@ -61,10 +61,18 @@ class CompiledPrograms:
         stand_in = self.stand_in(key) or cheapest(self.coming, key)
         if stand_in is None:
             return key
-        # Else it differs in its kind alone.
-        if stand_in.cost > key.cost or stand_in.undrafted != key.undrafted:
-            self.ask(key)
+        if is_smaller(key, stand_in):
+            self.ask_for(key, [stand_in])
         return stand_in
+
+    def ask_for(
+        self, key: ReadKey | RoundsKey, serving: Iterable[ReadKey | RoundsKey | None]
+    ) -> None:
+        """Let another thread compile a program, if it may. Where those that are ``serving`` also
+        sample, so does this one: else there would soon be two."""
+        if self.ask is not None:
+            samples = any(each is not None and each.kind >= Kind.SAMPLED for each in serving)
+            self.ask(key._replace(kind=max(key.kind, Kind.SAMPLED)) if samples else key)
 
     @contextlib.contextmanager
     def counted(self, key: Any) -> Iterator[None]:
@@ -128,6 +136,11 @@ class CompiledPrograms:
 
 def _has_result(future: Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
+
+
+def is_smaller(key: ReadKey | RoundsKey, stand_in: ReadKey | RoundsKey) -> bool:
+    """Whether a program would be faster than what runs instead: else they differ in kind alone."""
+    return stand_in.cost > key.cost or stand_in.undrafted != key.undrafted
 
 
 def cheapest[K: (ReadKey, RoundsKey)](keys: Iterable[Any], wanted: K) -> K | None:
