@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspec.config.cache import CacheConfig, pages_for
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, default_verify_width
-from jaxspec.decoding.choose_shape import choose_shape
+from jaxspec.decoding.choose_shape import expected_gain
 from jaxspec.decoding.drafters.checks import check_drafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
@@ -38,8 +38,10 @@ LARGEST_BUDGET, READ_SECONDS, LEAST_READ = 2048, 1.0, 128
 # Seconds of the host for a call of an accelerator, and for each of its rows. A CPU's programs are
 # called in no time, and their rounds take the cores that plans would.
 HOST_CALL, HOST_ROW = 2e-3, 80e-6
-# Rows of the smallest program that is never used to draft, if tokens are accepted at most so often.
-LEAST_CROWD, HIGH_ACCEPTANCE = 8, 0.8
+# Rows of the smallest program that is never used to draft, if tokens are accepted at most so often,
+# and what drafting must gain there: less is lost again by finding out what pays, and since the
+# drafter reads all texts.
+LEAST_CROWD, HIGH_ACCEPTANCE, LEAST_GAIN = 8, 0.8, 1.25
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -219,7 +221,7 @@ def crowded_rows(params: EngineParams) -> int | None:
 
 def undrafted_rows(params: EngineParams, sizes: Sizes, config: EngineConfig) -> int | None:
     """Limits.undrafted_rows, as estimated: with the fewest rows that run in a program which even
-    HIGH_ACCEPTANCE would not make slower than plain decoding. None: there is no such program.
+    HIGH_ACCEPTANCE would not make faster than plain decoding by LEAST_GAIN. None: there is none.
 
     Only where nobody asked for a tree, and texts are the same in programs that compute less.
     """
@@ -230,7 +232,7 @@ def undrafted_rows(params: EngineParams, sizes: Sizes, config: EngineConfig) -> 
         return None
     rows = LEAST_CROWD
     while rows < 2 * sizes.num_rows:
-        if choose_shape(params, rows, HIGH_ACCEPTANCE).is_plain:
+        if expected_gain(params, rows, HIGH_ACCEPTANCE) < LEAST_GAIN:
             return rows // 2 + 1
         rows *= 2
     return None
