@@ -43,10 +43,10 @@ class EngineConfig:
         by the calls that serve. In float32 texts stay as they are; so does their distribution under
         the ``rejection`` rule, but there a seed may give another text each time. False: always the
         largest tree. None: adaptive if nobody asked for a tree. Then, where the tree changes texts
-        by rounding (in bfloat16 without a fixed verify width), the choices are the largest tree, a
-        chain of 3 (of 1 beside a tree no deeper than that) and plain decoding, by estimates alone:
-        the same requests get the same texts again. In float32, while so many requests run that no
-        tree is expected to pay (as on a CPU), the drafter is left out.
+        by rounding (in bfloat16 without a fixed verify width), the choices are the largest tree,
+        chains of 2 and 3 (of 1 and 2 beside a tree no deeper than 3) and plain decoding, by
+        estimates alone: the same requests get the same texts again. In float32, while so many
+        requests run that no tree is expected to gain much (as on a CPU), the drafter is left out.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
         1 and 3, where they are shorter than the largest tree, and that tree.
       trees: programs emit the draft tree of every round, for requests that ask for it (see

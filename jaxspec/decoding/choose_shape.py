@@ -1,5 +1,7 @@
 """Which draft tree pays, by what a round is expected to cost and to commit."""
 
+from collections.abc import Sequence
+
 from jaxspec.config.speculation import FIRST_ACCEPTANCE, PLAIN, TREE_POWER, TreeShape
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
@@ -45,13 +47,13 @@ def _rates(params: EngineParams, num_rows: int, acceptance: float) -> dict[TreeS
     }
 
 
-def choices(params: EngineParams) -> tuple[TreeShape, ...]:
-    """PLAIN, short chains and the largest tree, with fewer nodes first."""
+def choices(params: EngineParams, chains: Sequence[int] = CHAINS) -> tuple[TreeShape, ...]:
+    """PLAIN, ``chains`` of so many tokens and the largest tree, with fewer nodes first."""
     largest = params.round_options().speculation.shape
     if largest.is_plain:
         return (PLAIN,)
-    chains = [TreeShape(k + 1, k, 1) for k in CHAINS if k < largest.max_depth]
-    return (PLAIN, *chains, largest)
+    shorter = [TreeShape(k + 1, k, 1) for k in chains if k < largest.max_depth]
+    return (PLAIN, *shorter, largest)
 
 
 def _tokens(shape: TreeShape, acceptance: float) -> float:

@@ -28,6 +28,9 @@ from jaxspec.scheduling.round_costs import LearntCosts
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.tree_policy import SHORT_CALL, TreePolicy
 
+# Chains and the most trees of engines that never learn what rounds cost: each tree is compiled as
+# soon as it is chosen. On accelerators a chain of 2 is the best for 64 rows.
+ESTIMATED_CHAINS, ESTIMATED_TREES = (1, 2, 3), 3
 HYSTERESIS = 0.03  # costs are learnt from calls, whose times differ a little
 PATIENCE = 60.0  # seconds of rounds for each tree that is compiled only because it might be better
 LONG_RUN = 2.0  # seconds of rounds before any tree is compiled beside them: a run that ends sooner
@@ -37,9 +40,7 @@ LONG_RUN = 2.0  # seconds of rounds before any tree is compiled beside them: a r
 def shapes_to_choose(
     params: EngineParams, config: EngineConfig, learns: bool
 ) -> tuple[TreeShape, ...]:
-    """The trees of an adaptive engine, plain decoding first.
-
-    One that never ``learns`` its costs has fewer: each is compiled as soon as it is chosen.
+    """The trees of an adaptive engine, plain decoding first; ``learns``: what rounds cost.
 
     Raises ValueError if nothing can be drafted, or a tree is too large for the engine.
     """
@@ -47,8 +48,10 @@ def shapes_to_choose(
         raise ValueError("adaptive needs a drafter, and a tree that drafts tokens: there is none")
     if config.shapes is not None:
         return tuple(dict.fromkeys([PLAIN, *(_checked(params, shape) for shape in config.shapes)]))
-    shapes = choices(params)
-    return shapes if learns else tuple(dict.fromkeys([PLAIN, *shapes[-2:]]))
+    if learns:
+        return choices(params)
+    largest = choices(params, ESTIMATED_CHAINS)[-ESTIMATED_TREES:]
+    return tuple(dict.fromkeys([PLAIN, *largest]))
 
 
 def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:

@@ -6,7 +6,8 @@ EAGLE head learns from the samples of each step, and one whose rollouts began un
 the step before and are repaired at the weight sync (`in_flight="repair"`). The last begins its
 samples while the policy learns, as an asynchronous trainer does, and only the time after the sync
 is counted: what it computes before that hides behind the learning where the trainer has devices of
-its own. On one device both share it. The first step compiles and is not counted.
+its own. On one device both share it. Programs that decode are compiled before the first step, and
+what learns in it: it is not counted.
 
 The texts of all engines are compared: in float32 they are the same.
 """
@@ -42,6 +43,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.seeds import group_seeds
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
+from jaxspec.engine.warm_up.compile_all import Progress
 from jaxspec.evaluation.bootstrap import median
 from jaxspec.llm.llm import LLM
 from jaxspec.training.heads.loss import LossConfig
@@ -156,6 +158,15 @@ class Bench:
         ]
         return [self.prompts[place] for place in places for _ in range(args.samples)], sampling
 
+    def warm_up(self, name: str, on_progress: Progress) -> float:
+        """Compile an engine's programs for all rows and a few; returns the seconds that it took."""
+        _, sampling = self.requests(0)
+        rows = len(sampling)
+        fewer = [max(1, rows // 4**power) for power in range(4)]
+        return self.llms[name].engine.warm_up(
+            sampling[:1], tokens=self.length, rows=fewer, on_progress=on_progress
+        )
+
     def sync(self, name: str) -> float:
         """Give the policy's weights to an engine; returns the seconds that it took."""
         started = time.perf_counter()
@@ -224,6 +235,15 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         bench = Bench(args, prompts)
     facts = {**run_facts(), "arguments": {name: plainly(x) for name, x in vars(args).items()}}
     names = list(bench.llms)
+    for name in names:
+        with console.status(f"{name}: compiling") as status:
+            seconds = bench.warm_up(
+                name,
+                lambda done, of, name=name, status=status: status.update(
+                    f"{name}: compiled {done} of {of} programs"
+                ),
+            )
+        console.print(f"{name}: programs compiled in {seconds:.0f} s")
     for step in range(args.steps):
         turned = names[step % len(names) :] + names[: step % len(names)]
         rollouts = {}
