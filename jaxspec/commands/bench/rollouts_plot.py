@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 MOST_POINTS = 40  # of a line; each is the mean of some steps
 
@@ -23,9 +24,10 @@ def plot_rollouts(results: Mapping[str, Any], path: Path) -> None:
     rewards.plot(*means(learned), ".-")
     drafts.set(xlabel="step", ylabel="tokens a round", ylim=(0.9, None))
     rewards.set(xlabel="step", ylabel="reward: share that compiles", ylim=(0, 1))
-    drafts.legend()
+    figure.legend(loc="outside lower center", ncols=4)  # lines may run anywhere
     for axes in (drafts, rewards):
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
