@@ -21,8 +21,9 @@ from jaxspec.engine.draft_watch import DraftWatch
 from jaxspec.engine.emitted import take_calls
 from jaxspec.engine.generation import FinishReason, Generation
 from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
-from jaxspec.engine.old_texts import check_drafts
+from jaxspec.engine.old_texts import check_drafts, verified_kinds
 from jaxspec.engine.plans.runner import Launched, PlanRunner
+from jaxspec.engine.programs import verifying
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.several_processes import MakePrograms
@@ -272,6 +273,7 @@ class Engine:
         *,
         tokens: int | None = None,
         rows: Iterable[int] | None = None,
+        old_texts: bool = False,
         on_progress: Progress | None = None,
     ) -> float:
         """Compile all programs of a load, so that nothing compiles while it is served.
@@ -287,6 +289,7 @@ class Engine:
           tokens: most tokens of a request, prompt included; None: as many as fit.
           rows: numbers of rows that rounds are compiled for, rounded up to powers of two, and
             ``max_rows``; other numbers run in the next larger program. None: all.
+          old_texts: whether old texts are verified as drafts (see ``add``), or repaired.
           on_progress: called with the number of programs that are compiled, and of all.
 
         Returns the seconds it took. Raises RuntimeError while requests are under way, and
@@ -294,10 +297,12 @@ class Engine:
         """
         if not self.is_idle:
             raise RuntimeError("requests are under way: let them finish, or cancel them, first")
+        verified = verified_kinds(self.params, sampling) if old_texts else []
         self._drain()
         self._start()
         started = time.perf_counter()
         cover = self.shapes.prepare(sampling, self.shape, tokens, rows, on_progress)
+        verifying.prepare(self.programs, cover.sizes[-1], cover.tokens, verified)
         if self.limits.preemption == "auto":
             measure_preemption(self.programs, cover, self.preemption_costs)
         return time.perf_counter() - started

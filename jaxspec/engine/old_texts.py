@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.programs.sizes import Kind
 
 
 def why_not_verified(params: EngineParams, sampling: SamplingParams) -> str | None:
@@ -17,6 +18,17 @@ def why_not_verified(params: EngineParams, sampling: SamplingParams) -> str | No
     if params.speculation.verify_width is not None:
         return "in deterministic mode, and with a verify_width, a text is not read but decoded"
     return None
+
+
+def verified_kinds(params: EngineParams, sampling: Sequence[SamplingParams]) -> list[Kind]:
+    """The kinds of programs that verify old texts of such requests.
+
+    Raises ValueError if there is a request of which none is verified.
+    """
+    for each in sampling:
+        if (reason := why_not_verified(params, each)) is not None:
+            raise ValueError(f"old_texts cannot be warmed up: {reason}")
+    return sorted({Kind.of(each) for each in sampling})
 
 
 def check_drafts(

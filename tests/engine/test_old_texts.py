@@ -99,6 +99,26 @@ def test_repaired_texts_are_those_of_fresh_requests() -> None:
             assert sum(each.kept_tokens for each in begun) > 0
 
 
+@pytest.mark.slow
+def test_nothing_compiles_for_a_repair_after_a_warm_up() -> None:
+    own = new_engine("ngram")
+    own.warm_up(SAMPLING[:2], tokens=60, old_texts=True)
+    generations = start(own)
+    for _ in range(4):
+        own.step()
+    compiled = own.programs.compiled
+    own.use_target(other_target(0.003), in_flight="repair")
+    own.finish(generations)
+    assert sum(each.kept_tokens for each in generations) > 0
+    assert own.programs.compiled == compiled
+
+
+def test_old_texts_that_cannot_be_verified_are_not_warmed_up() -> None:
+    structured = SamplingParams(structured=StructuredOutput(json_object=True))
+    with pytest.raises(ValueError, match="old_texts cannot be warmed up: the host restricts"):
+        engine().warm_up([*SAMPLING[:1], structured], old_texts=True)
+
+
 def test_weights_that_change_twice_repair_what_is_left_of_a_draft() -> None:
     own = engine()
     expected = fresh(own, other_target(0.003))

@@ -40,6 +40,7 @@ from jaxspec.commands.shared.shell import (
 from jaxspec.commands.shared.training_options import add_choice_options, read_prompts
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.seeds import group_seeds
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
@@ -62,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_model_option(parser)
     add("--drafter", default="auto", help="of all engines but the plain one")
+    add("--tree", help="their draft tree: chain:K or NODES:DEPTH:TOPK (default: they choose their "
+        "trees by what pays)")  # fmt: skip
     add("--data", type=Path, nargs="+", required=True, help="folders or files of prompts; of chats "
         "the question is the prompt")  # fmt: skip
     add_choice_options(parser)
@@ -111,6 +114,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, prompts: list[list[int]]):
         self.args, self.prompts = args, prompts
+        self.speculation = None if args.tree is None else SpeculationConfig.parse(args.tree)
         self.length = max(map(len, prompts)) + args.tokens
         self.llms: dict[str, LLM] = {}
         for name in dict.fromkeys([PLAIN, *args.engines]):  # the others are compared with plain
@@ -128,6 +132,7 @@ class Bench:
         return LLM(
             args.model,
             drafter,
+            speculation=self.speculation if drafter != "none" else None,
             dtype=args.dtype,
             max_length=self.length,
             engine=EngineConfig(max_rows=rows, deterministic=args.deterministic),
@@ -164,7 +169,11 @@ class Bench:
         rows = len(sampling)
         fewer = [max(1, rows // 4**power) for power in range(4)]
         return self.llms[name].engine.warm_up(
-            sampling[:1], tokens=self.length, rows=fewer, on_progress=on_progress
+            sampling[:1],
+            tokens=self.length,
+            rows=fewer,
+            old_texts=name == REPAIR,
+            on_progress=on_progress,
         )
 
     def sync(self, name: str) -> float:
@@ -229,6 +238,8 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         raise ValueError("--steps must be at least 3: the first step compiles")
     if args.temperature <= 0:
         raise ValueError("--temperature must be above 0: a gradient needs samples that differ")
+    if args.tree is not None:
+        SpeculationConfig.parse(args.tree)  # fails now, not after loading
     count = args.steps * args.prompts
     prompts, _ = read_prompts(args, count, args.prompt_tokens, args.tokens, console)
     with console.status("loading"):

@@ -1,6 +1,6 @@
 """The programs that verify old texts as drafts, as calls on an engine's state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,18 @@ def verify(
         with programs.counted(key):  # compiled by running it on nothing
             _run(programs, key, [])
     return _run(programs, key, parts)
+
+
+def prepare(programs: Programs, rows: int, tokens: int, kinds: Iterable[Kind]) -> None:
+    """Compile, by running it on nothing, what verifies up to so many ``rows`` of each shard, of so
+    many ``tokens``."""
+    sizes = programs.sizes
+    columns, width = sizes.columns_for(tokens), sizes.verified_at_once
+    for kind in kinds:
+        key = VerifyKey(sizes.rows_for(rows), columns, width, sizes.kind_for(kind))
+        if not programs.is_ready(key):
+            with programs.counted(key):
+                _run(programs, key, [])
 
 
 def _key(programs: Programs, parts: Sequence[Verification], load: Load, kind: Kind) -> VerifyKey:
