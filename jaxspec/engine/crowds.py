@@ -7,7 +7,7 @@ from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine.plans.sequences import kind_of
 from jaxspec.engine.programs.compiled import is_smaller
 from jaxspec.engine.programs.programs import Programs
-from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey
+from jaxspec.engine.programs.sizes import Load, ReadKey, RoundsKey, compiles_alone
 from jaxspec.scheduling import sequence as scheduling
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.round_costs import Costs
@@ -86,6 +86,8 @@ class Crowds:
         if not missing:
             return True
         is_new = not all(each.has_row for each in sequences)
+        if not all(map(compiles_alone, missing)):  # they are compiled when they run
+            return is_new
         undrafted = self._keys(places, dataclasses.replace(load, undrafted=True), PLAIN)
         serving = [programs.stand_in(key) for key in undrafted]
         if is_new and (programs.ask is None or None in serving):
