@@ -1,10 +1,12 @@
 """The same linear projection of every expert, as one weight.
 
 It is no Linear: its product depends on which expert each row goes through (see models/mlps/mix.py).
-Quantized formats of Linear do not take its place; whoever quantizes refuses it.
+Quantized formats of Linear do not take its place, and whoever quantizes refuses it. Formats of
+experts that are read quantized are classes with the same methods, see AnyExpertLinear.
 """
 
 import dataclasses
+from abc import abstractmethod
 from typing import Any
 
 import jax
@@ -16,8 +18,48 @@ from jaxspec.models.tensors import Source, Split, TensorMap, Tensors
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
+class AnyExpertLinear(Pytree):
+    """The weights of one projection of every expert, in any format.
+
+    A subclass has the fields ``bias`` [E, *out] or None, and ``axes``: logical names of the
+    weight's dimensions, which are experts, the input, the output.
+    """
+
+    bias: Array | None
+    axes: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def dtype(self) -> jnp.dtype:
+        """The dtype of activations."""
+
+    @property
+    @abstractmethod
+    def num_experts(self) -> int:
+        """Experts of this device (inside shard_map: of its shard)."""
+
+    @property
+    @abstractmethod
+    def in_memory(self) -> Array | None:
+        """[E, in, *out] in the activations' dtype, if memory holds it as that; else only ``of``
+        makes such weights, of few experts at a time."""
+
+    @abstractmethod
+    def of(self, index: Array) -> Array:
+        """Weights [..., in, *out] in the activations' dtype of the experts that ``index`` int [...]
+        chooses. They are gathered before they are widened."""
+
+    @abstractmethod
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        """The logical axes of each array, for partition specs."""
+
+    @abstractmethod
+    def mapped(self, source: Source, tensor_map: TensorMap) -> "AnyExpertLinear":
+        """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
+
+
 @pytree
-class ExpertLinear(Pytree):
+class ExpertLinear(AnyExpertLinear):
     """y = x W[e] + b[e] for each expert e.
 
     ``axes``: logical names of the weight's dimensions: experts, the input, the output.
@@ -36,11 +78,16 @@ class ExpertLinear(Pytree):
 
     @property
     def num_experts(self) -> int:
-        """Experts of this device (inside shard_map: of its shard)."""
         return self.weight.shape[0]
 
+    @property
+    def in_memory(self) -> Array:
+        return self.weight
+
+    def of(self, index: Array) -> Array:
+        return self.weight[index]
+
     def mapped(self, source: Source, tensor_map: TensorMap) -> "ExpertLinear":
-        """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
         return self.replace(
             weight=tensor_map.of_source(source, "weight", self.weight),
             bias=tensor_map.of_source(source, "bias", self.bias),
@@ -85,6 +132,6 @@ def expert_linear_shape(
 
 
 def check_no_experts(weights: Any, what: str) -> None:
-    """Raise ValueError for weights with an ExpertLinear; ``what`` is what they cannot do."""
-    if nodes_of(weights, ExpertLinear):
+    """Raise ValueError for weights with experts; ``what`` is what they cannot do."""
+    if nodes_of(weights, AnyExpertLinear):
         raise ValueError(f"experts cannot be {what}: leave it out for a model with experts")

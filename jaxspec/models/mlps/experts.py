@@ -17,7 +17,7 @@ from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape, takes_none
 from jaxspec.models.mlps.dense import Dense, dense_shape
-from jaxspec.models.mlps.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
+from jaxspec.models.mlps.expert_linear import AnyExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import LocalExperts, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.models.shapes import vector
@@ -45,8 +45,8 @@ class Experts(Pytree):
 
     router: Linear  # [H, E]
     correction: Array | None = array("routes")  # [E]
-    gate_up: ExpertLinear  # [E, H, 2, F]
-    down: ExpertLinear  # [E, F, H]
+    gate_up: AnyExpertLinear  # [E, H, 2, F]
+    down: AnyExpertLinear  # [E, F, H]
     shared: Dense | None = None
     shared_gate: Linear | None = None  # [H, 1]
     config: ExpertsConfig = static()

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass, gated
-from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
@@ -29,6 +29,7 @@ MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E,
 # would take shorter for 512 of them than their kernels take to launch.
 MOST_VALUES = 1 << 26
 ROW_STEP = 64  # rows of such a part are a multiple, as tensor cores take them
+MOST_WIDENED = 16  # most weights that chosen_experts widens, of experts not in memory as such
 LARGEST_BLOCK = 64  # rows of one expert that blocks_of_experts multiplies at a time
 
 
@@ -41,10 +42,16 @@ class LocalExperts(Pytree):
       down: [E, F, H].
     """
 
-    gate_up: ExpertLinear
-    down: ExpertLinear
+    gate_up: AnyExpertLinear
+    down: AnyExpertLinear
     first: Array | int = array()
     activation: ClampedSwiglu | LimitedSwiglu | None = static()  # None: SwiGLU
+
+    @property
+    def in_memory(self) -> tuple[Array, Array] | None:
+        """The weights of ``gate_up`` and ``down``, if memory holds both as such."""
+        gate_up, down = self.gate_up.in_memory, self.down.in_memory
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def hidden_units(self, gate_up: Array, weights: Array, kept: Array) -> Array:
         """From gate and up [..., 2, F] to hidden units [..., F] times weights [...]: zeros where
@@ -62,6 +69,10 @@ def mix(
 
     ``num_experts``: of all devices.
     """
+    weights = local.in_memory
+    if weights is None:  # blocks_of_experts widens the weights of one expert at a time
+        few = routes.experts.size <= MOST_WIDENED
+        return (chosen_experts if few else blocks_of_experts)(local, x, routes).astype(x.dtype)
     mixed = by_kernel(local, x, routes, step)
     if mixed is not None:
         return mixed.astype(x.dtype)
@@ -69,7 +80,7 @@ def mix(
         return chosen_experts(local, x, routes).astype(x.dtype)
     most_rows = MOST_ROWS
     if not isinstance(step.attend, PagedAttend):
-        most_rows = max(MOST_ROWS, MOST_VALUES // local.gate_up.weight[:, 0].size)
+        most_rows = max(MOST_ROWS, MOST_VALUES // weights[0][:, 0].size)
     every = functools.partial(every_expert, most_rows=most_rows)
     mixed = lax.platform_dependent(local, x, routes, cpu=blocks_of_experts, default=every)
     return mixed.astype(x.dtype)
@@ -80,7 +91,7 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
     Float32 [N, H]; None where it does not run."""
     index, here = _local(local, routes)
     experts = jnp.where(here, index, local.gate_up.num_experts)
-    down, weights = local.down, (local.gate_up.weight, local.down.weight, local.gate_up.bias)
+    down, weights = local.down, (*_weights(local), local.gate_up.bias)
     mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, local.activation)
     if mixed is None:
         return None
@@ -99,12 +110,12 @@ def chosen_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
     """
     experts, here = _local(local, routes)
     repeated = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[-1]))
-    gate_up = einsum_f32("nkh,nkhtf->nktf", repeated, local.gate_up.weight[experts])
+    gate_up = einsum_f32("nkh,nkhtf->nktf", repeated, local.gate_up.of(experts))
     if local.gate_up.bias is not None:
         gate_up = gate_up + local.gate_up.bias[experts]
     units = local.hidden_units(gate_up, routes.weights, here)
     # With the sum over k inside of the product XLA would copy the weights.
-    mixed = einsum_f32("nkf,nkfh->nkh", units, local.down.weight[experts])
+    mixed = einsum_f32("nkf,nkfh->nkh", units, local.down.of(experts))
     if local.down.bias is not None:
         weights = jnp.where(here, routes.weights, 0.0)
         mixed = mixed + weights[..., None] * local.down.bias[experts]
@@ -140,7 +151,7 @@ def _every_expert(local: LocalExperts, x: Array, routes: Routes) -> Array:
     is_route = routes.experts[..., None] == ids  # [N, k, E]
     is_chosen = jnp.any(is_route, axis=1)
     weights = jnp.sum(jnp.where(is_route, routes.weights[..., None], 0.0), axis=1)  # [N, E]
-    gate_up = einsum_f32("nh,ehtf->netf", x, local.gate_up.weight).astype(x.dtype)
+    gate_up = einsum_f32("nh,ehtf->netf", x, _weights(local)[0]).astype(x.dtype)
     if local.gate_up.bias is not None:
         gate_up = gate_up + local.gate_up.bias
     mixed = _down(local, gate_up, weights, is_chosen)
@@ -154,12 +165,19 @@ def _down(local: LocalExperts, gate_up: Array, weights: Array, is_chosen: Array)
     """From gate and up [N, E, 2, F] to float32 [N, H]. A gradient computes the hidden units again:
     kept, with what they are made of, they would be several times ``gate_up``."""
     units = local.hidden_units(gate_up, weights, is_chosen)
-    return einsum_f32("nef,efh->nh", units, local.down.weight)
+    return einsum_f32("nef,efh->nh", units, _weights(local)[1])
+
+
+def _weights(local: LocalExperts) -> tuple[Array, Array]:
+    """``in_memory`` of experts that have it, as ``mix`` has seen."""
+    weights = local.in_memory
+    assert weights is not None
+    return weights
 
 
 def blocks_of_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
-    """For many rows on CPUs: one expert after the other multiplies the rows that chose it, in
-    blocks of equal size. Float32 [N, H].
+    """For many rows on CPUs, and of weights that are widened for it everywhere: one expert after
+    the other multiplies the rows that chose it, in blocks of equal size. Float32 [N, H].
 
     Rows are sorted by expert; the last block of each is filled up. So the work grows with the rows
     that chose an expert of this device.
@@ -176,11 +194,11 @@ def blocks_of_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
 
     def block(part: tuple[Array, Array, Array, Array]) -> Array:
         x, weights, kept, expert = part
-        gate_up = einsum_f32("nh,htf->ntf", x, local.gate_up.weight[expert])
+        gate_up = einsum_f32("nh,htf->ntf", x, local.gate_up.of(expert))
         if local.gate_up.bias is not None:
             gate_up = gate_up + local.gate_up.bias[expert]
         units = local.hidden_units(gate_up, weights, kept)
-        mixed = einsum_f32("nf,fh->nh", units, local.down.weight[expert])
+        mixed = einsum_f32("nf,fh->nh", units, local.down.of(expert))
         if local.down.bias is None:
             return mixed
         return mixed + jnp.where(kept, weights, 0.0)[:, None] * local.down.bias[expert]
