@@ -87,17 +87,31 @@ RopeScaling = Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | LongRope
 
 
 @dataclasses.dataclass(frozen=True)
+class QueryScaling:
+    """Queries are multiplied by 1 + beta ln(1 + floor(position / original_max_position))."""
+
+    beta: float
+    original_max_position: int
+
+    def __post_init__(self):
+        check_positive(**dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding of heads of width ``head_dim``.
 
-    ``rotary_dim``: only so many leading entries of a head are rotated; 0: none, as in layers
-    without positions. None: all.
+    Attributes:
+      rotary_dim: only so many leading entries of a head are rotated; 0: none, as in layers without
+        positions. None: all.
+      query_scaling: what positions do to queries besides; None: nothing.
     """
 
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
     rotary_dim: int | None = None
+    query_scaling: QueryScaling | None = None
 
     def __post_init__(self):
         check_positive(head_dim=self.head_dim, rope_theta=self.theta)

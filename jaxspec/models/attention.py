@@ -177,7 +177,7 @@ def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, Page
         dtype=heads.dtype,
         implementation=heads.kernels.over_pages("rope_kv_write", state.k),
     )
-    return queries, state.replace(k=k, v=v)
+    return heads.scaled(queries), state.replace(k=k, v=v)
 
 
 @jax.named_scope("attention")

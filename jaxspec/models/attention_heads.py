@@ -33,6 +33,8 @@ class Heads:
       scale, softcap: of the scores; see AttentionConfig.
       sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
+      query_scale: float32, of the shape of queries [B, T, Q, D] or broadcast to it, of all tokens:
+        queries are multiplied by it once they are rotated; None: they are not.
     """
 
     partials: Array
@@ -47,6 +49,7 @@ class Heads:
     softcap: float | None = None
     sinks: Array | None = None
     tokens: Axes = ()
+    query_scale: Array | None = None
 
     @property
     def scales(self) -> tuple[Array | None, Array | None]:
@@ -65,7 +68,17 @@ class Heads:
     def rotated(self) -> tuple[Array, Array, Array]:
         """Queries [B, T, Q, D], keys and values [B, T, G, D]."""
         qkv = sum_partials(self.partials, len(self.rope), self.dtype)
-        return rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
+        queries, k, v = rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
+        return self.scaled(queries), k, v
+
+    def scaled(self, queries: Array) -> Array:
+        """Rotated queries [B, T, Q, D], multiplied by ``query_scale``."""
+        return queries if self.query_scale is None else times(queries, self.query_scale)
+
+
+def times(x: Array, factor: Array) -> Array:
+    """x times a float32 factor, in the dtype of x."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

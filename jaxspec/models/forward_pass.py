@@ -20,8 +20,8 @@ from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
-from jaxspec.config.rope import RopeConfig
-from jaxspec.models.attention_heads import Heads
+from jaxspec.config.rope import QueryScaling, RopeConfig
+from jaxspec.models.attention_heads import Heads, times
 from jaxspec.models.linear import (
     Addend,
     AnyLinear,
@@ -32,7 +32,7 @@ from jaxspec.models.linear import (
     takes_none,
 )
 from jaxspec.models.norms import norm_all_heads, rms_norm
-from jaxspec.models.rope import rope_angles
+from jaxspec.models.rope import query_factors, rope_angles
 from jaxspec.parallel import Layout
 from pallas_kernels.activations import Clamp, Limit, units_of
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
@@ -61,6 +61,7 @@ class ForwardPass:
       attend: how the tokens attend to the past. In an engine it is a PagedAttend; a mixer that is
         not attention reads the tokens' rows, slots and positions from it.
       ropes: results of ``rope_angles``, by rope config.
+      query_factors: results of the function of that name, by its config.
       eps: epsilon of the norms.
       isolate_blocks: XLA fuses nothing over the residual stream between two blocks. A block then
         rounds alike in all programs that contain it.
@@ -70,6 +71,7 @@ class ForwardPass:
 
     attend: Attend
     ropes: Mapping[RopeConfig, Array]
+    query_factors: Mapping[QueryScaling, Array]
     eps: float
     layout: Layout
     kernels: Kernels
@@ -203,7 +205,18 @@ class ForwardPass:
             softcap=config.softcap,
             sinks=sinks,
             tokens=self.layout.sequence if self.layout.tokens else (),
+            query_scale=self._query_scale(config.rope),
         )
+
+    def _query_scale(self, rope: RopeConfig) -> Array | None:
+        """[B, T, 1, 1]"""
+        scaling = rope.query_scaling
+        return None if scaling is None else self.query_factors[scaling][..., None, None]
+
+    def scaled_queries(self, queries: Array, rope: RopeConfig) -> Array:
+        """Queries [B, T, Q, D] of whole heads, rotated or not, times what their positions say."""
+        scale = self._query_scale(rope)
+        return queries if scale is None else times(queries, scale)
 
     def rotated(self, x: Array, rope: RopeConfig) -> Array:
         """Heads [B, T, R, D], rotated."""
@@ -252,11 +265,13 @@ def make_pass(
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers with these configs."""
     ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
+    scalings = dict.fromkeys(rope.query_scaling for rope in ropes if rope.query_scaling)
     angles = [rope_angles(rope, positions) for rope in ropes]
     if isolate_blocks:
         angles = lax.optimization_barrier(angles)
     by_rope = dict(zip(ropes, angles, strict=True))
-    return ForwardPass(attend, by_rope, eps, layout, kernels, isolate_blocks, exchange)
+    factors = {scaling: query_factors(scaling, positions) for scaling in scalings}
+    return ForwardPass(attend, by_rope, factors, eps, layout, kernels, isolate_blocks, exchange)
 
 
 @jax.named_scope("activation")

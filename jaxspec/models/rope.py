@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, and the cosines and sines of positions."""
+"""What positions do to queries and keys: cosines and sines of rotations, and factors of queries."""
 
 import math
 
@@ -11,6 +11,7 @@ from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    QueryScaling,
     RopeConfig,
     YarnRopeScaling,
 )
@@ -84,3 +85,12 @@ def rope_angles(rope: RopeConfig, positions: Array) -> Array:
     table = jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign)
     factor = _attention_factor(rope)
     return lax.optimization_barrier(table if factor == 1 else table * np.float32(factor))
+
+
+@jax.named_scope("rope")
+def query_factors(scaling: QueryScaling, positions: Array) -> Array:
+    """What queries at int positions [B, T] are multiplied by: float32 [B, T]. A draft head may have
+    an entry before the first position, which counts as the first."""
+    spans = jnp.maximum(positions, 0) // scaling.original_max_position
+    factors = 1 + np.float32(scaling.beta) * jnp.log1p(spans.astype(jnp.float32))
+    return lax.optimization_barrier(factors)  # as in rope_angles

@@ -26,6 +26,7 @@ DENSE = tuple(test_family_exactness.CONFIGS)
 EXPERTS = tuple(test_experts.FAMILIES)
 # Layers of other families under other names.
 ALIASES = tuple(alias_checkpoints.VARIANTS)
+BY_POSITION = ("ministral3", "mistral4")  # a factor of queries
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
@@ -119,7 +120,7 @@ def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
 # applies to all of them.
 CASES = (
     *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
-    *((family, "ngram tree") for family in ("gemma2", "qwen3_next")),
+    *((family, "ngram tree") for family in ("gemma2", "qwen3_next", *BY_POSITION)),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "draft_model tree") for family in DENSE),

@@ -62,7 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True} | WINDOW,
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
 }
-# Tensors that other families do not have, on meshes.
+# Tensors and factors that other families do not have, on meshes.
 ALIASES = (
     ("ernie4_5", "tp4"),
     ("ernie4_5_moe", "tp2"),
@@ -70,6 +70,10 @@ ALIASES = (
     ("exaone4", "pp2"),
     ("step3p7", "tp2"),
     ("step3p7", "tp2x2"),
+    ("ministral3", "tp2"),
+    ("ministral3", "sp2"),
+    ("ministral3", "pp2"),
+    ("mistral4", "tp2"),
 )
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [

@@ -34,15 +34,15 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
 }
 INDEXER = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 4, "head_dim": 8}
-# Queries are multiplied from the original length on; no text here is as long.
+# Queries are multiplied from the original length on, which texts are some times as long as.
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 4.0,
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 16,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
+    "llama_4_scaling_beta": 0.5,
 }
 VISION = {
     "depth": 1,

@@ -16,12 +16,14 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoints.checkpoint_files import scan
 from jaxspec.checkpoints.mtp import has_mtp_layers
 from jaxspec.checkpoints.safetensors_io import save_tree
+from jaxspec.config.rope import QueryScaling
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.json.values import read_json
+from jaxspec.models.rope import query_factors
 from jaxspec.models.tensors import joining, splitting
 from jaxspec.quantize.checkpoint import Checkpoint
-from tests.helpers.alias_checkpoints import raw_config
+from tests.helpers.alias_checkpoints import YARN, raw_config
 from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
@@ -112,18 +114,34 @@ def test_interleaved_heads_are_written_as_they_were_read(checkpoint, tmp_path: P
     assert_same(joined, model)
 
 
-@pytest.mark.parametrize("name", ["ministral3", "mistral4", "deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_longer_texts_are_not_read_where_layers_would_differ(name: str):
-    """There queries are multiplied, or only some positions are attended to."""
+    """There only some positions are attended to."""
     raw = raw_config(name)
     assert raw["max_position_embeddings"] == 512
     assert parse_model_config(raw).max_position == 128
 
 
-def test_ministral_without_the_factor_of_queries_has_its_whole_length():
-    raw = raw_config("ministral3")
-    raw["rope_parameters"]["llama_4_scaling_beta"] = 0
-    assert parse_model_config(raw).max_position == 512
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_queries_are_scaled_by_their_position(name: str):
+    raw = raw_config(name)
+    config = parse_model_config(raw)
+    assert config.max_position == 512
+    assert {rope.query_scaling for layer in config.layers for rope in layer.mixer.ropes} == {
+        QueryScaling(0.5, 16)
+    }
+    del raw["rope_parameters"]
+    [rope] = parse_model_config(raw).layers[0].mixer.ropes
+    assert rope.query_scaling is not None and rope.query_scaling.beta == 0.1
+    raw["rope_parameters"] = YARN | {"llama_4_scaling_beta": 0}
+    [rope] = parse_model_config(raw).layers[0].mixer.ropes
+    assert rope.query_scaling is None
+
+
+def test_factors_of_queries_are_those_of_their_spans():
+    found = query_factors(QueryScaling(0.5, 16), jnp.array([[-1, 0, 15, 16, 47, 48]]))
+    expected = 1 + 0.5 * np.log(np.array([[1, 1, 1, 2, 3, 4]]))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_a_pattern_of_letters_says_which_layers_have_windows():
@@ -136,6 +154,18 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        (
+            "ministral3",
+            {"llama_4_scaling_beta": 0.1},
+            "llama_4_scaling_beta = 0.1 is not supported",
+        ),
+        ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": -1}}, "a number from 0"),
+        (
+            "mistral4",
+            {"rope_parameters": {"llama_4_scaling_beta": 1}},
+            "unknown key 'llama_4_scali",
+        ),
+        ("seed_oss", {"rope_parameters": YARN}, "unknown key 'llama_4_scaling_beta' (= 0.5)"),
         ("granite4", {"layer_types": ["mamba"] * 2}, "layers with Mamba are not read"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts must be 0"),
         ("granite4", {"position_embedding_type": "nope"}, "position_embedding_type 'nope' is not"),

@@ -111,7 +111,7 @@ def test_passes_that_keep_nothing_take_small_experts_in_one_part(paged, loops):
     places = ("rows", "page_table", "context_lens", "slots", "positions", "kv_lens")
     unread = dict.fromkeys(places, jnp.zeros(1))
     attend = PagedAttend(**unread) if paged else dense_causal_attend
-    step = ForwardPass(attend, {}, 1e-6, Layout(), NO_KERNELS)
+    step = ForwardPass(attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
     mixed = jax.jit(lambda own, x, routes: mix.mix(own, x, routes, 8, step))
     lowered = mixed.trace(own, jnp.asarray(x), routes).lower(lowering_platforms=("cuda",))
     assert ("stablehlo.while" in lowered.as_text()) == loops

@@ -43,7 +43,6 @@ UNUSED = words(
     intermediate_size long_factor original_max_position_embeddings auto_map
     residual_dropout moe_capacity enable_moe_fp32_combine"""
 )
-_SHORTER = words("max_position_embeddings type llama_4_scaling_beta")  # another limit is shorter
 _INDEXER = words("max_position_embeddings index_head_dim index_n_heads")
 # The same of single files.
 UNUSED_IN = {
@@ -55,8 +54,9 @@ UNUSED_IN = {
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
     ),
     "minimax-m2": words("use_mtp num_mtp_modules mtp_transformer_layers"),  # not published
-    "ministral-3-8b-instruct": _SHORTER,
-    "mistral-small-4-saved-by-transformers": _SHORTER,
+    "ministral-3-8b-instruct": words("type"),  # beside rope_type
+    # The latter inside the rope parameters: transformers does not read it there.
+    "mistral-small-4-saved-by-transformers": words("type max_position_embeddings"),
 }
 
 
@@ -120,9 +120,11 @@ EXPECTED = {
     "kimi-k2-instruct": Facts(61, 163840, 131072, 64, 1, 192, "yarn", (384, 8)),
     "kimi-k2.5": Facts(61, 163840, 262144, 64, 1, 192, "yarn", (384, 8)),
     "minimax-m2": Facts(62, 200064, 196608, 48, 8, 128, "default", (256, 8)),
-    "ministral-3-8b-instruct": Facts(34, 131072, 16384, 32, 8, 128, "yarn"),
+    "ministral-3-8b-instruct": Facts(34, 131072, 262144, 32, 8, 128, "yarn"),
     "mistral-small-3.1-24b-instruct": Facts(40, 131072, 131072, 32, 8, 128, "default"),
-    "mistral-small-4-saved-by-transformers": Facts(36, 131072, 8192, 32, 1, 128, "yarn", (128, 4)),
+    "mistral-small-4-saved-by-transformers": Facts(
+        36, 131072, 1048576, 32, 1, 128, "yarn", (128, 4)
+    ),
     "qwen1.5-moe-a2.7b": Facts(24, 151936, 8192, 16, 16, 128, "default", (60, 4)),
     "qwen2-vl-7b-instruct": Facts(28, 152064, 32768, 28, 4, 128, "default"),
     "qwen2.5-vl-7b-instruct": Facts(28, 152064, 128000, 28, 4, 128, "default"),

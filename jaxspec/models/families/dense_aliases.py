@@ -13,8 +13,10 @@ from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.dense import GRANITE, MISTRAL, QWEN2, QWEN3, read_granite
 from jaxspec.models.families.family import Family, Keys, attention_of, dense_of, model_of, sizes
 from jaxspec.models.families.rope import (
-    before_scaled_queries,
+    BETA_INSIDE,
+    SCALES_QUERIES,
     rope_of,
+    with_scaled_queries,
     without_image_positions,
     without_rope,
 )
@@ -65,8 +67,9 @@ MINISTRAL3 = Family(
     "Ministral3ForCausalLM",
     MISTRAL.read,
     defaults=sizes(131072, 4096, 14336, 34, 32, 8, 262144)
-    | {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None},
-    rewrite=lambda raw: before_scaled_queries(raw, factor=16.0, original=16384, theta=1e6),
+    | {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, **SCALES_QUERIES},
+    fixed=BETA_INSIDE,
+    rewrite=lambda raw: with_scaled_queries(raw, factor=16.0, original=16384, theta=1e6),
 )
 
 

@@ -18,6 +18,7 @@ from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    QueryScaling,
     RopeConfig,
     RopeScaling,
     YarnRopeScaling,
@@ -81,10 +82,14 @@ def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) ->
     Raises ValueError as rope_of does.
     """
     parameters = _parameters(hf, {} if given is None else given, theta, shared or {})
-    _check(parameters, partial=PARTIAL in hf)
-    width, scaling = head_dim(hf), _scaling(parameters)
+    _check(parameters, partial=PARTIAL in hf, scales_queries=BETA in hf)
+    width = head_dim(hf)
     return RopeConfig(
-        width, float(parameters["rope_theta"]), scaling, _rotary_dim(parameters, width)
+        width,
+        float(parameters["rope_theta"]),
+        _scaling(parameters),
+        _rotary_dim(parameters, width),
+        _query_scaling(parameters),
     )
 
 
@@ -102,11 +107,16 @@ def without_image_positions(raw: Keys) -> Keys:
     return {**raw, **{key: rest(raw[key]) for key in PARAMETERS if key in raw}}
 
 
-def before_scaled_queries(raw: Keys, *, factor: float, original: int, theta: float) -> Keys:
-    """The keys of a model that multiplies queries by a factor of their position, from the original
-    length of its yarn on (``llama_4_scaling_beta``), as a model of that length: there the factor is
-    1. ``factor``, ``original``, ``theta``: of yarn, where the file has no rope parameters."""
-    known = {key: raw[key] for key in PARAMETERS if isinstance(raw.get(key), dict)}
+# Of a family that multiplies queries by a factor of their position: it reads BETA among the rope
+# parameters, and nowhere else.
+SCALES_QUERIES: Mapping[str, Any] = MappingProxyType({BETA: None})
+BETA_INSIDE: hf_keys.Allowed = MappingProxyType({BETA: (None,)})
+
+
+def with_scaled_queries(raw: Keys, *, factor: float, original: int, theta: float) -> Keys:
+    """The keys of a model that multiplies queries by a factor of their position, with what
+    transformers takes for its rope parameters where the file has none: yarn, and BETA."""
+    given = {key: raw[key] for key in PARAMETERS if isinstance(raw.get(key), dict)}
     default = {
         "rope_type": "yarn",
         "rope_theta": theta,
@@ -116,15 +126,7 @@ def before_scaled_queries(raw: Keys, *, factor: float, original: int, theta: flo
         "mscale_all_dim": 1.0,
         BETA: 0.1,
     }
-    name, given = next(iter(known.items()), (PARAMETERS[0], default))
-    rest = {key: value for key, value in given.items() if key not in (BETA, POSITIONS)}
-    limit: Any = given.get(ORIGINAL)
-    longest: Any = raw.get(POSITIONS)
-    if not given.get(BETA) or not is_positive_integer(limit):
-        return {**raw, name: rest}
-    if is_positive_integer(longest):
-        rest.setdefault("factor", longest / limit)
-    return up_to({**raw, name: rest}, limit)
+    return {**raw, **(given or {PARAMETERS[0]: default})}
 
 
 def up_to(raw: Keys, limit: int) -> Keys:
@@ -154,13 +156,15 @@ def _parameters(hf: Keys, given: Any, theta: float, shared: Keys) -> dict[str, A
     return parameters
 
 
-def _check(parameters: Keys, *, partial: bool) -> None:
+def _check(parameters: Keys, *, partial: bool, scales_queries: bool) -> None:
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in NEEDS:
         known = ", ".join(NEEDS)
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported are {known}")
     needed, optional = NEEDS[kind], MAY_HAVE.get(kind, frozenset())
     known = needed | optional | {"rope_type", "type"} | ({PARTIAL} if partial else set())
+    if scales_queries and ORIGINAL in needed:
+        known |= {BETA, POSITIONS}  # the latter has no effect in transformers either
     fixed = {} if partial else {PARTIAL: hf_keys.FIXED_VALUES[PARTIAL]}
     problems = Problems()
     with problems.caught():
@@ -198,6 +202,15 @@ def _rotary_dim(parameters: Keys, width: int) -> int | None:
             f"{PARTIAL} {share} of a head_dim of {width} is {rotary}: it must be an even number"
         )
     return rotary
+
+
+def _query_scaling(parameters: Keys) -> QueryScaling | None:
+    beta = parameters.get(BETA)
+    if beta is None or beta == 0:
+        return None
+    if not is_positive_number(beta):
+        raise ValueError(f"rope parameter {BETA} must be a number from 0 on, got {shown(beta)}")
+    return QueryScaling(float(beta), int(parameters[ORIGINAL]))
 
 
 def _scaling(parameters: Keys) -> RopeScaling | None:

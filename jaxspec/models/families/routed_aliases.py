@@ -12,11 +12,13 @@ from jaxspec.config.experts import ExpertNames, ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import Family, Keys, attention_of, dense_of, model_of, sizes
 from jaxspec.models.families.rope import (
+    BETA_INSIDE,
     PARAMETERS,
     PARTIAL,
-    before_scaled_queries,
+    SCALES_QUERIES,
     rope_of,
     up_to,
+    with_scaled_queries,
     without_image_positions,
 )
 from jaxspec.models.families.routed import (
@@ -104,7 +106,7 @@ GLM_MOE_DSA = dataclasses.replace(
 def _latent_rope(raw: Keys) -> Keys:
     """Mistral 4's config, whose ``head_dim`` and rope are of whole heads: the share that is rotated
     follows from ``qk_rope_head_dim``."""
-    raw = before_scaled_queries(raw, factor=128.0, original=8192, theta=10000.0)
+    raw = with_scaled_queries(raw, factor=128.0, original=8192, theta=10000.0)
     rotated, fixed = (raw.get(f"qk_{part}_head_dim", 64) for part in ("rope", "nope"))
     if not is_positive_integer(rotated) or not is_positive_integer(fixed):
         return raw  # which is an error of read_deepseek
@@ -135,8 +137,9 @@ MISTRAL4 = dataclasses.replace(
     | sizes(131072, 4096, 12288, 36, 32, 32, 1048576)
     | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "eos_token_id": 2}
     | {"first_k_dense_replace": 0, "n_routed_experts": 128, "num_experts_per_tok": 4}
-    | {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-    fixed={},
+    | {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+    | dict(SCALES_QUERIES),
+    fixed=BETA_INSIDE,
     rewrite=_latent_rope,
 )
 

@@ -60,7 +60,8 @@ class LatentAttention(Pytree):
         """From normed input [B, T, H] and the layer's state to the addend of the residual stream
         and the new state."""
         config, dtype = self.config, x.dtype
-        plain, rotary = jnp.split(self._queries(x, step), [config.key_dim], axis=-1)
+        queries = step.scaled_queries(self._queries(x, step), config.rope)
+        plain, rotary = jnp.split(queries, [config.key_dim], axis=-1)
         kept = self.kv_in.product(x, "kv").result(step.layout, step.kernels)
         latent, key = jnp.split(kept, [config.latent], axis=-1)
         with jax.named_scope("norm"):
