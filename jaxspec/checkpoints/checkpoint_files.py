@@ -19,16 +19,20 @@ from jaxspec.models.tensors import CheckpointTensor
 
 gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
-# A dtype that safetensors does not read for NumPy.
-E4M3 = "F8_E4M3"
+# Dtypes that safetensors does not read for NumPy, and what their bytes are read as. Those of E8M0
+# are exponents: 2^(byte - 127).
+OF_BYTES = MappingProxyType(
+    {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(np.uint8)}
+)
 
 # Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
-# config.json does not: AutoGPTQ's and AutoAWQ's, with what the file itself implies.
-OF_PACKED = (".qweight", ".weight_packed")
+# config.json does not: AutoGPTQ's, AutoAWQ's and ModelOpt's, with what the file itself implies.
+OF_PACKED = (".qweight", ".weight_packed", ".weight_scale_2")
 QUANTIZERS_FILES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "quantize_config.json": {"quant_method": "gptq"},
         "quant_config.json": {"quant_method": "awq"},
+        "hf_quant_config.json": {"quant_method": "modelopt"},
     }
 )
 
@@ -53,8 +57,8 @@ class StoredTensor:
 
     def read(self, *index: slice) -> np.ndarray:
         """The slice at ``index``. The file is mapped only during the call."""
-        if self.dtype == E4M3:
-            return self._read_bytes()[index or slice(None)].view(ml_dtypes.float8_e4m3fn)
+        if (kind := OF_BYTES.get(self.dtype)) is not None:
+            return self._read_bytes()[index or slice(None)].view(kind)
         with open_safetensors(self.file) as file:
             return file.get_slice(self.name)[index or slice(None)]
 

@@ -9,7 +9,11 @@ A quantized module ``<name>`` has, in place of ``<name>.weight``:
 - ``<name>.rounds``: empty; it is there if the inputs of integers are rounded to e4m3 when they are
   used, with a scale for each token. Those of 8-bit floats always are.
 
-w = (values - zero) * scale.
+w = (values - zero) * scale. Experts' numbers of 4 bits are bytes (U8), two in each (four_bits.py):
+
+- ``<name>.pairs``: [out, in / 2] integers plus 8, in place of ``values``,
+- ``<name>.codes``: [out, in / 2] floats, whose scale may be U8, 2^(scale - 127),
+- ``<name>.factor``: [out] multiplies the scales of floats, if it is there.
 """
 
 from collections.abc import Mapping
@@ -19,7 +23,10 @@ from typing import Any
 from jaxspec.checkpoints.formats.awq import read_awq
 from jaxspec.checkpoints.formats.compressed_tensors import read_compressed_tensors
 from jaxspec.checkpoints.formats.float8 import read_float8
+from jaxspec.checkpoints.formats.four_bits import with_pairs
 from jaxspec.checkpoints.formats.gptq import read_gptq
+from jaxspec.checkpoints.formats.modelopt import read_modelopt
+from jaxspec.checkpoints.formats.mxfp4 import read_mxfp4
 from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.json.values import shown
 from jaxspec.models.tensors import CheckpointTensor
@@ -30,6 +37,8 @@ METHODS = MappingProxyType(
         "gptq": read_gptq,
         "compressed-tensors": read_compressed_tensors,
         "fp8": read_float8,
+        "mxfp4": read_mxfp4,
+        "modelopt": read_modelopt,
     }
 )
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -55,4 +64,4 @@ def canonical(quantization: Any, stored: Tensors) -> dict[str, CheckpointTensor]
             f"quantization_config: quant_method {shown(method)} is not supported; supported are "
             f"{supported}"
         )
-    return METHODS[method](quantization, stored)
+    return with_pairs(METHODS[method](quantization, stored))

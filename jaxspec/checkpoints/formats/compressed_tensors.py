@@ -1,4 +1,4 @@
-"""compressed-tensors: packed integers, and floats of 8 bits.
+"""compressed-tensors: packed integers, and floats of 8 or 4 bits.
 
 Packed integers (``pack-quantized``): ``weight_packed`` int32 [out, in * bits / 32],
 ``weight_scale`` [out, groups], ``weight_shape`` int64 [2], and where they are not symmetric
@@ -9,15 +9,21 @@ that are rounded to e4m3 when they are used, with a scale for each token (W4AFP8
 
 Floats (``float-quantized``): ``weight`` e4m3 [out, in] and ``weight_scale`` [out, 1], or
 [out / 128, in / 128]; activations are rounded when they are used.
+
+Floats of 4 bits: ``weight_packed`` U8 [out, in / 2], and ``weight_scale`` U8 [out, in / 32]
+(``mxfp4-pack-quantized``), or e4m3 [out, in / 16], which is divided by ``weight_global_scale``
+(``nvfp4-pack-quantized``). Activations stay as they are, whatever the config rounds them to.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.float8 import float8_module
+from jaxspec.checkpoints.formats.four_bits import E4M3, factor_of, float4_module
 from jaxspec.checkpoints.formats.gptq import mixed_groups
 from jaxspec.checkpoints.formats.packing import per_word
 from jaxspec.checkpoints.formats.views import (
@@ -35,8 +41,23 @@ from jaxspec.checkpoints.formats.views import (
 from jaxspec.models.json.values import shown
 from jaxspec.models.tensors import CheckpointTensor
 
-FORMATS = ("pack-quantized", "float-quantized", "mixed-precision")
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+FORMATS = (
+    *("pack-quantized", "float-quantized", "mixed-precision"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+)
+PARTS = (
+    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    *("weight_global_scale", "input_global_scale"),
+)
+# By whether weights are floats, and their bits.
+STRATEGIES = MappingProxyType(
+    {
+        (False, 4): ("channel", "group"),
+        (False, 8): ("channel", "group"),
+        (True, 8): ("channel", "block"),
+        (True, 4): ("group", "tensor_group"),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +66,10 @@ class Scheme:
 
     Attributes:
       targets: names of modules, ``re:`` and an expression, or the class ``Linear``.
-      is_float: e4m3; else integers of ``bits``.
+      is_float: e4m3, or e2m1 if ``bits`` are 4; else integers of ``bits``.
       group: inputs that share a scale; None: all of them.
       block: [rows, columns] that share a scale; None: groups.
-      rounds: whether activations are rounded to e4m3 when they are used; floats always do.
+      rounds: whether activations are rounded to e4m3 when they are used; with e4m3 they always are.
     """
 
     targets: tuple[str, ...]
@@ -58,6 +79,10 @@ class Scheme:
     group: int | None
     block: tuple[int, int] | None
     rounds: bool
+
+    @property
+    def kind(self) -> str:
+        return f"{self.bits}-bit floats" if self.is_float else "packed integers"
 
     def fits(self, module: str) -> bool:
         return any(_matches(target, module) for target in self.targets)
@@ -73,10 +98,13 @@ def read_compressed_tensors(
     schemes = read_schemes(config)
 
     def packed(module: str) -> dict[str, CheckpointTensor]:
-        return _packed(stored, module, _scheme_of(schemes, module, is_float=False))
+        if stored[f"{module}.weight_packed"].dtype == "U8":
+            _scheme_of(schemes, module, "4-bit floats")
+            return _float4(stored, module)
+        return _packed(stored, module, _scheme_of(schemes, module, "packed integers"))
 
     def floats(module: str) -> dict[str, CheckpointTensor]:
-        block = _scheme_of(schemes, module, is_float=True).block
+        block = _scheme_of(schemes, module, "8-bit floats").block
         return float8_module(stored, module, "weight_scale", block)
 
     tensors = with_modules(stored, "weight_packed", PARTS, packed)
@@ -126,9 +154,9 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
     fields.check_all_read()
     fields = Fields(f"{where}.weights", weights)
     is_float = fields.must_be("type", "int", "float", default="int") == "float"
-    bits = fields.must_be("num_bits", *((8,) if is_float else (4, 8)))
+    bits = fields.must_be("num_bits", 4, 8)
     fields.must_be("dynamic", False, default=False)
-    strategy = fields.must_be("strategy", "channel", "block" if is_float else "group")
+    strategy = fields.must_be("strategy", *STRATEGIES[is_float, bits])
     block = _block_of(fields) if strategy == "block" else None
     scheme = Scheme(
         targets=tuple(targets),
@@ -139,7 +167,7 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
         ),
         group=fields.group_size("group_size") if strategy == "group" else None,
         block=block,
-        rounds=is_float or inputs is not None,
+        rounds=inputs is not None or (is_float and bits == 8),
     )
     fields.ignored("actorder", "observer", "observer_kwargs", "block_structure", "group_size")
     fields.ignored("scale_dtype", "zp_dtype")
@@ -155,6 +183,8 @@ def _block_of(fields: Fields) -> tuple[int, int]:
 
 def _check_inputs(where: str, inputs: Any, scheme: Scheme) -> None:
     """Raise ValueError unless activations are rounded as the scheme's weights need it."""
+    if scheme.kind == "4-bit floats":
+        return
     if not scheme.is_float:
         if inputs is None:
             return
@@ -207,11 +237,19 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
     return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
 
 
-def _scheme_of(schemes: list[Scheme], module: str, *, is_float: bool) -> Scheme:
+def _float4(stored: Tensors, module: str) -> dict[str, CheckpointTensor]:
+    codes, scale = (part_of(stored, module, part) for part in PARTS[:2])
+    factor = None
+    if scale.dtype == E4M3:
+        whole = part_of(stored, module, "weight_global_scale")
+        factor = factor_of(whole, codes.shape[0], divides=True)
+    return float4_module(module, codes, scale, factor)
+
+
+def _scheme_of(schemes: list[Scheme], module: str, kind: str) -> Scheme:
     for scheme in schemes:
-        if scheme.fits(module) and scheme.is_float == is_float:
+        if scheme.fits(module) and scheme.kind == kind:
             return scheme
-    kind = "8-bit floats" if is_float else "packed integers"
     raise ValueError(f"{module} holds {kind}, but no group of quantization_config says so")
 
 

@@ -36,7 +36,8 @@ def as_stored(
     """
 
     def kind(linear: Linear, source: Source) -> AnyLinear:
-        found = [name for name in source.names if f"{name}.values" in stored]
+        kinds = ("values", "pairs", "codes")
+        found = [n for n in source.names if any(f"{n}.{kind}" in stored for kind in kinds)]
         if not found:
             return linear
         if isinstance(linear, ExpertLinear):

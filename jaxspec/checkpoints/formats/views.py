@@ -164,9 +164,9 @@ def with_modules(
     tensors = dict(stored)
     modules = (n.removesuffix(f".{suffix}") for n in stored if n.endswith(f".{suffix}"))
     for module in modules:
-        tensors |= read(module)
         for part in parts:
             tensors.pop(f"{module}.{part}", None)
+        tensors |= read(module)
     return tensors
 
 

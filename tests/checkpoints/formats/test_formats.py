@@ -345,7 +345,7 @@ def test_bad_tensors_are_named(
         ("awq", {"desc_act": True}, "desc_act is True; supported is False"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic (= {'+:.*down.*'"),
         ("gptq", {"sym": "yes"}, "sym is 'yes'; supported is True or False"),
-        ("compressed", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ("compressed", {"format": "marlin-24"}, "format is 'marlin-24'; supported is"),
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("compressed", {"config_groups": []}, "config_groups must be an object of objects"),
         ("float8 blocks", {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64]"),

@@ -1,0 +1,158 @@
+"""Modules of 4-bit numbers, two in a byte: floats (E2M1), and the integers of experts.
+
+The low half of a byte is the even input's. Floats have a scale for groups of 32 inputs, whose byte
+is an exponent (MXFP4: 2^(byte - 127)), or for groups of 16, in e4m3, with a number for the whole
+tensor beside them (NVFP4). Experts stay as they are stored. The weights of other modules are
+widened while they are read.
+"""
+
+import re
+
+import numpy as np
+
+from jaxspec.checkpoints.formats.views import Bounds, Tensors, View, check_shape
+from jaxspec.models.tensors import CheckpointTensor
+
+OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+E4M3 = "F8_E4M3"
+GROUPS = {"U8": 32, "F8_E8M0": 32, E4M3: 16}  # inputs of a group, by the dtype of its scale
+MOST_EXPONENT = 252  # 6 * 2^(252 - 127) is the largest number that float32 has; 255 is no number
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+NUMBERS = np.concatenate([E2M1, -E2M1])  # by code
+
+
+def float4_module(
+    module: str,
+    codes: CheckpointTensor,
+    scale: CheckpointTensor,
+    factor: View | None = None,
+) -> dict[str, CheckpointTensor]:
+    """The tensors of a module: codes, scale and factor of an expert's, else the widened weight.
+
+    Args:
+      codes: U8 or I8 [out, in / 2].
+      scale: U8 or F8_E8M0 [out, in / 32], or F8_E4M3 [out, in / 16].
+      factor: F32 [out], multiplies the scales.
+
+    Raises ValueError that names the tensor which does not fit.
+    """
+    if codes.dtype not in ("U8", "I8") or len(codes.shape) != 2:
+        raise ValueError(
+            f"{codes.name} is {codes.dtype} {list(codes.shape)}, but must be bytes (U8) [outputs, "
+            "inputs / 2]"
+        )
+    if (group := GROUPS.get(scale.dtype)) is None:
+        raise ValueError(
+            f"{scale.name} has dtype {scale.dtype}: scales of 4-bit floats are {', '.join(GROUPS)}"
+        )
+    outputs, size = codes.shape[0], 2 * codes.shape[1]
+    if size % group:
+        raise ValueError(f"groups of {group} do not divide the {size} inputs of {module}")
+    check_shape(scale, (outputs, size // group))
+    parts = {"codes": as_bytes(codes), "scale": checked_scales(scale)}
+    if factor is not None:
+        parts["factor"] = factor
+    if OF_EXPERT.search(module):
+        return {f"{module}.{kind}": part for kind, part in parts.items()}
+    return {f"{module}.weight": _widened(parts, group)}
+
+
+def as_bytes(codes: CheckpointTensor) -> View:
+    """The same bits as U8."""
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        return codes.read(*(slice(*each) for each in bounds)).view(np.uint8)
+
+    return View(codes, codes.shape, "U8", compute)
+
+
+def checked_scales(scale: CheckpointTensor) -> View:
+    """Scales of groups: exponents as U8, or numbers in e4m3.
+
+    Reading raises ValueError for those that are no numbers, and for exponents with which a weight
+    could be infinite.
+    """
+    is_number = scale.dtype == E4M3
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        read = scale.read(*(slice(*each) for each in bounds))
+        bad = np.isnan(read.astype(np.float32)) if is_number else read > MOST_EXPONENT
+        if bad.any():
+            place = np.argwhere(bad)[0]
+            where = [int(start + at) for (start, _), at in zip(bounds, place, strict=True)]
+            found = read[tuple(place)]
+            must = "numbers" if is_number else f"exponents up to {MOST_EXPONENT}"
+            raise ValueError(
+                f"{scale.file}: {scale.name} has the scale {found} at {where}: all must be {must}"
+            )
+        return read
+
+    return View(scale, scale.shape, E4M3 if is_number else "U8", compute)
+
+
+def factor_of(tensor: CheckpointTensor, outputs: int, *, divides: bool) -> View:
+    """The number of a whole tensor, for each of its outputs: F32 [outputs].
+
+    ``divides``: scales are divided by it; the result is its reciprocal.
+
+    Raises ValueError for other than a single number above 0.
+    """
+    if tensor.dtype != "F32" or tensor.shape not in ((), (1,)):
+        raise ValueError(
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, but must be a single F32"
+        )
+
+    def compute(rows: Bounds) -> np.ndarray:
+        number = np.float32(tensor.read().reshape(()))
+        if not (np.isfinite(number) and number > 0):
+            raise ValueError(f"{tensor.file}: {tensor.name} is {number}, but must be above 0")
+        return np.full(rows[1] - rows[0], 1 / number if divides else number, np.float32)
+
+    return View(tensor, (outputs,), "F32", compute)
+
+
+def _widened(parts: dict[str, View], group: int) -> View:
+    """The weights F32 [out, in] of a module of 4-bit floats."""
+    codes, scale, factor = parts["codes"], parts["scale"], parts.get("factor")
+    outputs, pairs = codes.shape
+
+    def compute(rows: Bounds, columns: Bounds) -> np.ndarray:
+        first, last = columns[0] // group, -(-columns[1] // group)
+        read = codes.read(slice(*rows), slice(first * group // 2, last * group // 2))
+        numbers = NUMBERS[np.stack([read & 15, read >> 4], axis=-1)]
+        scales = scale.read(slice(*rows), slice(first, last))
+        if scales.dtype == np.uint8:
+            scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+        scales = scales.astype(np.float32)
+        if factor is not None:
+            scales = scales * factor.read(slice(*rows))[:, None]
+        weights = (numbers.reshape(*scales.shape, group) * scales[..., None]).reshape(len(read), -1)
+        return weights[:, columns[0] - first * group : columns[1] - first * group]
+
+    return View(codes, (outputs, 2 * pairs), "F32", compute)
+
+
+def with_pairs(stored: Tensors) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint, integers of 4 bits of experts as bytes: ``<name>.pairs`` in
+    place of ``<name>.values``."""
+    tensors = dict(stored)
+    for name, tensor in stored.items():
+        module = name.removesuffix(".values")
+        if module != name and tensor.dtype == "I4" and OF_EXPERT.search(name):
+            del tensors[name]
+            tensors[f"{module}.pairs"] = _pairs(tensor)
+    return tensors
+
+
+def _pairs(values: CheckpointTensor) -> View:
+    """Signed integers [out, in] plus 8, two in a byte: U8 [out, in / 2]."""
+    outputs, size = values.shape
+    if size % 2:
+        raise ValueError(f"{values.name} has {size} inputs: experts of 4 bits have an even number")
+
+    def compute(rows: Bounds, columns: Bounds) -> np.ndarray:
+        fields = values.read(slice(*rows), slice(2 * columns[0], 2 * columns[1])) + 8
+        fields = fields.astype(np.uint8)
+        return fields[:, ::2] | fields[:, 1::2] << 4
+
+    return View(values, (outputs, size // 2), "U8", compute)
