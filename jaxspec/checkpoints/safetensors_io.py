@@ -31,6 +31,7 @@ from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.json.mtp_names import mtp_tensors
 from jaxspec.models.json.values import shown_name
+from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.models.quantized.float8 import E4M3, Float8Linear
@@ -173,7 +174,8 @@ def save_decoder(
 
 def check_not_quantized(weights: Any) -> None:
     """Raise ValueError for weights that were rounded: files of these are written by quantizers."""
-    if nodes_of(weights, GroupedLinear, Float8Linear, ScaledLinear):
+    experts = any(node.in_memory is None for node in nodes_of(weights, AnyExpertLinear))
+    if experts or nodes_of(weights, GroupedLinear, Float8Linear, ScaledLinear):
         raise ValueError("quantized weights are not saved: copy the checkpoint they were read from")
 
 

@@ -1,56 +1,44 @@
 """The kind of Linear that each projection of a checkpoint becomes."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoints.formats.dtypes import DTYPES
+from jaxspec.checkpoints.formats.to_experts import experts_shape
 from jaxspec.models.linear import AnyLinear, Linear
-from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear
 from jaxspec.models.quantized.float8 import E4M3, float8_shape
 from jaxspec.models.quantized.grouped import grouped_shape
 from jaxspec.models.tensors import CheckpointTensor, Source
 from jaxspec.parallel import Shards
 
-DTYPES = MappingProxyType(
-    {
-        "I4": jnp.dtype("int4"),
-        "I8": jnp.dtype("int8"),
-        "F8_E4M3": E4M3,
-        "F16": jnp.dtype("float16"),
-        "BF16": jnp.dtype("bfloat16"),
-        "F32": jnp.dtype("float32"),
-    }
-)
+VALUES = ("values", "pairs", "codes")
 
 
 def as_stored(
     stored: Mapping[str, CheckpointTensor], shards: Shards
-) -> Callable[[Linear, Source], AnyLinear]:
-    """Chooses the weight format of a projection, by the tensors of a checkpoint (see formats).
+) -> Callable[[Any, Source], AnyLinear | AnyExpertLinear]:
+    """Chooses the weight format of a projection, or of experts, by the tensors of a checkpoint (see
+    formats).
 
     The result raises ValueError if the projections of one Linear are stored in several formats, or
     if ``shards`` would cut a group of inputs.
     """
 
-    def kind(linear: Linear, source: Source) -> AnyLinear:
-        kinds = ("values", "pairs", "codes")
-        found = [n for n in source.names if any(f"{n}.{kind}" in stored for kind in kinds)]
+    def kind(linear: Any, source: Source) -> AnyLinear | AnyExpertLinear:
+        found = [n for n in source.names if any(f"{n}.{part}" in stored for part in VALUES)]
         if not found:
             return linear
-        if isinstance(linear, ExpertLinear):
-            raise ValueError(
-                f"{found[0]} is quantized, and experts are read unquantized only: take a "
-                "checkpoint in bfloat16"
-            )
         if missing := [name for name in source.names if name not in found]:
             raise ValueError(
                 f"{found[0]} is quantized and {missing[0]} is not: projections that are computed "
                 "together must have one format"
             )
         _check_alike(stored, source.names)
+        if isinstance(linear, ExpertLinear):
+            return experts_shape(stored, found[0], linear)
         return _shapes(stored, found[0], linear, shards)
 
     return kind
@@ -88,7 +76,7 @@ def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...])
     """Raise ValueError unless these modules are quantized alike."""
     first, *others = names
     for other in others:
-        for kind in ("values", "scale", "zero", "groups", "rounds"):
+        for kind in (*VALUES, "scale", "zero", "factor", "groups", "rounds"):
             ours, theirs = (stored.get(f"{name}.{kind}") for name in (first, other))
             if _signature(ours, kind) != _signature(theirs, kind):
                 raise ValueError(

@@ -1,0 +1,37 @@
+"""The kind of expert weights that the quantized projections of a checkpoint's experts become."""
+
+from collections.abc import Mapping
+
+from jaxspec.checkpoints.formats.dtypes import DTYPES
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.quantized.four_bit_experts import (
+    KINDS,
+    FourBitExperts,
+    four_bit_experts_shape,
+)
+from jaxspec.models.quantized.four_bits import Code
+from jaxspec.models.tensors import CheckpointTensor
+
+
+def experts_shape(
+    stored: Mapping[str, CheckpointTensor], name: str, linear: ExpertLinear
+) -> FourBitExperts:
+    """Quantized experts of ShapeDtypeStructs, in the format of the module ``name``, which is that
+    of all others.
+
+    Raises ValueError for a format that experts are not read in.
+    """
+    codes: list[Code] = [code for code, kind in KINDS.items() if f"{name}.{kind}" in stored]
+    if not codes:
+        raise ValueError(
+            f"{name} has weights of {stored[f'{name}.values'].dtype}, which are not read of "
+            "experts: take a checkpoint in bfloat16 or in 4 bits"
+        )
+    for kind, problem in (("groups", "groups in mixed order"), ("rounds", "rounded activations")):
+        if f"{name}.{kind}" in stored:
+            raise ValueError(f"{name} has {problem}, which experts are not read with")
+    scale = stored[f"{name}.scale"]
+    has_zero, has_factor = (f"{name}.{kind}" in stored for kind in ("zero", "factor"))
+    return four_bit_experts_shape(
+        linear, codes[0], scale.shape[1], DTYPES[scale.dtype], zero=has_zero, factor=has_factor
+    )
