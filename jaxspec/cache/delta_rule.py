@@ -199,34 +199,6 @@ def tree(
     return read[..., 1, :, :].transpose(0, 3, 1, 2, 4)
 
 
-def convolution(taps: Array, weight: Array) -> Array:
-    """Depthwise causal convolution: taps [B, T, K, ...channels], the token itself last, and weight
-    [K, ...channels] -> [B, T, ...channels]. Summed in this order, in float32."""
-    out = taps[:, :, 0].astype(jnp.float32) * weight[0].astype(jnp.float32)
-    for place in range(1, weight.shape[0]):
-        out = out + taps[:, :, place].astype(jnp.float32) * weight[place].astype(jnp.float32)
-    return out
-
-
-def tree_taps(before: Array, nodes: Array, ancestors: Array, depth: Array) -> Array:
-    """Each node with its K - 1 ancestors, the oldest first: [B, N, K, ...channels].
-
-    before: [B, K - 1, ...channels], the last tokens before the tree. nodes: [B, N, ...channels].
-    """
-    past = before.shape[1]
-    every = jnp.concatenate([before, nodes.astype(before.dtype)], axis=1)
-    index = []
-    for distance in range(past, 0, -1):
-        wanted = depth - distance  # the depth of that ancestor; below 0: before the tree
-        found = jnp.argmax(ancestors & (depth[:, None, :] == wanted[..., None]), axis=-1)
-        index.append(jnp.where(wanted >= 0, past + found, past + wanted))
-    index.append(jnp.broadcast_to(past + jnp.arange(nodes.shape[1]), depth.shape))
-    places = jnp.stack(index, axis=-1).reshape(len(nodes), -1)  # [B, N * K]
-    places = places.reshape(*places.shape, *(1,) * (nodes.ndim - 2))
-    taken = jnp.take_along_axis(every, places, axis=1)
-    return taken.reshape(*nodes.shape[:2], past + 1, *nodes.shape[2:])
-
-
 def _after_window(s: Array, window: DeltaInputs, readers: Array) -> Array:
     """What readers [B, 2, N, G, Dk] read from the state after a window: [B, G, r, 2, N, Dv]."""
     writes, log_decay = chunk_writes(s, window)

@@ -23,15 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache.delta_rule import (
-    DeltaInputs,
-    chunk,
-    convolution,
-    fold,
-    select_tokens,
-    tree,
-    tree_taps,
-)
+from jaxspec.cache.convolution import convolution, last_inputs, run_taps, take_tokens, tree_taps
+from jaxspec.cache.delta_rule import DeltaInputs, chunk, fold, select_tokens, tree
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -114,13 +107,11 @@ class DeltaState(Pytree):
     ) -> Array:
         """The causal convolution of a pass's channels [B, T, G, c]: float32, of the same shape.
 
-        weight: [K, G, c]. ancestors, depth: of a tree's nodes (see delta_rule.tree), or None.
+        weight: [K, G, c]. ancestors, depth: of a tree's nodes (see tree_taps), or None.
         """
         before = self.channels[rows]
         if ancestors is None or depth is None:
-            size, past = channels.shape[1], before.shape[1]
-            every = jnp.concatenate([before, channels.astype(before.dtype)], axis=1)
-            taps = jnp.stack([every[:, i : i + size] for i in range(past + 1)], axis=2)
+            taps = run_taps(before, channels)
         else:
             taps = tree_taps(before, channels, ancestors, depth)
         return convolution(taps, weight)
@@ -167,7 +158,7 @@ class DeltaState(Pytree):
         inputs, total = self._aligned(rows, held, new.inputs, counts), held + counts
         num_chunks = inputs.k.shape[1] // self.folded
         place = jnp.arange(num_chunks * self.folded) - held[:, None]
-        queries = _tokens(q, jnp.clip(place, 0, q.shape[1] - 1))
+        queries = take_tokens(q, jnp.clip(place, 0, q.shape[1] - 1))
         queries = select_tokens((place >= 0) & (place < counts[:, None]), queries, 0)
 
         def step(s: Array, part: tuple[Array, Array, DeltaInputs]) -> tuple[Array, Array]:
@@ -178,7 +169,7 @@ class DeltaState(Pytree):
         parts = jnp.arange(num_chunks), *jax.tree.map(self._split, (queries, inputs))
         s, out = lax.scan(step, self.s[rows], parts)
         out = jnp.moveaxis(out, 0, 1).reshape(len(rows), -1, *out.shape[3:])
-        out = _tokens(out, held[:, None] + jnp.arange(q.shape[1]))
+        out = take_tokens(out, held[:, None] + jnp.arange(q.shape[1]))
         target = self._kept_rows(rows, counts)
         state = self.replace(s=self.s.at[target].set(s, mode="drop"))
         return out, state._appended(rows, counts, inputs, total, new.channels)
@@ -201,7 +192,7 @@ class DeltaState(Pytree):
         index = jnp.clip(place - held[:, None], 0, q.shape[1] - 1)
 
         def last(old: Array, new: Array) -> Array:
-            return select_tokens(place >= held[:, None], _tokens(new, index), old[rows])
+            return select_tokens(place >= held[:, None], take_tokens(new, index), old[rows])
 
         window = jax.tree.map(last, self.window, inputs)
         return out, self.replace(s=s)._with_last(rows, counts, window, new.channels)
@@ -223,7 +214,7 @@ class DeltaState(Pytree):
         sizes = self.nodes.channels.shape[1], committed.path.shape[1]
         if self._has_kernel("delta_rule", kernels, *sizes):
             return self._committed_by_kernel(committed, held)
-        nodes = jax.tree.map(lambda x: _tokens(x, committed.path), self.nodes)
+        nodes = jax.tree.map(lambda x: take_tokens(x, committed.path), self.nodes)
         inputs, total = self._aligned(rows, held, nodes.inputs, counts), held + counts
         target = self._kept_rows(rows, counts)
 
@@ -290,7 +281,7 @@ class DeltaState(Pytree):
             width + jnp.clip(place - held[:, None], 0, size - 1),
         )
         both = jax.tree.map(lambda x, y: jnp.concatenate([x[rows], y], axis=1), self.window, new)
-        chosen = jax.tree.map(lambda x: _tokens(x, source), both)
+        chosen = jax.tree.map(lambda x: take_tokens(x, source), both)
         return chosen.where(place < (held + counts)[:, None])
 
     def _appended(
@@ -300,15 +291,13 @@ class DeltaState(Pytree):
         channels [B, T, G, c]."""
         length = aligned.k.shape[1]
         place = (total // self.folded * self.folded)[:, None] + jnp.arange(self.folded)
-        window = jax.tree.map(lambda x: _tokens(x, jnp.minimum(place, length - 1)), aligned)
+        window = jax.tree.map(lambda x: take_tokens(x, jnp.minimum(place, length - 1)), aligned)
         return self._with_last(rows, counts, window, channels)
 
     def _with_last(self, rows: Array, counts: Array, window: DeltaInputs, channels: Array) -> Self:
         """With these windows [B, C, ...], and the last of the new channels [B, T, G, c]."""
         target = self._kept_rows(rows, counts)
-        past = self.channels.shape[1]
-        every = jnp.concatenate([self.channels[rows], channels.astype(self.channels.dtype)], axis=1)
-        last = _tokens(every, counts[:, None] + jnp.arange(past))
+        last = last_inputs(self.channels[rows], channels, counts)
         return self.replace(
             window=jax.tree.map(
                 lambda x, new_rows: x.at[target].set(new_rows, mode="drop"), self.window, window
@@ -324,11 +313,6 @@ class DeltaState(Pytree):
         """[B, m * C, ...] -> [m, B, C, ...]"""
         parts = x.reshape(x.shape[0], -1, self.folded, *x.shape[2:])
         return jnp.moveaxis(parts, 1, 0)
-
-
-def _tokens(x: Array, index: Array) -> Array:
-    """x [B, T, ...] at index [B, n]: [B, n, ...]"""
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _rows(chosen: Array, x: Array, other: Array) -> Array:

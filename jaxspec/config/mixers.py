@@ -196,4 +196,36 @@ class GatedDeltaConfig:
         """Trees of any depth."""
 
 
-MixerConfig = AttentionConfig | GatedDeltaConfig | LatentConfig
+@dataclasses.dataclass(frozen=True)
+class ShortConvConfig:
+    """A short causal convolution of each channel between two gates, as in LFM2: the input of a
+    channel and what is read of it are multiplied by numbers of the token. It has as many channels
+    as the hidden states.
+
+    ``taps``: its width. ``bias``: of the convolution and of both projections.
+    """
+
+    taps: int = 3
+    bias: bool = False
+
+    def __post_init__(self):
+        if self.taps < 2:
+            raise ValueError(f"taps must be at least 2, got {self.taps}")
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"a convolution of {self.taps} tokens"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """None: positions do not matter."""
+        return ()
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Trees of any depth."""
+
+
+# Mixers that keep a state of each row, and nothing in pages.
+RecurrentConfig = GatedDeltaConfig | ShortConvConfig
+MixerConfig = AttentionConfig | LatentConfig | RecurrentConfig

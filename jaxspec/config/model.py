@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.layer import LayerConfig
-from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
+from jaxspec.config.mixers import AttentionConfig, RecurrentConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
@@ -60,7 +60,7 @@ class ModelConfig:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state of each row, so that pages do not hold all of a prefix."""
-        return any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
+        return any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
 
     def check_tree_depth(self, max_depth: int) -> None:
         """Raise ValueError unless every layer can verify a tree of ``max_depth``."""

@@ -21,6 +21,7 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
         "vocab": "vocab",
         "heads": "heads",
         "kv_heads": "heads",
+        "channels": "heads",  # of a convolution
         "ff": "ff",
         "experts": "experts",
         "hidden": "hidden",
@@ -86,7 +87,7 @@ class Layout:
     Attributes:
       batch: rows of the engine's state, and the pages of their pool.
       vocab: the vocabulary of embeddings and logits.
-      heads: query and KV heads.
+      heads: query and KV heads, and channels of convolutions.
       ff: hidden units of MLPs.
       hidden: hidden states between the blocks of a layer (2-D tensor parallelism). These mesh axes
         are the last ones of vocab, heads, ff and experts, too. Weights that have both dimensions

@@ -38,7 +38,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-FAMILIES = (*DENSE, *EXPERTS, *(name for name in WITH_MTP if name not in EXPERTS))
+FAMILIES = (*DENSE, *EXPERTS, *(name for name in WITH_MTP if name not in EXPERTS), "lfm2")
 SHAPES = {
     "chain": SpeculationConfig.chain(3),
     "tree": SpeculationConfig(num_nodes=8, max_depth=3, top_k=2),
@@ -120,12 +120,15 @@ def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
 # applies to all of them.
 CASES = (
     *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
-    *((family, "ngram tree") for family in ("gemma2", "qwen3_next", *BY_POSITION)),
+    *((family, "ngram tree") for family in ("gemma2", "qwen3_next", "lfm2", *BY_POSITION)),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "draft_model tree") for family in DENSE),
     *((family, "eagle1 tree") for family in ("gemma", "olmo2")),
-    *((family, "eagle3 chain") for family in ("gemma2", "mimo, windows", "qwen3_5_moe_text")),
+    *(
+        (family, "eagle3 chain")
+        for family in ("gemma2", "mimo, windows", "qwen3_5_moe_text", "lfm2")
+    ),
 )
 
 

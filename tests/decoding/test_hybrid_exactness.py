@@ -5,6 +5,7 @@ layer in an engine, test_mtp_parity.py compares MTP layers with those of transfo
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +39,51 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": None,
 }
-EXPERTS = {
+EXPERTS = DELTA | {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
-WIDE_HEADS = {  # which the kernels take
+WIDE_HEADS = DELTA | {  # which the kernels take
     "model_type": "qwen3_5_text",
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 64,
 }
-TWO_LAYERS = {  # fewer to compile
+TWO_LAYERS = DELTA | {  # fewer to compile
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }
+LFM2 = {  # a convolution is wider than most accepted paths are long
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_L_cache": 5,
+    "conv_bias": True,
+    "block_auto_adjust_ff_dim": False,
+}
+LFM2_MOE = {name: value for name, value in LFM2.items() if not name.startswith("block")} | {
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
+WITHOUT_MTP = ("lfm2", "lfm2_moe")
 CONFIGS = {
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
-    "qwen3_5_text": {},
+    "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": EXPERTS,
     "wide heads": WIDE_HEADS,
     "two layers": TWO_LAYERS,
@@ -94,16 +113,17 @@ def target(family: str) -> Decoder:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """family -> a checkpoint, with an MTP layer that guesses well"""
+    """family -> a checkpoint, with an MTP layer that guesses well; of LFM2 without such a layer"""
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
         if family not in made:
             made[family] = path = tmp_path_factory.mktemp(family)
-            model = target(family)
-            head = mtp_head(model, layout="qwen")
-            save_tree(path / "head", head, head.mapped("mtp.layers.0", splitting()), {})
-            extra = load_file(path / "head" / "model.safetensors")
+            model, extra = target(family), {}
+            if family not in WITHOUT_MTP:
+                head = mtp_head(model, layout="qwen")
+                save_tree(path / "head", head, head.mapped("mtp.layers.0", splitting()), {})
+                extra = load_file(path / "head" / "model.safetensors")
             save_tree(path, model, model.mapped(splitting()), raw_config(family), extra)
         return made[family]
 
@@ -162,6 +182,9 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("qwen3_next", "ngram+mtp", TREE),
         slow("qwen3_5_text", "mtp:before", CHAIN),
         slow("qwen3_5_moe_text", "ngram", TREE),
+        slow("lfm2", "ngram", CHAIN),
+        slow("lfm2", "ngram", TREE),
+        slow("lfm2_moe", "ngram", TREE),
     ],
 )
 def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, shape: Any):
@@ -171,13 +194,21 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafter", "shape"), [("none", CHAIN), ("ngram", CHAIN), ("mtp", CHAIN), ("mtp", TREE)]
+    ("family", "drafter", "shape"),
+    [
+        ("qwen3_next", "none", CHAIN),
+        ("qwen3_next", "ngram", CHAIN),
+        ("qwen3_next", "mtp", CHAIN),
+        ("qwen3_next", "mtp", TREE),
+        ("lfm2", "none", CHAIN),
+        ("lfm2", "ngram", TREE),
+    ],
 )
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_requests_that_lose_their_pages_have_the_same_text(
-    checkpoint, preemption: Any, drafter: str, shape: SpeculationConfig
+    checkpoint, preemption: Any, family: str, drafter: str, shape: SpeculationConfig
 ):
-    model = checkpoint("qwen3_next")
+    model = checkpoint(family)
     config = EngineConfig(max_rows=3, rounds_per_call=4, preemption=preemption)
     found = texts(model, drafter, shape, num_pages=FEW, config=config)
     assert found == plain(model)
@@ -194,18 +225,25 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("qwen3_5_text", {"tensor_parallel": 4}, TREE),
         slow("qwen3_5_moe_text", {"tensor_parallel": 2}, TREE),
         slow("qwen3_5_moe_text", {"tensor_parallel": 4}, CHAIN),
+        slow("lfm2", {"tensor_parallel": 2}, TREE),
+        slow("lfm2", {"tensor_parallel": 4}, CHAIN),
+        slow("lfm2", {"tensor_parallel": (2, 2)}, TREE),
+        slow("lfm2", {"data_parallel": 2}, CHAIN),
+        slow("lfm2_moe", {"tensor_parallel": 2}, TREE),
     ],
 )
 def test_devices_give_the_text_of_one(checkpoint, family: str, devices: Any, shape: Any):
-    """Key heads and experts are split."""
+    """Key heads, channels of convolutions and experts are split."""
     model, mesh = checkpoint(family), make_mesh(**devices)
-    assert texts(model, "mtp", shape, mesh=mesh) == plain(model)
-    if devices.get("tensor_parallel") in (2, 4):
+    drafter = "ngram" if family in WITHOUT_MTP else "mtp"
+    assert texts(model, drafter, shape, mesh=mesh) == plain(model)
+    if drafter == "mtp" and devices.get("tensor_parallel") in (2, 4):
         assert texts(model, "mtp", shape, mesh=mesh, shard_drafter=True) == plain(model)
 
 
-def test_what_recurrent_layers_cannot_do_is_named(checkpoint):
-    model = checkpoint("qwen3_5_text")
+@pytest.mark.parametrize("family", ["qwen3_5_text", slow("lfm2")])
+def test_what_recurrent_layers_cannot_do_is_named(checkpoint, family: str):
+    model = checkpoint(family)
     with pytest.raises(ValueError, match="recurrent layers need whole sequences on a device"):
         texts(model, "ngram", page_size=4, mesh=make_mesh(sequence_parallel=2))
     with pytest.raises(ValueError, match="recurrent layers cannot be split into stages: take pp 1"):
@@ -223,27 +261,31 @@ def test_caches_of_eight_bits(checkpoint):
 
 
 @pytest.mark.slow
-def test_texts_are_deterministic_in_bfloat16(checkpoint):
+@pytest.mark.parametrize(
+    ("family", "drafters"), [("qwen3_5_text", ("mtp", "ngram")), ("lfm2", ("ngram",))]
+)
+def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: tuple[str, ...]):
     """Plain with one row, then drafted with three."""
-    model, own = checkpoint("qwen3_5_text"), {"rounds_per_call": 4, "deterministic": True}
+    model, own = checkpoint(family), {"rounds_per_call": 4, "deterministic": True}
     chain, tree = (dataclasses.replace(shape, verify_width=16) for shape in (CHAIN, TREE))
     alone = EngineConfig(max_rows=1, **own)
     expected = texts(model, "none", chain, config=alone, dtype="bfloat16")
-    for drafter, shape in (("mtp", chain), ("mtp", tree), ("ngram", chain)):
+    for drafter, shape in itertools.product(drafters, (chain, tree)):
         config = EngineConfig(max_rows=3, **own)
         assert texts(model, drafter, shape, config=config, dtype="bfloat16") == expected
 
 
 @pytest.mark.slow
-def test_the_recurrences_matter(checkpoint):
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_the_recurrences_matter(checkpoint, family: str):
     """Else the other tests would test little."""
-    whole = target("qwen3_5_text")
+    whole = target(family)
     first, *others = whole.layers
     mixer: Any = first.mixer
     silent = first.replace(mixer=mixer.replace(o=mixer.o.replace(weight=0 * mixer.o.weight)))
-    model = checkpoint("qwen3_5_text")
+    model = checkpoint(family)
     path = model / "silent"
     changed = whole.replace(layers=(silent, *others))
-    save_tree(path, changed, changed.mapped(splitting()), raw_config("qwen3_5_text"))
+    save_tree(path, changed, changed.mapped(splitting()), raw_config(family))
     assert plain(path) != plain(model)
-    assert jnp.exp(mixer.a_log).min() < 0.2
+    assert family == "lfm2" or jnp.exp(mixer.a_log).min() < 0.2

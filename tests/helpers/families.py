@@ -178,6 +178,34 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.DeepseekV3Config,
         DEEPSEEK | {"rope_interleave": False, "first_k_dense_replace": 2},
     ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 32,
+        },
+    ),
+    "lfm2-biases": (
+        transformers.Lfm2Config,
+        {
+            "full_attn_idxs": [0],
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": (
+        transformers.Lfm2MoeConfig,
+        QWEN_MOE
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     **hybrid_checkpoints.VARIANTS,
     **alias_checkpoints.VARIANTS,
 }

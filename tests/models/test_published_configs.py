@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import GatedDeltaConfig, LatentConfig
+from jaxspec.config.mixers import LatentConfig, RecurrentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.rope import (
     LinearRopeScaling,
@@ -44,6 +44,9 @@ UNUSED = words(
     residual_dropout moe_capacity enable_moe_fp32_combine"""
 )
 _INDEXER = words("max_position_embeddings index_head_dim index_n_heads")
+_OF_TRAINING = words(
+    "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
+)
 # The same of single files.
 UNUSED_IN = {
     "deepseek-v3.2": _INDEXER,
@@ -53,6 +56,8 @@ UNUSED_IN = {
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
     ),
+    "lfm2-1.2b": _OF_TRAINING,
+    "lfm2-350m-saved-by-transformers": _OF_TRAINING,
     "minimax-m2": words("use_mtp num_mtp_modules mtp_transformer_layers"),  # not published
     "ministral-3-8b-instruct": words("type"),  # beside rope_type
     # The latter inside the rope parameters: transformers does not read it there.
@@ -119,6 +124,9 @@ EXPECTED = {
     "hy3-saved-by-transformers": Facts(80, 120832, 131072, 64, 8, 128, "default", (192, 8)),
     "kimi-k2-instruct": Facts(61, 163840, 131072, 64, 1, 192, "yarn", (384, 8)),
     "kimi-k2.5": Facts(61, 163840, 262144, 64, 1, 192, "yarn", (384, 8)),
+    "lfm2-1.2b": Facts(16, 65536, 128000, 32, 8, 64, "default", recurrent=10),
+    "lfm2-8b-a1b": Facts(24, 65536, 128000, 32, 8, 64, "default", (32, 4), recurrent=18),
+    "lfm2-350m-saved-by-transformers": Facts(16, 65536, 128000, 16, 8, 64, "default", recurrent=10),
     "minimax-m2": Facts(62, 200064, 196608, 48, 8, 128, "default", (256, 8)),
     "ministral-3-8b-instruct": Facts(34, 131072, 262144, 32, 8, 128, "yarn"),
     "mistral-small-3.1-24b-instruct": Facts(40, 131072, 131072, 32, 8, 128, "default"),
@@ -142,8 +150,8 @@ def published(name: str) -> dict[str, Any]:
 
 
 def facts(config: ModelConfig) -> Facts:
-    recurrent = sum(isinstance(layer.mixer, GatedDeltaConfig) for layer in config.layers)
-    mixers = [one.mixer for one in config.layers if not isinstance(one.mixer, GatedDeltaConfig)]
+    recurrent = sum(isinstance(layer.mixer, RecurrentConfig) for layer in config.layers)
+    mixers = [one.mixer for one in config.layers if not isinstance(one.mixer, RecurrentConfig)]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]
     mlp = config.layers[-1].mlp

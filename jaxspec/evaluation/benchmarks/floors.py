@@ -20,7 +20,7 @@ from jaxspec.evaluation.benchmarks.chosen_experts import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention
+from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention, ShortConv
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import WHOLE
@@ -111,11 +111,21 @@ def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
 
 def _state_bytes(model: Decoder, committed: float) -> int:
     """Bytes of recurrent states that a round reads and writes for one sequence."""
-    mixers = (layer.mixer for layer in model.layers)
-    return round(sum(_moved(mixer, committed) for mixer in mixers if isinstance(mixer, GatedDelta)))
+    return round(sum(_moved(layer.mixer, committed) for layer in model.layers))
 
 
-def _moved(mixer: GatedDelta, committed: float) -> float:
+def _moved(mixer: Any, committed: float) -> float:
+    """Inputs of a short convolution are read and written. Other mixers keep nothing in rows."""
+    match mixer:
+        case GatedDelta():
+            return _moved_by_delta(mixer, committed)
+        case ShortConv():
+            taps, channels = mixer.taps.sharding.shard_shape(mixer.taps.shape)
+            return 2 * (taps - 1) * channels * 4  # float32
+    return 0
+
+
+def _moved_by_delta(mixer: GatedDelta, committed: float) -> float:
     """The state is read once, and written when as many tokens as its window holds are folded into
     it. Of the window half is read, and what is committed is written. The convolution's last inputs
     are read and written."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.mixers import RecurrentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.decoding import functional
 from jaxspec.decoding.functional import EngineParams
@@ -275,7 +275,7 @@ def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> 
         return most
     slots = max_length + params.speculation.scratch_slots
     mixers = [layer.mixer for layer in params.target.config.layers]
-    heads = max([m.num_heads for m in mixers if not isinstance(m, GatedDeltaConfig)] or [1])
+    heads = max([m.num_heads for m in mixers if not isinstance(m, RecurrentConfig)] or [1])
     fitting = SCORE_BYTES // (4 * workload.batch * heads * slots)
     return min(most, 1 << max(4, fitting.bit_length() - 1))
 

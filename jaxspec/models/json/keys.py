@@ -48,11 +48,12 @@ SIZES = words(
     num_experts num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
     n_routed_experts n_shared_experts share_expert_dim n_group topk_group
     shared_expert_intermediate_size full_attention_interval linear_conv_kernel_dim
-    linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"""
+    linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    conv_L_cache block_multiple_of"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
-    use_qk_norm"""
+    use_qk_norm use_expert_bias conv_bias block_auto_adjust_ff_dim"""
 )
 # Flags that may not be null: of norm_topk_prob, transformers reads it as false for DeepSeek-V3,
 # where an absent key means true, and refuses it for other families. Null is the default for the

@@ -6,16 +6,23 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig, LatentConfig, MixerConfig
+from jaxspec.config.mixers import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LatentConfig,
+    MixerConfig,
+    ShortConvConfig,
+)
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
+from jaxspec.models.mixers.short_conv import ShortConv, short_conv_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
-__all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "mixer_shape"]
+__all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "ShortConv", "mixer_shape"]
 
 
 class Mixer(Protocol):
@@ -63,4 +70,6 @@ def mixer_shape(
                 raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "
                     "layers of another kind")  # fmt: skip
             return latent_shape(config, hidden_size, dtype, shards)
+        case ShortConvConfig():
+            return short_conv_shape(config, hidden_size, dtype, shards, input_size=input_size)
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")

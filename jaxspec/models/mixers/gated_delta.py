@@ -11,6 +11,7 @@ from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.mixers.rows import check_whole_sequences, tree_of
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
@@ -42,8 +43,7 @@ class GatedDelta(Pytree):
 
         Raises ValueError for devices that share sequences.
         """
-        if step.layout.sequence or step.layout.tokens:
-            raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
+        check_whole_sequences(step.layout)
         qkvz = self.qkvz.product(x, "qkvz").result(step.layout, step.kernels)
         ba = self.ba.product(x, "ba").result(step.layout, step.kernels)
         with jax.named_scope("delta_rule"):
@@ -63,7 +63,7 @@ class GatedDelta(Pytree):
             rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
         else:
             assert isinstance(where, PagedAttend), "states belong to paged passes"
-            rows, (ancestors, depth) = where.rows, _tree_of(where, size)
+            rows, (ancestors, depth) = where.rows, tree_of(where, size)
         convolved = rows_state.convolved(rows, channels, self.taps, ancestors, depth)
         q, k, v = self._split(jax.nn.silu(convolved))
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
@@ -99,8 +99,7 @@ class GatedDelta(Pytree):
 
     def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
         """Rows without tokens. Raises ValueError for a layout that splits sequences."""
-        if layout.sequence:
-            raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
+        check_whole_sequences(layout)
         config, groups = self.config, self.qkvz.out_shape[0]
         heads = groups, config.values_per_key, config.key_dim, config.value_dim
         return DeltaState.create(
@@ -164,15 +163,6 @@ def gated_delta_shape(
         o=linear_shape(("heads", "hidden"), (groups * gates, hidden_size), dtype),
         config=config,
     )
-
-
-def _tree_of(where: PagedAttend, size: int) -> tuple[Array | None, Array | None]:
-    """The ancestors, bool [B, N, N], and depths [B, N] of a tree's nodes; None for a run."""
-    if where.ancestors is None:
-        return None, None
-    bits = (where.ancestors[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    mask = bits.reshape(*where.ancestors.shape[:-1], -1)[..., :size] == 1
-    return mask, where.positions - where.context_lens[:, None]
 
 
 def _unit(x: Array) -> Array:

@@ -1,0 +1,144 @@
+"""Causal convolutions of channels, over runs and trees of tokens, and the state of a layer that
+keeps their inputs alone.
+
+A convolution of width K reads a token's inputs and those of the K - 1 tokens before it. Of a tree's
+node these are its ancestors, then committed tokens. So the last K - 1 inputs of each row are all
+that is kept, in the order of tokens, and nothing is rolled back: a commit appends the inputs of the
+accepted path.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
+from jaxspec.parallel import Layout
+from jaxspec.parallel.pytree import Pytree, array, pytree
+from pallas_kernels.selection import Kernels
+
+
+def convolution(taps: Array, weight: Array) -> Array:
+    """Depthwise causal convolution: taps [B, T, K, ...channels], the token itself last, and weight
+    [K, ...channels] -> [B, T, ...channels]. Summed in this order, in float32."""
+    out = taps[:, :, 0].astype(jnp.float32) * weight[0].astype(jnp.float32)
+    for place in range(1, weight.shape[0]):
+        out = out + taps[:, :, place].astype(jnp.float32) * weight[place].astype(jnp.float32)
+    return out
+
+
+def run_taps(before: Array, tokens: Array) -> Array:
+    """Each of consecutive tokens with the K - 1 before it, the oldest first: [B, T, K,
+    ...channels].
+
+    before: [B, K - 1, ...channels], the last tokens before them. tokens: [B, T, ...channels].
+    """
+    size, past = tokens.shape[1], before.shape[1]
+    every = jnp.concatenate([before, tokens.astype(before.dtype)], axis=1)
+    return jnp.stack([every[:, i : i + size] for i in range(past + 1)], axis=2)
+
+
+def tree_taps(before: Array, nodes: Array, ancestors: Array, depth: Array) -> Array:
+    """Each node with its K - 1 ancestors, the oldest first: [B, N, K, ...channels].
+
+    before: [B, K - 1, ...channels], the last tokens before the tree. nodes: [B, N, ...channels].
+    ancestors: bool [B, N, N], whether node j is node i or one of its ancestors. depth: int32
+    [B, N], of a root 0.
+    """
+    past = before.shape[1]
+    every = jnp.concatenate([before, nodes.astype(before.dtype)], axis=1)
+    index = []
+    for distance in range(past, 0, -1):
+        wanted = depth - distance  # the depth of that ancestor; below 0: before the tree
+        found = jnp.argmax(ancestors & (depth[:, None, :] == wanted[..., None]), axis=-1)
+        index.append(jnp.where(wanted >= 0, past + found, past + wanted))
+    index.append(jnp.broadcast_to(past + jnp.arange(nodes.shape[1]), depth.shape))
+    places = jnp.stack(index, axis=-1).reshape(len(nodes), -1)  # [B, N * K]
+    taken = take_tokens(every, places)
+    return taken.reshape(*nodes.shape[:2], past + 1, *nodes.shape[2:])
+
+
+def last_inputs(before: Array, tokens: Array, counts: Array) -> Array:
+    """The last K - 1 inputs after the first ``counts`` [B] of tokens [B, T, ...channels], which
+    follow ``before`` [B, K - 1, ...channels]."""
+    every = jnp.concatenate([before, tokens.astype(before.dtype)], axis=1)
+    return take_tokens(every, counts[:, None] + jnp.arange(before.shape[1]))
+
+
+def take_tokens(x: Array, index: Array) -> Array:
+    """x [B, T, ...] at index [B, n]: [B, n, ...]"""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+@pytree
+class ConvolutionState(Pytree):
+    """The LayerState of a convolution of C channels, for R rows.
+
+    Attributes:
+      inputs: of the last K - 1 tokens, float32; zeros before a row's first token.
+      nodes: inputs of a verified tree that is not committed yet.
+    """
+
+    inputs: Array = array("batch", "length", "channels")  # [R, K - 1, C]
+    nodes: Array | None = array("batch", "nodes", "channels", default=None)  # [B, N, C]
+
+    @classmethod
+    def create(cls, geometry: Geometry, channels: int, taps: int, layout: Layout) -> Self:
+        """Rows without tokens; ``taps``: K, the width of the convolution."""
+        size = geometry.num_rows, taps - 1, channels
+        shape: Any = jax.ShapeDtypeStruct(size, jnp.dtype(jnp.float32))
+        return zeros_like_shapes(cls(inputs=shape), geometry, layout)
+
+    @property
+    def overwritable(self) -> bool:
+        return False
+
+    def read_run(
+        self, rows: Array, counts: Array, tokens: Array, weight: Array
+    ) -> tuple[Array, Self]:
+        """The convolution, float32 [B, T, C], of consecutive tokens [B, T, C] of rows [B], and the
+        state after the first ``counts`` [B] of them. The other tokens are padding.
+
+        weight: [K, C].
+        """
+        taps = run_taps(self.inputs[rows], tokens)
+        return convolution(taps, weight), self._appended(rows, counts, tokens)
+
+    def read_tree(
+        self, rows: Array, nodes: Array, weight: Array, ancestors: Array, depth: Array
+    ) -> tuple[Array, Self]:
+        """The convolution, float32 [B, N, C], of a tree's nodes [B, N, C], and the state that waits
+        for the commit. See tree_taps for the arguments; weight: [K, C]."""
+        taps = tree_taps(self.inputs[rows], nodes, ancestors, depth)
+        return convolution(taps, weight), self.replace(nodes=nodes)
+
+    # Operations of a LayerState.
+
+    @classmethod
+    @jax.named_scope("compact")
+    def commit(
+        cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
+    ) -> Sequence[Self]:
+        """Append the inputs of accepted nodes."""
+        return [state._committed(committed) for state in states]
+
+    def _committed(self, committed: CommittedPath) -> Self:
+        assert self.nodes is not None, "a commit follows the verification of a tree"
+        path = take_tokens(self.nodes, committed.path)
+        return self.replace(nodes=None)._appended(committed.rows, committed.counts, path)
+
+    def _appended(self, rows: Array, counts: Array, tokens: Array) -> Self:
+        last = last_inputs(self.inputs[rows], tokens, counts)
+        target = jnp.where(counts > 0, rows, self.inputs.shape[0])  # out of range: unchanged
+        return self.replace(inputs=self.inputs.at[target].set(last, mode="drop"))
+
+    def reset(self, rows: Array) -> Self:
+        return self.replace(inputs=self.inputs.at[rows].set(0, mode="drop"))
+
+    def take(self, pages: Array, rows: Array) -> Self:
+        return jax.tree.map(lambda x: x[rows], self)
+
+    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
+        return jax.tree.map(lambda x, rows_saved: x.at[rows].set(rows_saved), self, saved)
