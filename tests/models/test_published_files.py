@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxspec.checkpoints.formats import canonical, named_quantization
-from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig, LatentConfig
+from jaxspec.config.mixers import AttentionConfig, LatentConfig, RecurrentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.from_config.block_layouts import says_block
@@ -150,7 +150,7 @@ def contents(name: str) -> dict[str, Any]:
 def sizes(config: ModelConfig) -> tuple[int, ...]:
     """Layers, and of those that are not recurrent heads, KV heads and their width."""
     mixers = (layer.mixer for layer in config.layers)
-    mixer = next(one for one in mixers if not isinstance(one, GatedDeltaConfig))
+    mixer = next(one for one in mixers if not isinstance(one, RecurrentConfig))
     if isinstance(mixer, LatentConfig):
         return config.num_layers, mixer.num_heads, 1, mixer.key_dim + mixer.rope.head_dim
     return config.num_layers, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
