@@ -48,26 +48,24 @@ CONVERSION = (
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its file, name, shape, and dtype as safetensors names it."""
+    """A tensor of a checkpoint: its file, name, shape, and dtype as safetensors names it.
+
+    ``start``: of its bytes in the file, for dtypes that are read as bytes.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
 
     def read(self, *index: slice) -> np.ndarray:
         """The slice at ``index``. The file is mapped only during the call."""
         if (kind := OF_BYTES.get(self.dtype)) is not None:
-            return self._read_bytes()[index or slice(None)].view(kind)
+            mapped = np.memmap(self.file, np.uint8, "r", self.start, self.shape)
+            return mapped[index or slice(None)].view(kind)
         with open_safetensors(self.file) as file:
             return file.get_slice(self.name)[index or slice(None)]
-
-    def _read_bytes(self) -> np.ndarray:
-        """The tensor's bytes: those after the header, at the offsets that it names."""
-        with self.file.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            start, _ = json.loads(file.read(size))[self.name]["data_offsets"]
-        return np.memmap(self.file, np.uint8, "r", 8 + size + start, self.shape)
 
 
 def open_safetensors(path: Path) -> Any:
@@ -105,10 +103,23 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
     """The tensors of a file, by its header."""
     with open_safetensors(path) as file:
         slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118, no dict
-        return [
+        tensors = [
             StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
             for name, part in slices
         ]
+    return _with_starts(path, tensors) if any(t.dtype in OF_BYTES for t in tensors) else tensors
+
+
+def _with_starts(path: Path, tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """The tensors of a file, with the offsets that its header names. Published files have tens of
+    thousands of tensors, so the header is read once."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return [
+        dataclasses.replace(tensor, start=8 + size + header[tensor.name]["data_offsets"][0])
+        for tensor in tensors
+    ]
 
 
 def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:

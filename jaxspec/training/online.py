@@ -12,6 +12,7 @@ from jaxspec.decoding.drafters import Drafter, EagleDrafter, MixedDrafter
 from jaxspec.llm.completion import Completion
 from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
+from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.quantized.float8 import Float8Linear, as_linear, rounded_to_float8
 from jaxspec.models.quantized.grouped import GroupedLinear
@@ -106,13 +107,15 @@ def to_train(head: DraftHead) -> DraftHead:
     """A float32 copy, without scales of a cache. Training donates its weights, so the engine needs
     arrays of its own.
 
-    Raises ValueError for weights in integers of a few bits, whose rounding would undo the steps.
+    Raises ValueError for quantized experts, and for weights in integers of a few bits, whose
+    rounding would undo the steps.
     """
     bare = without_kv_scales(head)
-    if nodes_of(bare, *INTEGERS):
+    experts = any(node.in_memory is None for node in nodes_of(bare, AnyExpertLinear))
+    if experts or nodes_of(bare, *INTEGERS):
         raise ValueError(
-            "a head in integers of a few bits cannot learn: give it as it was before it was "
-            "quantized, without drafter_bits"
+            "a head with quantized experts, or in integers of a few bits, cannot learn: give it as "
+            "it was before it was quantized, without drafter_bits"
         )
     wide = map_nodes(bare, lambda node: as_linear(node, jnp.dtype(jnp.float32)), Float8Linear)
     return jax.tree.map(jnp.copy, cast_weights(wide, jnp.float32))

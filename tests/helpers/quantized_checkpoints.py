@@ -167,19 +167,25 @@ def float8_channel() -> Format:
     return Format(_compressed_config("float-quantized", weights, inputs), write)
 
 
-def float8_blocks() -> Format:
+def float8_blocks(scales: str = "weight_scale_inv", dtype: Any = np.float32) -> Format:
+    """``scales``: what they are called. Those of ``dtype`` E8M0 are powers of two."""
+
     def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         rows, columns = (-(-size // 128) for size in weight.shape)
-        scale = np.empty((rows, columns), np.float32)
+        scale = np.empty((rows, columns), dtype)
         values = np.empty(weight.shape, ml_dtypes.float8_e4m3fn)
         meant = np.empty_like(weight)
         for row in range(rows):
             for column in range(columns):
                 block = np.s_[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
-                scale[row, column] = np.abs(weight[block]).max() / 448
-                values[block] = (weight[block] / scale[row, column]).astype(values.dtype)
-                meant[block] = values[block].astype(np.float32) * scale[row, column]
-        return {"weight": values, "weight_scale_inv": scale}, meant
+                least = np.abs(weight[block]).max() / 448
+                if dtype == ml_dtypes.float8_e8m0fnu:
+                    least = 2.0 ** np.ceil(np.log2(least))
+                scale[row, column] = least
+                step = scale[row, column].astype(np.float32)
+                values[block] = np.clip(weight[block] / step, -448, 448).astype(values.dtype)
+                meant[block] = values[block].astype(np.float32) * step
+        return {"weight": values, scales: scale}, meant
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     return Format({**config, "weight_block_size": [128, 128]}, write)
@@ -255,6 +261,7 @@ def _of_torch(tensor: np.ndarray) -> torch.Tensor:
     tensor = np.ascontiguousarray(tensor)
     for dtype, bits, own in (
         (ml_dtypes.float8_e4m3fn, np.uint8, torch.float8_e4m3fn),
+        (ml_dtypes.float8_e8m0fnu, np.uint8, torch.float8_e8m0fnu),
         (ml_dtypes.bfloat16, np.int16, torch.bfloat16),
     ):
         if tensor.dtype == dtype:

@@ -6,8 +6,10 @@ A quantized module ``<name>`` has, in place of ``<name>.weight``:
 - ``<name>.scale``: [out, groups],
 - ``<name>.zero``: [out, groups] whole numbers in the scales' dtype, if they are not all 0,
 - ``<name>.groups``: int32 [in], the group of each input, if groups do not follow each other,
+- ``<name>.blocks``: of an expert's 8-bit floats, in place of ``scale``: the scales of blocks of
+  outputs and inputs, as they are stored,
 - ``<name>.rounds``: empty; it is there if the inputs of integers are rounded to e4m3 when they are
-  used, with a scale for each token. Those of 8-bit floats always are.
+  used, with a scale for each token. Those of 8-bit floats always are, but for experts.
 
 w = (values - zero) * scale. Experts' numbers of 4 bits are bytes (U8), two in each (four_bits.py):
 

@@ -6,14 +6,11 @@ tensor beside them (NVFP4). Experts stay as they are stored. The weights of othe
 widened while they are read.
 """
 
-import re
-
 import numpy as np
 
-from jaxspec.checkpoints.formats.views import Bounds, Tensors, View, check_shape
+from jaxspec.checkpoints.formats.views import OF_EXPERT, Bounds, Tensors, View, check_shape
 from jaxspec.models.tensors import CheckpointTensor
 
-OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 E4M3 = "F8_E4M3"
 GROUPS = {"U8": 32, "F8_E8M0": 32, E4M3: 16}  # inputs of a group, by the dtype of its scale
 MOST_EXPONENT = 252  # 6 * 2^(252 - 127) is the largest number that float32 has; 255 is no number

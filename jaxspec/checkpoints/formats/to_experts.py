@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from jaxspec.checkpoints.formats.dtypes import DTYPES
+from jaxspec.checkpoints.formats.float8 import BLOCK
 from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.quantized.float8_experts import Float8Experts, float8_experts_shape
 from jaxspec.models.quantized.four_bit_experts import (
     KINDS,
     FourBitExperts,
@@ -15,17 +17,20 @@ from jaxspec.models.tensors import CheckpointTensor
 
 def experts_shape(
     stored: Mapping[str, CheckpointTensor], name: str, linear: ExpertLinear
-) -> FourBitExperts:
+) -> FourBitExperts | Float8Experts:
     """Quantized experts of ShapeDtypeStructs, in the format of the module ``name``, which is that
     of all others.
 
     Raises ValueError for a format that experts are not read in.
     """
+    if (blocks := stored.get(f"{name}.blocks")) is not None:
+        by_output = blocks.shape == (stored[f"{name}.values"].shape[0], 1)
+        return float8_experts_shape(linear, (1, linear.weight.shape[1]) if by_output else BLOCK)
     codes: list[Code] = [code for code, kind in KINDS.items() if f"{name}.{kind}" in stored]
     if not codes:
         raise ValueError(
             f"{name} has weights of {stored[f'{name}.values'].dtype}, which are not read of "
-            "experts: take a checkpoint in bfloat16 or in 4 bits"
+            "experts: take a checkpoint in bfloat16, in 8-bit floats or in 4 bits"
         )
     for kind, problem in (("groups", "groups in mixed order"), ("rounds", "rounded activations")):
         if f"{name}.{kind}" in stored:

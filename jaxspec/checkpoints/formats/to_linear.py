@@ -76,7 +76,7 @@ def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...])
     """Raise ValueError unless these modules are quantized alike."""
     first, *others = names
     for other in others:
-        for kind in (*VALUES, "scale", "zero", "factor", "groups", "rounds"):
+        for kind in (*VALUES, "scale", "blocks", "zero", "factor", "groups", "rounds"):
             ours, theirs = (stored.get(f"{name}.{kind}") for name in (first, other))
             if _signature(ours, kind) != _signature(theirs, kind):
                 raise ValueError(

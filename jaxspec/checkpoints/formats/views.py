@@ -1,6 +1,7 @@
 """Tensors that are computed from a checkpoint's others while they are read, and checks of these."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxspec.models.tensors import CheckpointTensor
 Tensors = Mapping[str, CheckpointTensor]
 Bounds = tuple[int, int]  # start and stop
 FLOAT_SCALES = ("F16", "BF16", "F32")
+OF_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a module
 INPUTS_FIRST = ("qweight", "qzeros", "scales")  # parts of AWQ's and GPTQ's modules
 
 
@@ -91,6 +93,20 @@ def zeros_like_scales(zeros: View, scales: CheckpointTensor) -> View:
     return View(zeros.stored, zeros.shape, scales.dtype, compute)
 
 
+def as_numbers(scales: CheckpointTensor) -> CheckpointTensor:
+    """Scales that are stored as the exponents of powers of two (E8M0), as float32; others as they
+    are. The byte 255 is NaN."""
+    if scales.dtype not in ("F8_E8M0", "U8"):
+        return scales
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        exponents = scales.read(*(slice(*each) for each in bounds)).astype(np.int32)
+        powers = np.ldexp(np.float32(1), np.minimum(exponents, 254) - 127)
+        return np.where(exponents == 255, np.float32(np.nan), powers)
+
+    return View(scales, scales.shape, "F32", compute)
+
+
 def checked_scales(scales: CheckpointTensor, *, inputs_first: bool, repeats: int = 1) -> View:
     """Scales [out, in / group] of a stored matrix.
 
@@ -126,7 +142,7 @@ def checked_values(values: CheckpointTensor) -> View:
 
     def compute(*bounds: Bounds) -> np.ndarray:
         read = values.read(*(slice(*each) for each in bounds))
-        if np.isnan(read.astype(np.float32)).any():
+        if ((read.view(np.uint8) & 0x7F) == 0x7F).any():
             raise ValueError(f"{values.file}: {values.name} has values that are no numbers (NaN)")
         return read
 
