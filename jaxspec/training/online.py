@@ -114,7 +114,7 @@ def to_train(head: DraftHead) -> DraftHead:
     experts = any(node.in_memory is None for node in nodes_of(bare, AnyExpertLinear))
     if experts or nodes_of(bare, *INTEGERS):
         raise ValueError(
-            "a head with quantized experts, or in integers of a few bits, cannot learn: give it as "
+            "a head with quantized experts or in integers of a few bits cannot learn: give it as "
             "it was before it was quantized, without drafter_bits"
         )
     wide = map_nodes(bare, lambda node: as_linear(node, jnp.dtype(jnp.float32)), Float8Linear)

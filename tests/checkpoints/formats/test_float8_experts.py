@@ -27,6 +27,7 @@ from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import Layout, make_mesh
+from jaxspec.training.online import to_train
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.marks import slow
 from tests.helpers.mtp_families import save_with_mtp
@@ -173,7 +174,7 @@ def test_products_widen_few_experts_at_a_time(
         gate_up=own.gate_up.replace(weight=whole(local.gate_up, every)),
         down=own.down.replace(weight=whole(local.down, every)),
     )
-    step = ForwardPass(dense_causal_attend, {}, 1e-6, Layout(), NO_KERNELS)
+    step = ForwardPass(dense_causal_attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
     mixed = jax.jit(lambda own, x, routes: mix.mix(own, x, routes, 8, step))
     x, routes = random_rows(rows, 32, 8, 2, seed=1)
     found = mixed(local, x, routes)
@@ -320,6 +321,8 @@ def test_memory_has_the_bytes_of_the_file(checkpoint: Callable[..., tuple[Path, 
         save_decoder(target, path / "copy")
     with pytest.raises(ValueError, match="experts cannot be quantized"):
         in_scheme(target, "fp8", lm_head=False)
+    with pytest.raises(ValueError, match="a head with quantized experts or in integers"):
+        to_train(heads.head)
 
 
 def texts(path: Path, drafter: str, tree: SpeculationConfig, **options: Any) -> list[list[int]]:
