@@ -20,7 +20,7 @@ from tests.helpers.checkpoints import hf_logits
 from tests.helpers.families import LENGTH, save_family
 from tests.helpers.marks import slow
 from tests.helpers.parity import assert_close, load, paged_logits
-from tests.helpers.quantized_checkpoints import Format, awq, compressed, quantize_checkpoint
+from tests.helpers.quantized_checkpoints import Format, awq, compressed, gptq, quantize_checkpoint
 from tests.helpers.random_models import generate, random_prompts
 from tests.helpers.sampling_reference import plain_logits
 
@@ -29,6 +29,7 @@ TOKENS = np.random.default_rng(3).integers(0, 320, (2, LENGTH))
 FORMATS: dict[str, Format] = {
     "int4": compressed(4, 32),
     "awq": awq(32),
+    "gptq": gptq(4, 32, symmetric=False),
     "mxfp4": four_bits.mxfp4(),
     "nvfp4": four_bits.nvfp4(),
     "modelopt": four_bits.modelopt(),
