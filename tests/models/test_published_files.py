@@ -70,8 +70,8 @@ QUANTIZED: dict[str, str | None] = {
     "aiconfigurator/Qwen--Qwen3-32B-FP8-Static-PerTensor": "quant_method None is not supported",
     "aiconfigurator/Qwen--Qwen3-32B-FP8": None,
     "aiconfigurator/deepseek-ai--DeepSeek-R1": None,
-    "aiconfigurator/nvidia--Qwen3.5-122B-A10B-NVFP4": "quant_method 'modelopt' is not supported",
-    "aiconfigurator/openai--gpt-oss-120b": "quant_method 'mxfp4' is not supported",
+    "aiconfigurator/nvidia--Qwen3.5-122B-A10B-NVFP4": None,
+    "aiconfigurator/openai--gpt-oss-120b": None,
     "quoted/OwenArli--broken-quant-GPTQModel": None,
     "quoted/qwen3-4b-gptq-3-bits": "bits is 3",
 }  # fmt: skip

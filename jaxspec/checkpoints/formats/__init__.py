@@ -47,8 +47,12 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 def named_quantization(config: Mapping[str, Any]) -> Any:
-    """What the contents of config.json say of a quantization; None if they name none."""
-    return next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    """What the contents of config.json say of a quantization, for the whole model or for its text
+    model, as Kimi K2.5's do; None if they name none."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    found = (part[key] for part in parts for key in CONFIG_KEYS if part.get(key) is not None)
+    return next(found, None)
 
 
 def canonical(quantization: Any, stored: Tensors) -> dict[str, CheckpointTensor]:

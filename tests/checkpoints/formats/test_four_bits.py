@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec.checkpoints.formats import canonical
+from jaxspec.checkpoints.formats import canonical, named_quantization
 from tests.helpers.quantized_checkpoints import words
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -233,6 +233,14 @@ def test_bad_tensors_are_named(form: str, changes: dict[str, Any], message: str)
 def test_unsupported_fields_are_named(form: str, fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         canonical(CONFIGS[form] | fields, {})
+
+
+def test_a_text_model_may_say_how_it_is_quantized():
+    """As that of Kimi K2.5, whose whole model says nothing."""
+    text = {"quantization_config": CONFIGS["int4"]}
+    assert named_quantization({"text_config": text, "quantization_config": None}) is not None
+    assert named_quantization({"text_config": text}) == CONFIGS["int4"]
+    assert named_quantization({"text_config": None}) is None
 
 
 def test_the_file_of_modelopt_has_an_object_of_its_fields():
