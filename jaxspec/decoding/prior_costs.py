@@ -15,6 +15,8 @@ from jaxspec.decoding.drafters import Drafter
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
+from jaxspec.models.nodes import nodes_of
+from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.parallel.bytes import local_bytes
 
 LOGIT_BYTES = 4  # float32
@@ -156,7 +158,10 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _elements(tree: Any) -> int:
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    """Weights of a device. Bytes of two count twice."""
+    pairs = (node.pairs for node in nodes_of(tree, FourBitExperts))
+    leaves = (*jax.tree.leaves(tree), *pairs)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 
 
 def _idle_elements(layers: Iterable[Layer]) -> int:
