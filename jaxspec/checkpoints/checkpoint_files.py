@@ -19,10 +19,15 @@ from jaxspec.models.tensors import CheckpointTensor
 
 gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
-# Dtypes that safetensors does not read for NumPy, and what their bytes are read as. Those of E8M0
-# are exponents: 2^(byte - 127).
-OF_BYTES = MappingProxyType(
-    {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(np.uint8)}
+# What the bytes of safetensors' dtypes are read as. Those of E8M0 are exponents: 2^(byte - 127).
+DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+        **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+        **{"U8": np.dtype(np.uint8), "BOOL": np.dtype(bool)},
+        **{"BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)},
+        "F8_E8M0": np.dtype(np.uint8),
+    }
 )
 
 # Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
@@ -50,22 +55,27 @@ CONVERSION = (
 class StoredTensor:
     """A tensor of a checkpoint: its file, name, shape, and dtype as safetensors names it.
 
-    ``start``: of its bytes in the file, for dtypes that are read as bytes.
+    ``start``: of its bytes in the file. Files of experts have thousands of tensors, so a header is
+    read once, not for each of them.
     """
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
-    start: int = 0
+    start: int
 
     def read(self, *index: slice) -> np.ndarray:
-        """The slice at ``index``. The file is mapped only during the call."""
-        if (kind := OF_BYTES.get(self.dtype)) is not None:
-            mapped = np.memmap(self.file, np.uint8, "r", self.start, self.shape)
-            return mapped[index or slice(None)].view(kind)
-        with open_safetensors(self.file) as file:
-            return file.get_slice(self.name)[index or slice(None)]
+        """The slice at ``index``. The file is mapped as long as the result is there.
+
+        Raises ValueError for a dtype that is not read, and for a file that has become shorter.
+        """
+        if (kind := DTYPES.get(self.dtype)) is None:
+            raise ValueError(f"{self.file}: {self.name} has unsupported dtype {self.dtype}")
+        if 0 in self.shape:
+            return np.empty(self.shape, kind)[index or ...]
+        mapped = np.memmap(self.file, kind, "r", self.start, self.shape)
+        return np.asarray(mapped[index or ...])
 
 
 def open_safetensors(path: Path) -> Any:
@@ -101,25 +111,18 @@ def scan(directory: str | Path) -> dict[str, CheckpointTensor]:
 
 def _tensors_of(path: Path) -> list[StoredTensor]:
     """The tensors of a file, by its header."""
-    with open_safetensors(path) as file:
-        slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118, no dict
-        tensors = [
-            StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
-            for name, part in slices
-        ]
-    return _with_starts(path, tensors) if any(t.dtype in OF_BYTES for t in tensors) else tensors
-
-
-def _with_starts(path: Path, tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """The tensors of a file, with the offsets that its header names. Published files have tens of
-    thousands of tensors, so the header is read once."""
+    with open_safetensors(path) as checked:
+        names = list(checked.keys())
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    return [
-        dataclasses.replace(tensor, start=8 + size + header[tensor.name]["data_offsets"][0])
-        for tensor in tensors
-    ]
+
+    def tensor_of(name: str) -> StoredTensor:
+        said = header[name]
+        start = 8 + size + said["data_offsets"][0]
+        return StoredTensor(path, name, tuple(said["shape"]), said["dtype"], start)
+
+    return [tensor_of(name) for name in names]
 
 
 def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:

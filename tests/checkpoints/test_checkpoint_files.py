@@ -187,3 +187,18 @@ def test_a_file_of_an_unpacked_checkpoint_means_nothing(llama: Path, tmp_path: P
     shutil.copytree(llama, tmp_path / "stale")
     (tmp_path / "stale" / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ))
     assert_same(load_from(tmp_path / "stale"), load_from(llama))
+
+
+def test_every_dtype_is_read_at_its_place(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    kinds = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "bool", "bfloat16")
+    tensors = {kind: rng.integers(0, 2, (3, 5)).astype(kind) for kind in kinds}
+    tensors |= {"scalar": np.array(7, np.float32), "empty": np.zeros((0, 4), np.int8)}
+    save_file(tensors, tmp_path / SINGLE)
+    for name, tensor in scan(tmp_path).items():
+        wanted = tensors[name]
+        found = tensor.read()
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape == tensor.shape
+        np.testing.assert_array_equal(found, wanted)
+        if wanted.size > 1:
+            np.testing.assert_array_equal(tensor.read(slice(1, 3), slice(2, 4)), wanted[1:3, 2:4])
