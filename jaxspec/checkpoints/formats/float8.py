@@ -4,6 +4,8 @@ As published with ``quant_method: fp8`` (DeepSeek, Qwen, MiniMax): ``weight`` e4
 ``weight_scale_inv`` [out / 128, in / 128], rounded up; w = weight * scale in spite of the name. The
 last block of either dimension is shorter, if the size is no multiple. Which modules are quantized
 is what their tensors say. A list of those that are not is only compared with them.
+
+DeepSeek-V4's experts are 4-bit floats: ``weight`` I8 [out, in / 2], ``scale`` E8M0 [out, in / 32].
 """
 
 import math
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoints.formats.fields import Fields
+from jaxspec.checkpoints.formats.four_bits import float4_module
 from jaxspec.checkpoints.formats.views import (
     OF_EXPERT,
     Bounds,
@@ -29,6 +32,8 @@ from jaxspec.models.json.values import shown
 from jaxspec.models.tensors import CheckpointTensor
 
 E4M3 = "F8_E4M3"
+PAIRS = ("I8", "U8")  # dtypes of bytes that hold two floats of 4 bits
+QUANTIZED = (E4M3, *PAIRS)
 BLOCK = (128, 128)
 SCALES = ("weight_scale_inv", "weight_scale", "scale")  # DeepSeek-V4 has the last
 LISTS = ("modules_to_not_convert", "ignored_layers")
@@ -48,17 +53,20 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
     # ue8m0: activations' scales are rounded to powers of two where activations are rounded. What
     # the weights mean is the same.
     fields.must_be("scale_fmt", "float", "ue8m0", default="float")
-    fields.ignored("quant_method", *LISTS, "dequantize")
+    fields.ignored("quant_method", *LISTS, "dequantize", "expert_dtype")
     fields.check_all_read()
     tensors = dict(stored)
     for name in stored:
         module, _, scales = name.rpartition(".")
         weight = stored.get(f"{module}.weight")
-        is_scale = scales == SCALES[0] or (weight is not None and weight.dtype == E4M3)
+        is_scale = scales == SCALES[0] or (weight is not None and weight.dtype in QUANTIZED)
         if scales in SCALES and is_scale:
             del tensors[name]
             tensors.pop(f"{module}.weight", None)
-            tensors |= float8_module(stored, module, scales, BLOCK)
+            if weight is not None and weight.dtype in PAIRS:
+                tensors |= float4_module(module, weight, stored[name])
+            else:
+                tensors |= float8_module(stored, module, scales, BLOCK)
     _check_plain(config, tensors)
     return tensors
 

@@ -64,6 +64,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mxfp4": compressed_config(4, "float", "group", 32) | {"format": "mxfp4-pack-quantized"},
     "nvfp4": compressed_config(4, "float", "tensor_group", 16) | {"format": "nvfp4-pack-quantized"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    "deepseek-v4": {
+        **{"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
+        **{"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    },
     "int4": compressed_config(4, "int", "group", 32) | {"format": "pack-quantized"},
     "gpt-oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
@@ -76,7 +80,7 @@ def module(form: str, name: str) -> tuple[Tensors, np.ndarray]:
     numbers = fields - 8.0 if form == "int4" else E2M1[fields]
     size = 16 if form in ("nvfp4", "modelopt") else 32
     bytes_of_pairs = (fields[:, ::2] + 16 * fields[:, 1::2]).astype(np.uint8)
-    if form == "mxfp4":
+    if form in ("mxfp4", "deepseek-v4"):
         scale = rng.integers(100, 140, (OUTPUTS, INPUTS // size)).astype(np.uint8)
         number, dtype, whole = np.exp2(scale.astype(np.float32) - 127), "U8", 1.0
     else:
@@ -87,6 +91,8 @@ def module(form: str, name: str) -> tuple[Tensors, np.ndarray]:
     meant = (numbers * np.repeat(number, size, axis=1) * np.float32(whole)).astype(np.float32)
     packed, scales = "weight_packed", {"weight_scale": (scale, dtype)}
     match form:
+        case "deepseek-v4":
+            packed, scales = "weight", {"scale": (scale, "F8_E8M0")}
         case "nvfp4":
             scales["weight_global_scale"] = vector(640), "F32"
             scales["input_global_scale"] = vector(3), "F32"
@@ -97,6 +103,8 @@ def module(form: str, name: str) -> tuple[Tensors, np.ndarray]:
         case "int4":
             scales["weight_shape"] = np.array([OUTPUTS, INPUTS]), "I64"
     codes = (words(fields, 4), "I32") if form == "int4" else (bytes_of_pairs, "U8")
+    if form == "deepseek-v4":
+        codes = bytes_of_pairs.view(np.int8), "I8"
     tensors = {packed: codes, **scales}
     return {f"{name}.{part}": tensor for part, tensor in tensors.items()}, meant
 
@@ -114,7 +122,7 @@ def widened(tensors: dict[str, Any], name: str) -> np.ndarray:
     return numbers * np.repeat(number, INPUTS // scale.shape[1], axis=1) * by_output[:, None]
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "modelopt", "int4"])
+@pytest.mark.parametrize("form", ["mxfp4", "deepseek-v4", "nvfp4", "modelopt", "int4"])
 def test_experts_keep_their_bytes(form: str):
     tensors, meant = module(form, EXPERT)
     found = canonical(CONFIGS[form], stored(tensors))
@@ -206,6 +214,7 @@ NAN = np.full((OUTPUTS, 4), np.nan).astype(E4M3)
         ("nvfp4", {"weight_global_scale": (vector(0), "F32")}, "is 0.0, but must be above 0"),
         ("nvfp4", {"weight_global_scale": (vector(1, 2), "F32")}, "must be a single F32"),
         ("mxfp4", {"weight_packed": (np.zeros((6, 17), np.uint8), "U8")}, "groups of 32 do not"),
+        ("deepseek-v4", {"scale": (NAN, "F8_E4M3")}, "up_proj.scale has the scale nan"),
         ("modelopt", {"weight": (np.zeros((6, 32), np.float32), "F32")}, "up_proj.weight is F32"),
         ("modelopt", {"weight_scale": None}, "up_proj.weight_scale is missing"),
     ],
