@@ -17,9 +17,15 @@ MANTISSA_BITS = 23  # of float32
 
 def widened_pairs(pairs: Array, code: Code) -> Array:
     """The numbers float32 [..., 2 n] of bytes uint8 [..., n]."""
-    halves = jnp.stack([pairs & 15, pairs >> 4], axis=-1).astype(jnp.int32)
-    fields = halves.reshape(*pairs.shape[:-1], -1)
-    return (fields - 8).astype(jnp.float32) if code == "int4" else _of_e2m1(fields)
+    number = _of_int4 if code == "int4" else _of_e2m1
+    wide = pairs.astype(jnp.int32)
+    halves = jnp.stack([number(wide & 15), number(wide >> 4)], axis=-1)
+    return halves.reshape(*pairs.shape[:-1], -1)
+
+
+def _of_int4(fields: Array) -> Array:
+    """Integers of int32 fields from 0 to 15."""
+    return (fields - 8).astype(jnp.float32)
 
 
 def _of_e2m1(fields: Array) -> Array:
