@@ -22,6 +22,10 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.mlps import mix
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.mlps.experts import Experts
+from jaxspec.models.mlps.mix import LocalExperts
+from jaxspec.models.mlps.routing import Routes
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.schemes import in_scheme
@@ -63,6 +67,7 @@ QWEN: dict[str, Any] = NO_BLOCK_IS_FULL | {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }
+ONLY_QWEN = ("num_experts", "moe_intermediate_size", "norm_topk_prob")
 PROMPTS = random_prompts((5, 1, 17, 9), seed=7)
 
 
@@ -148,38 +153,51 @@ def test_chosen_experts_are_widened_as_the_table_says(dtype: str, block: tuple[i
     assert one.shape == (320, 2, 200)
 
 
-@pytest.mark.parametrize(("rows", "widened"), [slow(2, 4), (24, 1)])
-def test_products_widen_few_experts_at_a_time(
-    rows: int, widened: int, monkeypatch: pytest.MonkeyPatch
-):
-    """They are those of the wide weights, and no more experts are widened than MOST_WIDENED."""
-    own, asked = random_own(8, 32, 40, None), []
+def in_8_bits(linear: Any, axes: tuple[str, ...]) -> Float8Experts:
+    """The nearest experts whose scales are all 1."""
+    weight = np.moveaxis(np.asarray(linear.weight), 1, -1)
+    return Float8Experts(
+        values=jnp.asarray(weight.astype(ml_dtypes.float8_e4m3fn)),
+        scale=jnp.ones((*weight.shape[:-2], 1, 1)),
+        axes=axes,
+        block=(128, 128),
+        activations=jnp.dtype("float32"),
+    )
 
-    def rounded(linear: Any, axes: tuple[str, ...]) -> Float8Experts:
-        weight = jnp.moveaxis(linear.weight, 1, -1)
-        values, scale = weight.astype(jnp.float8_e4m3fn), jnp.ones((*weight.shape[:-2], 1, 1))
-        made = {"axes": axes, "block": (128, 128), "activations": jnp.dtype("float32")}
-        return Float8Experts(values=values, scale=scale, **made)
 
-    whole: Any = Float8Experts.of
+def mixed(local: LocalExperts, x: Any, routes: Routes) -> Any:
+    step = ForwardPass(dense_causal_attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
+    return mix.mix(local, x, routes, 8, step)
+
+
+LOCAL = random_own(8, 32, 40, None)
+LOCAL_8_BITS = LOCAL.replace(
+    gate_up=in_8_bits(LOCAL.gate_up, ("experts", "whole_hidden", "two", "units")),
+    down=in_8_bits(LOCAL.down, ("experts", "units", "whole_hidden")),
+)
+
+
+@pytest.mark.parametrize(("rows", "widened"), [(2, 4), (8, 16), (9, 1), (24, 1)])
+def test_few_experts_are_widened_at_a_time(rows: int, widened: int, monkeypatch: Any):
+    asked, whole = [], Float8Experts.of
     monkeypatch.setattr(
         Float8Experts, "of", lambda self, index: asked.append(index.size) or whole(self, index)
     )
-    local = own.replace(
-        gate_up=rounded(own.gate_up, ("experts", "whole_hidden", "two", "units")),
-        down=rounded(own.down, ("experts", "units", "whole_hidden")),
-    )
+    jax.eval_shape(mixed, LOCAL_8_BITS, *random_rows(rows, 32, 8, 2, seed=1))
+    assert asked == [widened] * 2 and widened <= mix.MOST_WIDENED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [2, 24])
+def test_products_are_those_of_the_wide_weights(rows: int):
     every = jnp.arange(8)
-    wide = own.replace(
-        gate_up=own.gate_up.replace(weight=whole(local.gate_up, every)),
-        down=own.down.replace(weight=whole(local.down, every)),
+    wide = LOCAL.replace(
+        gate_up=ExpertLinear(weight=LOCAL_8_BITS.gate_up.of(every), axes=()),
+        down=ExpertLinear(weight=LOCAL_8_BITS.down.of(every), axes=()),
     )
-    step = ForwardPass(dense_causal_attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
-    mixed = jax.jit(lambda own, x, routes: mix.mix(own, x, routes, 8, step))
     x, routes = random_rows(rows, 32, 8, 2, seed=1)
-    found = mixed(local, x, routes)
+    found = jax.jit(mixed)(LOCAL_8_BITS, x, routes)
     np.testing.assert_allclose(found, written_out(wide, x, routes), atol=2e-5)
-    assert set(asked) == {widened} and widened <= mix.MOST_WIDENED
 
 
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.uint8])
@@ -260,11 +278,32 @@ def save_qwen(folder: Path) -> Path:
     return folder
 
 
+def save_minimax(folder: Path) -> Path:
+    """Its experts are called w1, w2 and w3."""
+    raw = QWEN | {"model_type": "minimax_m2", "num_local_experts": 8, "intermediate_size": 160}
+    raw = {key: value for key, value in raw.items() if key not in ONLY_QWEN}
+    target = random_expert_target(parse_model_config(raw))
+    save_tree(folder, target, target.mapped(splitting()), raw)
+    return folder
+
+
 def save_deepseek(folder: Path) -> Path:
     return save_with_mtp(folder, "deepseek_v3", **NO_BLOCK_IS_FULL, **LATENT)
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {"qwen3_moe": save_qwen, "deepseek_v3": save_deepseek}
+
+
+@pytest.mark.parametrize(
+    ("form", "block"), [slow(BLOCKS, (128, 128)), (float8_channel(), (1, 192))]
+)
+def test_other_names_and_scales_of_outputs(form: Format, block: tuple[int, int], tmp_path: Path):
+    path, wide = quantize_checkpoint(save_minimax(tmp_path / "bf16"), tmp_path, form, is_of_expert)
+    found, wanted = (load(each, "none").target.layers[1].mlp for each in (path, wide))
+    assert isinstance(found, Experts) and isinstance(wanted, Experts)
+    assert isinstance(found.gate_up, Float8Experts) and found.gate_up.block == block
+    for ours, theirs in ((found.gate_up, wanted.gate_up), (found.down, wanted.down)):
+        np.testing.assert_array_equal(ours.of(jnp.arange(2)), theirs.of(jnp.arange(2)))
 
 
 def is_of_expert(name: str) -> bool:
