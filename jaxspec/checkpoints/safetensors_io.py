@@ -370,7 +370,8 @@ def _whole_tensors(leaves: list[tuple[Array, Split]]) -> dict[str, np.ndarray]:
 def _fill(tensors: dict[str, np.ndarray], block: np.ndarray, split: Split) -> None:
     for piece in split(block, (0,) * block.ndim):
         count = math.prod(piece.row_shape)
-        part = tensors[piece.name][piece.of_tensor(slice(piece.row, piece.row + count))]
+        index = piece.of_tensor(slice(piece.row, piece.row + count))
+        part = tensors[piece.name][(..., *index)]  # a view, of a number, too
         if piece.offset:
             piece = piece._replace(view=piece.view.astype(np.float32) - piece.offset)
         if piece.inputs_first:

@@ -4,9 +4,8 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
-from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.mlps import MlpConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,13 +14,16 @@ class LayerConfig:
 
     Attributes:
       norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
+        ``shared``: both read the same norm, and both are added at the end.
+      centred: norms subtract the mean first, as LayerNorm without a bias does.
       residual_scale: what mixer and MLP give is multiplied by it.
     """
 
     mixer: MixerConfig
-    mlp: DenseConfig | ExpertsConfig
-    norms: Literal["before", "after", "both"] = "before"
+    mlp: MlpConfig
+    norms: Literal["before", "after", "both", "shared"] = "before"
     residual_scale: float = 1.0
+    centred: bool = False
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)

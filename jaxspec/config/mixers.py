@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.rope import RopeConfig
+from jaxspec.config.rope import LongRopeScaling, RopeConfig, YarnRopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +15,7 @@ class AttentionConfig:
       window: a token attends to this many latest positions, its own included; None: to all.
       qk_norm: queries and keys are normed before they are rotated: each head by itself, or with
         ``whole_qk_norm`` all query heads as one vector, and all key heads.
+      norm_after_rope: they are rotated before they are normed.
       scale: of the scores; None: 1 / sqrt(head_dim).
       softcap: scores x become softcap * tanh(x / softcap).
       sinks: each query head has a score for attending to nothing (see paged_attention).
@@ -40,6 +41,7 @@ class AttentionConfig:
     fused: bool = False
     gate: Literal["entries", "heads"] | None = None
     interleaved: bool = False
+    norm_after_rope: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
@@ -49,6 +51,12 @@ class AttentionConfig:
                 check_positive(**{name: value})
         if self.whole_qk_norm and not self.qk_norm:
             raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
+        if self.norm_after_rope and (not self.qk_norm or self.whole_qk_norm):
+            raise ValueError("norm_after_rope is for qk_norm of each head by itself")
+        if self.norm_after_rope and isinstance(
+            self.rope.scaling, YarnRopeScaling | LongRopeScaling
+        ):
+            raise ValueError("norm_after_rope: yarn and longrope multiply heads, which is not read")
         if self.gate == "entries" and (self.fused or self.whole_qk_norm):
             raise ValueError("gated attention has projections and norms of each head by itself")
         if self.interleaved and (self.qk_norm or self.gate or self.rope.rotary_dim is not None):

@@ -25,7 +25,20 @@ class DenseConfig:
         check_positive(intermediate_size=self.intermediate_size)
 
 
-def dense_like(mlp: DenseConfig | ExpertsConfig) -> DenseConfig:
+@dataclasses.dataclass(frozen=True)
+class XieluConfig:
+    """An MLP without a gate: down(xIELU(up(x))), whose activation has numbers that are learnt."""
+
+    intermediate_size: int
+
+    def __post_init__(self):
+        check_positive(intermediate_size=self.intermediate_size)
+
+
+MlpConfig = DenseConfig | ExpertsConfig | XieluConfig
+
+
+def dense_like(mlp: MlpConfig) -> DenseConfig:
     """Without biases, and with as many hidden units as a token goes through: for draft heads."""
     size = mlp.active_size if isinstance(mlp, ExpertsConfig) else mlp.intermediate_size
     return DenseConfig(size)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.layer import LayerConfig
 from jaxspec.config.mixers import AttentionConfig, RecurrentConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
@@ -45,6 +44,8 @@ class ModelConfig:
         check_positive(embed_scale=self.embed_scale, logit_divisor=self.logit_divisor)
         if self.logit_softcap is not None:
             check_positive(logit_softcap=self.logit_softcap)
+        if len({layer.centred for layer in self.layers}) > 1:
+            raise ValueError("the norms of all layers subtract the mean, or those of none")
 
     def check_length(self, max_length: int) -> None:
         """Raise ValueError for sequences of more tokens than the model has positions."""
@@ -61,6 +62,11 @@ class ModelConfig:
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state of each row, so that pages do not hold all of a prefix."""
         return any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
+
+    @property
+    def centred(self) -> bool:
+        """Whether norms subtract the mean first, the last one too."""
+        return self.layers[0].centred
 
     def check_tree_depth(self, max_depth: int) -> None:
         """Raise ValueError unless every layer can verify a tree of ``max_depth``."""
@@ -81,11 +87,7 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
     Raises ValueError for a target without such layers.
     """
     layers = ((layer.mixer, layer.mlp) for layer in target.layers)
-    dense = (
-        (mixer, mlp)
-        for mixer, mlp in layers
-        if isinstance(mixer, AttentionConfig) and isinstance(mlp, DenseConfig | ExpertsConfig)
-    )
+    dense = ((mixer, mlp) for mixer, mlp in layers if isinstance(mixer, AttentionConfig))
     mixer, mlp = next(dense, (None, None))
     if mixer is None or mlp is None:
         raise ValueError("the target has no layer of attention and an MLP to take sizes from")

@@ -31,7 +31,7 @@ from jaxspec.models.linear import (
     RoundedRows,
     takes_none,
 )
-from jaxspec.models.norms import norm_all_heads, rms_norm
+from jaxspec.models.norms import layer_norm, norm_all_heads, norms_before_rope, rms_norm
 from jaxspec.models.rope import query_factors, rope_angles
 from jaxspec.parallel import Layout
 from pallas_kernels.activations import Clamp, Limit, units_of
@@ -67,6 +67,7 @@ class ForwardPass:
         rounds alike in all programs that contain it.
       exchange: memory in which devices add up row-parallel products (see
         decoding/all_reduce_buffers.py), or None.
+      centred: norms of hidden states subtract the mean first. No kernel does.
     """
 
     attend: Attend
@@ -77,10 +78,12 @@ class ForwardPass:
     kernels: Kernels
     isolate_blocks: bool = False
     exchange: Array | None = None
+    centred: bool = False
 
     def norm(self, x: Array, weight: Array | None) -> Array:
-        """rms_norm with the model's eps, of hidden states that may be split."""
-        return rms_norm(x, weight, self.eps, self.layout.hidden)
+        """The model's norm, of hidden states that may be split."""
+        norm = layer_norm if self.centred else rms_norm
+        return norm(x, weight, self.eps, self.layout.hidden)
 
     def add_norm(
         self,
@@ -105,7 +108,7 @@ class ForwardPass:
         with jax.named_scope("norm"):
             if self.isolate_blocks:
                 partials = lax.optimization_barrier(partials)
-            if weight is None or self.layout.hidden:  # the kernel's norm is of whole rows
+            if weight is None or self.layout.hidden or self.centred:  # the kernel's: of whole rows
                 total = x + sum_partials(partials, len(x), x.dtype)
                 both = total, followed_by(self.norm(total, weight), beside)
                 return lax.optimization_barrier(both) if self.isolate_blocks else both
@@ -150,7 +153,7 @@ class ForwardPass:
         axes = product.input_axes(self.layout)
         if "reduce_add_rms_norm" not in self.kernels or len(axes) != 1:
             return None
-        if self.layout.hidden or self.layout.tokens:
+        if self.layout.hidden or self.layout.tokens or self.centred:
             return None
         if product.linear.bias is not None or misfit(x, weight, axes[0], self.exchange):
             return None
@@ -192,6 +195,10 @@ class ForwardPass:
         if qk_norm is not None:
             axes = self.layout.axes("kv_heads")
             partials = norm_all_heads(partials[0], qk_norm, self.eps, axes)[None]
+        query_scale = self._query_scale(config.rope)
+        if config.norm_after_rope and q_norm is not None and k_norm is not None:
+            q_norm, weights = norms_before_rope(q_norm, k_norm)
+            k_norm, query_scale = q_norm, weights if query_scale is None else query_scale * weights
         return Heads(
             partials=partials,
             dtype=dtype,
@@ -205,7 +212,7 @@ class ForwardPass:
             softcap=config.softcap,
             sinks=sinks,
             tokens=self.layout.sequence if self.layout.tokens else (),
-            query_scale=self._query_scale(config.rope),
+            query_scale=query_scale,
         )
 
     def _query_scale(self, rope: RopeConfig) -> Array | None:
@@ -264,6 +271,7 @@ def make_pass(
     exchange: Array | None = None,
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers with these configs."""
+    layers = tuple(layers)
     ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
     scalings = dict.fromkeys(rope.query_scaling for rope in ropes if rope.query_scaling)
     angles = [rope_angles(rope, positions) for rope in ropes]
@@ -271,7 +279,9 @@ def make_pass(
         angles = lax.optimization_barrier(angles)
     by_rope = dict(zip(ropes, angles, strict=True))
     factors = {scaling: query_factors(scaling, positions) for scaling in scalings}
-    return ForwardPass(attend, by_rope, factors, eps, layout, kernels, isolate_blocks, exchange)
+    shared = attend, by_rope, factors, eps, layout, kernels
+    centred = any(layer.centred for layer in layers)
+    return ForwardPass(*shared, isolate_blocks, exchange, centred)
 
 
 @jax.named_scope("activation")

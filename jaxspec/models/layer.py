@@ -1,4 +1,7 @@
-"""A transformer layer: a mixer and an MLP, with norms before each, after each, or both."""
+"""A transformer layer: a mixer and an MLP, with norms before each, after each, or both.
+
+The MLP may also read what the mixer reads.
+"""
 
 import functools
 from typing import Any
@@ -9,6 +12,7 @@ from jax import Array
 
 from jaxspec.config.model import LayerConfig
 from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.linear import AnyLinear
 from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
@@ -26,6 +30,7 @@ class Layer(Pytree):
       post_norm: of what the MLP reads.
       mixer_norm, mlp_norm: of what mixer and MLP give.
       residual_scale: what mixer and MLP give is multiplied by it.
+      parallel: the MLP reads what the mixer reads.
       recomputed: a gradient keeps the hidden states around it only, and computes it again.
     """
 
@@ -36,7 +41,13 @@ class Layer(Pytree):
     mixer_norm: Array | None = array("hidden", default=None)
     mlp_norm: Array | None = array("hidden", default=None)
     residual_scale: float = static(default=1.0)
+    parallel: bool = static(default=False)
     recomputed: bool = static(default=False)
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads what the mixer reads, if there is one."""
+        return None if self.parallel else self.mixer.reader
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Layer":
         """The same, with every array replaced by ``tensor_map``'s result for layer ``prefix``.
@@ -76,7 +87,7 @@ def run_layers(
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
-    inputs = [(layer.input_norm, layer.mixer.reader, beside) for layer in layers]
+    inputs = [(layer.input_norm, layer.reader, beside) for layer in layers]
     following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
@@ -103,8 +114,9 @@ def _run_layer(
     """
     mixed, state = layer.mixer(normed, state, step)
     mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-    x, normed = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
-    added = step.scaled(x, layer.mlp(normed, step), layer.mlp_norm, layer.residual_scale)
+    x, after = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
+    units = layer.mlp(normed if layer.parallel else after, step)
+    added = step.scaled(x, units, layer.mlp_norm, layer.residual_scale)
     return *step.add_norm(x, added, *following), state
 
 
@@ -119,13 +131,15 @@ def layer_shape(
 ) -> Layer:
     """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input; ``input_norm``
     False: without a norm of it, whatever the config says."""
-    before, after = config.norms != "after", config.norms != "before"
+    before, after = config.norms != "after", config.norms in ("after", "both")
+    parallel = config.norms == "shared"
     return Layer(
         input_norm=vector(hidden_size, dtype, when=before and input_norm),
         mixer=mixer_shape(config.mixer, hidden_size, dtype, shards, input_size=input_size),
-        post_norm=vector(hidden_size, dtype, when=before),
+        post_norm=vector(hidden_size, dtype, when=before and not parallel),
         mlp=mlp_shape(config.mlp, hidden_size, dtype, shards),
         mixer_norm=vector(hidden_size, dtype, when=after),
         mlp_norm=vector(hidden_size, dtype, when=after),
         residual_scale=config.residual_scale,
+        parallel=parallel,
     )

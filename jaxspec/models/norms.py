@@ -23,6 +23,19 @@ def rms_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Arr
 
 
 @jax.named_scope("norm")
+def layer_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Array:
+    """rms_norm of what is left when the mean over the last dimension is subtracted. No weight:
+    identity."""
+    if weight is None:
+        return x
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    if axes:  # all devices have as many
+        mean = lax.pmean(mean, axes)
+    return rms_norm(wide - mean, weight.astype(jnp.float32), eps, axes).astype(x.dtype)
+
+
+@jax.named_scope("norm")
 def norm_all_heads(qkv: Array, weight: Array, eps: float, axes: Axes) -> Array:
     """The heads [B, T, G, R, D] of a qkv projection, with all queries normed as one vector, and all
     keys as another; values stay.
@@ -41,3 +54,13 @@ def norm_all_heads(qkv: Array, weight: Array, eps: float, axes: Axes) -> Array:
         parts.append((wide[..., part, :] * scale).astype(qkv.dtype))
     normed = jnp.concatenate(parts, axis=-2) * weight
     return jnp.concatenate([normed, qkv[..., -1:, :]], axis=-2)
+
+
+def norms_before_rope(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
+    """What stands for norms [D] of rotated queries and keys: the weight of the norms of both before
+    they are rotated, and float32 [D] that rotated queries are multiplied by.
+
+    A rotation keeps the size of a head, so it may come before or after the division by it, but not
+    after the product with weights. Of these only the product of a query's and a key's counts.
+    """
+    return jnp.ones_like(q_norm), q_norm.astype(jnp.float32) * k_norm.astype(jnp.float32)

@@ -31,6 +31,7 @@ class Piece(NamedTuple):
       inputs_first: the tensor itself is stored as [columns, rows].
       offset: what the view has more than the tensor, in every entry.
       depthwise: the tensor itself is stored as [rows, 1, columns].
+      scalar: the tensor itself has no dimensions, and the view one entry.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Piece(NamedTuple):
     inputs_first: bool = False
     offset: int = 0
     depthwise: bool = False
+    scalar: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -48,6 +50,8 @@ class Piece(NamedTuple):
 
     def of_tensor(self, rows: slice) -> tuple[slice, ...]:
         """Index of ``rows`` and the piece's columns in the tensor."""
+        if self.scalar:
+            return ()
         if self.column is None:
             return (rows,)
         columns = slice(self.column, self.column + self.view.shape[-1])

@@ -1,4 +1,4 @@
-"""Further sources: those of groups of outputs, and those that change another source's layout."""
+"""Further sources: groups of outputs, single numbers, and those that change another's layout."""
 
 import dataclasses
 import itertools
@@ -55,6 +55,26 @@ class Grouped:
             return rows.reshape(*shape[:-1], part.width)
 
         return jnp.concatenate([rows_of(part) for part in self.parts], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """Numbers without dimensions, ``<name>.<kind>``, each as an array [1]."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def split(self, kind: str) -> Split:
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return [Piece(f"{self.name}.{kind}", block, 0, None, scalar=True)]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        return tensors[f"{self.name}.{kind}"].reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

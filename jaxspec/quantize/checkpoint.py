@@ -26,7 +26,7 @@ from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.block_layouts import says_block
-from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.from_config.model import load_model_config, text_family
 from jaxspec.models.json.mtp_names import mtp_tensors
 from jaxspec.models.json.values import read_json
 from jaxspec.models.layer import Layer
@@ -68,6 +68,11 @@ class Checkpoint:
             raise ValueError(f"{directory} is a block drafter, which is not quantized")
         if "vision_config" in self.raw:
             raise ValueError(f"{directory} is a model of text and images, which is not quantized")
+        family = text_family(self.raw)
+        if family is not None and family.renames:
+            raise ValueError(
+                f"{directory} has tensors of other names than Llama's: its family is not quantized"
+            )
         self.stored = scan(directory)
         if any(tensor.file.suffix == ".gguf" for tensor in self.stored.values()):
             raise ValueError(

@@ -84,10 +84,10 @@ class LayerKind:
     def check(self) -> None:
         """Raise ValueError for a layer with projections that SHARED does not have, or without the
         norms that it says stand before them."""
-        if self.norm_offset or self.config.norms != "before":
+        if self.norm_offset or self.config.norms != "before" or self.config.centred:
             raise ValueError(
                 "no method is written for layers with norms other than before mixer and MLP, or "
-                "that multiply by 1 + w"
+                "that multiply by 1 + w or subtract the mean"
             )
         known = {name for shared in SHARED for name in shared.projections}
         if unknown := [name for name in self.names() if name not in known]:

@@ -13,7 +13,7 @@ from jaxspec.evaluation.perplexity import Scores
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
-from jaxspec.models.norms import rms_norm
+from jaxspec.models.norms import layer_norm, rms_norm
 from jaxspec.quantize.checkpoint import Streamed, layer_kinds
 from jaxspec.quantize.compiled import program
 from jaxspec.quantize.layers import LayerKind, on_host, run_layer
@@ -65,7 +65,8 @@ def _nats(ends: Decoder, states: Array, targets: Array, counted: Array) -> Array
 
     def of_row(row: tuple[Array, Array, Array]) -> Array:
         hidden, wanted, kept = row
-        normed = rms_norm(hidden, ends.norm, ends.config.rms_norm_eps)
+        norm = layer_norm if ends.config.centred else rms_norm
+        normed = norm(hidden, ends.norm, ends.config.rms_norm_eps)
         scores = jax.nn.log_softmax(decoder.logits(ends, normed))
         chosen = jnp.take_along_axis(scores, wanted[:, None], axis=-1)[:, 0]
         return -jnp.sum(jnp.where(kept, chosen, 0.0))

@@ -26,7 +26,9 @@ DENSE = tuple(test_family_exactness.CONFIGS)
 EXPERTS = tuple(test_experts.FAMILIES)
 # Layers of other families under other names.
 ALIASES = tuple(alias_checkpoints.VARIANTS)
-BY_POSITION = ("ministral3", "mistral4")  # a factor of queries
+# What no other family has: factors of queries by position, norms after the rotation, MLPs without a
+# gate, mixer and MLP side by side.
+RARE = ("ministral3", "mistral4", "hunyuan", "apertus", "cohere2")
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
@@ -120,7 +122,7 @@ def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
 # applies to all of them.
 CASES = (
     *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
-    *((family, "ngram tree") for family in ("gemma2", "qwen3_next", "lfm2", *BY_POSITION)),
+    *((family, "ngram tree") for family in ("gemma2", "qwen3_next", "lfm2", *RARE)),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "draft_model tree") for family in DENSE),

@@ -115,6 +115,39 @@ def _with_images(vision: dict[str, Any], *, tied: bool = False, **text: Any) -> 
 # The class of the config, and what it has other than SIZES; of text and images, all it has.
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "hunyuan": (
+        transformers.HunYuanDenseV1Config,
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0}
+            | {"factor": 1.0},
+        },
+    ),
+    "apertus": (
+        transformers.ApertusConfig,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "attention_bias": True,
+        },
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "logit_scale": 0.25,
+            "attention_bias": True,
+        },
+    ),
     "ministral3": (transformers.Ministral3Config, {"head_dim": 16, "rope_parameters": YARN}),
     "granite4": (
         transformers.GraniteMoeHybridConfig,

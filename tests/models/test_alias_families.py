@@ -3,6 +3,7 @@
 test_parity.py compares their logits with those of transformers.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoints.checkpoint_files import scan
 from jaxspec.checkpoints.mtp import has_mtp_layers
 from jaxspec.checkpoints.safetensors_io import save_tree
-from jaxspec.config.rope import QueryScaling
+from jaxspec.config.rope import QueryScaling, RopeConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.json.values import read_json
@@ -27,6 +28,9 @@ from tests.helpers.alias_checkpoints import YARN, raw_config
 from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+NARROW_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -83,6 +87,13 @@ def test_mtp_layers_of_other_kinds_are_left_out(name: str, mtp: str, tmp_path: P
 def test_models_of_text_and_images_are_not_quantized(checkpoint):
     with pytest.raises(ValueError, match="is a model of text and images, which is not quantized"):
         Checkpoint(checkpoint("qwen2_5_vl")[0])
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "apertus"])
+def test_families_with_names_of_their_own_are_not_quantized(name: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(raw_config(name)))
+    with pytest.raises(ValueError, match="tensors of other names than Llama's: its family is not"):
+        Checkpoint(tmp_path)
 
 
 def test_a_correction_that_is_missing_is_named(checkpoint, tmp_path: Path):
@@ -144,6 +155,35 @@ def test_factors_of_queries_are_those_of_their_spans():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_alpha_moves_the_base_of_the_rotation():
+    raw = raw_config("hunyuan") | {"head_dim": 128}
+    for alpha, expected in ((1000.0, 1e4 * 1000 ** (128 / 126)), (None, 1e4)):
+        raw["rope_parameters"] = DYNAMIC | {"alpha": alpha}
+        attention = parse_model_config(raw).layers[0].attention
+        assert attention.norm_after_rope and attention.rope == RopeConfig(128, expected)
+
+
+def test_layers_without_windows_of_cohere_do_not_rotate():
+    config = parse_model_config(raw_config("cohere2") | {"layer_types": None})
+    layers = [layer.attention for layer in config.layers]
+    assert [layer.window for layer in layers] == [7, 7, 7]
+    config = parse_model_config(raw_config("cohere2"))
+    layers = [layer.attention for layer in config.layers]
+    assert [(layer.window, layer.rope.rotary_dim) for layer in layers] == [
+        (7, None),
+        (None, 0),
+        (7, None),
+    ]
+    assert config.centred and config.logit_divisor == 4
+
+
+def test_norms_of_some_layers_cannot_be_centred():
+    config = parse_model_config(raw_config("cohere2"))
+    first, *others = config.layers
+    with pytest.raises(ValueError, match="the norms of all layers subtract the mean, or those of"):
+        dataclasses.replace(config, layers=(dataclasses.replace(first, centred=False), *others))
+
+
 def test_a_pattern_of_letters_says_which_layers_have_windows():
     raw = raw_config("exaone4") | {"num_hidden_layers": 8, "sliding_window_pattern": "LLLG"}
     del raw["layer_types"]
@@ -166,6 +206,22 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
             "unknown key 'llama_4_scali",
         ),
         ("seed_oss", {"rope_parameters": YARN}, "unknown key 'llama_4_scaling_beta' (= 0.5)"),
+        ("hunyuan", {"use_cla": True}, "use_cla = True is not supported, only False"),
+        ("hunyuan", {"use_qk_norm": False}, "use_qk_norm = False is not supported, only True"),
+        ("hunyuan", {"rope_parameters": DYNAMIC | {"alpha": "x"}}, "alpha and rope_theta must be"),
+        ("hunyuan", {"rope_parameters": DYNAMIC | {"beta": 1}}, "with alpha: unknown key 'beta'"),
+        (
+            "hunyuan",
+            {"rope_parameters": NARROW_YARN},
+            "norm_after_rope: yarn and longrope multiply",
+        ),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported, only 'xielu'"),
+        ("apertus", {"post_norm": True}, "post_norm = True is not supported, only False"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block = False is not supported"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True is not supported, only False"),
+        ("cohere2", {"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06 is not supported, only None"),
+        ("cohere2", {"layer_switch": 2}, "layer_switch = 2 contradicts sliding_window_pattern"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale must be a number above 0, got 0"),
         ("granite4", {"layer_types": ["mamba"] * 2}, "layers with Mamba are not read"),
         ("granite4", {"num_local_experts": 4}, "num_local_experts must be 0"),
         ("granite4", {"position_embedding_type": "nope"}, "position_embedding_type 'nope' is not"),

@@ -49,6 +49,7 @@ _OF_TRAINING = words(
 )
 # The same of single files.
 UNUSED_IN = {
+    "apertus-8b-instruct": words("hidden_dropout type"),
     "deepseek-v3.2": _INDEXER,
     "ernie-4.5-21b-a3b-pt": words("num_nextn_predict_layers"),  # named as no other MTP layers are
     "glm-5-saved-by-transformers": _INDEXER | {"first_k_dense_replace"},
@@ -58,6 +59,10 @@ UNUSED_IN = {
     ),
     "lfm2-1.2b": _OF_TRAINING,
     "lfm2-350m-saved-by-transformers": _OF_TRAINING,
+    "hunyuan-7b-instruct": words(  # those of its rope beside alpha have no effect
+        """attention_head_dim org_vocab_size cla_share_factor factor beta_fast beta_slow mscale
+        mscale_all_dim"""
+    ),
     "minimax-m2": words("use_mtp num_mtp_modules mtp_transformer_layers"),  # not published
     "ministral-3-8b-instruct": words("type"),  # beside rope_type
     # The latter inside the rope parameters: transformers does not read it there.
@@ -113,6 +118,8 @@ EXPECTED = {
     "qwen3.5-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
     "qwen3.5-35b-a3b": Facts(40, 248320, 262144, 16, 2, 256, "default", (256, 8), recurrent=30),
     "qwen3.6-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
+    "apertus-8b-instruct": Facts(32, 131072, 65536, 32, 8, 128, "llama3"),
+    "command-r7b-12-2024": Facts(32, 256000, 8192, 32, 8, 128, "default", windows=24),
     "deepseek-v3.2": Facts(61, 129280, 2048, 128, 1, 192, "yarn", (256, 8)),
     "dots.llm1.inst": Facts(62, 152064, 32768, 32, 32, 128, "default", (128, 6)),
     "ernie-4.5-0.3b-pt": Facts(18, 103424, 131072, 16, 2, 128, "default"),
@@ -122,6 +129,7 @@ EXPECTED = {
     "glm-5-saved-by-transformers": Facts(78, 154880, 2048, 64, 1, 256, "default", (256, 8)),
     "granite-4.0-micro": Facts(40, 100352, 131072, 40, 8, 64, "default"),
     "hy3-saved-by-transformers": Facts(80, 120832, 131072, 64, 8, 128, "default", (192, 8)),
+    "hunyuan-7b-instruct": Facts(32, 128167, 262144, 32, 8, 128, "default"),
     "kimi-k2-instruct": Facts(61, 163840, 131072, 64, 1, 192, "yarn", (384, 8)),
     "kimi-k2.5": Facts(61, 163840, 262144, 64, 1, 192, "yarn", (384, 8)),
     "lfm2-1.2b": Facts(16, 65536, 128000, 32, 8, 64, "default", recurrent=10),

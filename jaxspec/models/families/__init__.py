@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jaxspec.models.families import (
+    apertus,
+    cohere,
     dense,
     dense_aliases,
     gemma,
+    hunyuan,
     lfm2,
     qwen_hybrid,
     routed,
@@ -48,6 +51,9 @@ FAMILIES: Mapping[str, Family | WithImages] = MappingProxyType(
         "qwen3_5_text": qwen_hybrid.QWEN3_5_TEXT,
         "qwen3_5_moe": qwen_hybrid.QWEN3_5_MOE,
         "qwen3_5_moe_text": qwen_hybrid.QWEN3_5_MOE_TEXT,
+        "hunyuan_v1_dense": hunyuan.HUNYUAN,
+        "apertus": apertus.APERTUS,
+        "cohere2": cohere.COHERE2,
         "seed_oss": dense_aliases.SEED_OSS,
         "ministral3": dense_aliases.MINISTRAL3,
         "granitemoehybrid": dense_aliases.GRANITE4,

@@ -60,10 +60,10 @@ FLAGS = words(
 # other ones.
 NEVER_NULL = words("norm_topk_prob")
 NUMBERS = words(  # above 0
-    """rms_norm_eps query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-    rope_local_base_freq embedding_multiplier logits_scaling residual_multiplier
-    attention_multiplier routed_scaling_factor moe_router_scaling_factor swiglu_alpha
-    swiglu_limit"""
+    """rms_norm_eps layer_norm_eps logit_scale query_pre_attn_scalar attn_logit_softcapping
+    final_logit_softcapping rope_local_base_freq embedding_multiplier logits_scaling
+    residual_multiplier attention_multiplier routed_scaling_factor moe_router_scaling_factor
+    swiglu_alpha swiglu_limit"""
 )
 OPTIONAL = words("attn_logit_softcapping final_logit_softcapping")  # null: there is none
 

@@ -6,15 +6,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.mlps import DenseConfig, MlpConfig, XieluConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.experts import Experts, experts_shape
+from jaxspec.models.mlps.xielu import Xielu, xielu_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Shards
 
-__all__ = ["Dense", "Experts", "Mlp", "mlp_shape"]
+__all__ = ["Dense", "Experts", "Mlp", "Xielu", "mlp_shape"]
 
 
 class Mlp(Protocol):
@@ -36,7 +37,7 @@ class Mlp(Protocol):
 
 
 def mlp_shape(
-    config: DenseConfig | ExpertsConfig,
+    config: MlpConfig,
     hidden_size: int,
     dtype: jnp.dtype,
     shards: Shards = ONE_SHARD,
@@ -50,4 +51,6 @@ def mlp_shape(
             return dense_shape(config, hidden_size, dtype, shards)
         case ExpertsConfig():
             return experts_shape(config, hidden_size, dtype, shards)
+        case XieluConfig():
+            return xielu_shape(config, hidden_size, dtype, shards)
     raise ValueError(f"no MLP is described by {config!r}: add its kind to models/mlps")
