@@ -142,7 +142,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Cohere2Config,
         {
             "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window_pattern": 2,
             "sliding_window": 7,
             "logit_scale": 0.25,
             "attention_bias": True,

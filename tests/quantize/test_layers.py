@@ -73,7 +73,7 @@ def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
     assert (scores.tokens == TOKENS.shape[1] - 1).all()
 
 
-@pytest.mark.parametrize("family", ["gemma2", slow("olmo2"), slow("phi3")])
+@pytest.mark.parametrize("family", ["gemma2", slow("olmo2"), slow("phi3"), slow("cohere2")])
 def test_layers_that_no_method_is_written_for_are_refused(family: str, tmp_path: Path):
     """Their perplexity is that of the model all the same."""
     save_family(tmp_path, family, num_hidden_layers=1)
