@@ -108,7 +108,7 @@ class ForwardPass:
         with jax.named_scope("norm"):
             if self.isolate_blocks:
                 partials = lax.optimization_barrier(partials)
-            if weight is None or self.layout.hidden or self.centred:  # the kernel's: of whole rows
+            if weight is None or self.layout.hidden or self.centred:  # no kernel norms so
                 total = x + sum_partials(partials, len(x), x.dtype)
                 both = total, followed_by(self.norm(total, weight), beside)
                 return lax.optimization_barrier(both) if self.isolate_blocks else both
