@@ -176,8 +176,9 @@ def test_sliding_windows(raw: dict[str, Any], windows: tuple[int | None, ...]):
 )
 def test_biases_and_norms(raw: dict[str, Any], flags: tuple[bool, ...]):
     config = parse_model_config(raw)
-    own = attention(config)
-    assert (own.qkv_bias, own.o_bias, config.layers[0].mlp.bias, own.qk_norm) == flags
+    own, mlp = attention(config), config.layers[0].mlp
+    assert isinstance(mlp, DenseConfig)
+    assert (own.qkv_bias, own.o_bias, mlp.bias, own.qk_norm) == flags
 
 
 def test_stop_tokens_of_both_files(tmp_path: Path):

@@ -50,11 +50,11 @@ class CompiledPrograms:
         """Keys of programs that run without waiting for a compilation."""
         return self.ready | {key for key, future in self.coming.items() if future.done()}
 
-    def stand_in[K: (ReadKey, RoundsKey)](self, key: K) -> K | None:
+    def stand_in[K: ReadKey | RoundsKey](self, key: K) -> K | None:
         """The cheapest program that can run these calls at once; None: there is none."""
         return cheapest(self.runnable(), key)
 
-    def now[K: (ReadKey, RoundsKey)](self, key: K) -> K:
+    def now[K: ReadKey | RoundsKey](self, key: K) -> K:
         """``key``, or what runs instead while another thread compiles it."""
         if self.ask is None or key in self.runnable() or not compiles_alone(key):
             return key
@@ -143,7 +143,8 @@ def is_smaller(key: ReadKey | RoundsKey, stand_in: ReadKey | RoundsKey) -> bool:
     return stand_in.cost > key.cost or stand_in.undrafted != key.undrafted
 
 
-def cheapest[K: (ReadKey, RoundsKey)](keys: Iterable[Any], wanted: K) -> K | None:
+def cheapest[K: ReadKey | RoundsKey](keys: Iterable[Any], wanted: K) -> K | None:
     """The cheapest of these programs that serves the wanted one's calls, itself if it is there."""
-    fitting = [key for key in keys if isinstance(key, type(wanted)) and key.holds(wanted)]
+    kind: type[Any] = type(wanted)
+    fitting = [key for key in keys if isinstance(key, kind) and key.holds(wanted)]
     return min(fitting, key=lambda key: (key != wanted, key.cost, not key.undrafted), default=None)
