@@ -10,6 +10,8 @@ All functions are of B rows, G key heads with r value heads each, and T tokens, 
 whatever its inputs are: it is selected away.
 """
 
+from typing import ClassVar, Self
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,9 +31,30 @@ class DeltaInputs(Pytree):
     g: Array = array("batch", "length", "kv_heads", "group")  # [B, T, G, r], at most 0
     beta: Array = array("batch", "length", "kv_heads", "group")  # [B, T, G, r]
 
-    def where(self, valid: Array) -> "DeltaInputs":
+    has_kernels: ClassVar[bool] = True
+
+    def where(self, valid: Array) -> Self:
         """The same, where tokens that are not ``valid`` [B, T] change nothing."""
         return jax.tree.map(lambda x: select_tokens(valid, x, 0), self)
+
+    def in_chunk(self, s: Array, log_decay: Array) -> Array:
+        """What each of C consecutive tokens writes after S: d [B, G, r, C, Dv] (see chunk_writes).
+        log_decay: [B, G, r, C], since S.
+
+        The triangular system is that of Yang et al., arXiv 2406.06484 (the UT transform).
+        """
+        beta, v = self.beta.transpose(0, 2, 3, 1), self.v.transpose(0, 2, 3, 1, 4)
+        gram = einsum("bigd,bjgd->bgij", self.k, self.k)[:, :, None]
+        before = jnp.tri(gram.shape[-1], k=-1, dtype=bool)
+        system = beta[..., None] * decays(log_decay, before) * gram
+        from_s = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", self.k, s)
+        return einsum("bgrij,bgrje->bgrie", _inverse(system), beta[..., None] * (v - from_s))
+
+    def in_tree(self, held: Array) -> Array:
+        """What each of a tree's nodes writes, where the decayed state has ``held`` [B, G, r, N, Dv]
+        at its key."""
+        beta, v = self.beta.transpose(0, 2, 3, 1), self.v.transpose(0, 2, 3, 1, 4)
+        return beta[..., None] * (v - held)
 
     @property
     def tokens(self) -> Tokens:
@@ -54,10 +77,10 @@ def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
         q, token_input = token
         s = jnp.exp(token_input.g)[..., None, None] * s
         written = token_input.beta[..., None] * (
-            token_input.v - _einsum("bgd,bgred->bgre", token_input.k, s)
+            token_input.v - einsum("bgd,bgred->bgre", token_input.k, s)
         )
         s = s + written[..., None] * token_input.k[:, :, None, None, :]
-        return s, _einsum("bgd,bgred->bgre", q, s)
+        return s, einsum("bgd,bgred->bgre", q, s)
 
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, inputs))
     s, out = lax.scan(step, s, first)
@@ -71,19 +94,11 @@ def chunk_writes(s: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     alike.
 
     Returns d [B, G, r, C, Dv], so that S after token i is the sum of k_j d_j^T over j <= i, each
-    decayed, plus the decayed S; and log decays [B, G, r, C]. The triangular system is that of Yang
-    et al., arXiv 2406.06484 (the UT transform).
+    decayed, plus the decayed S; and log decays [B, G, r, C].
     """
     s, inputs = lax.optimization_barrier((s, inputs))
     log_decay = jnp.cumsum(inputs.g, axis=1).transpose(0, 2, 3, 1)
-    beta, v = inputs.beta.transpose(0, 2, 3, 1), inputs.v.transpose(0, 2, 3, 1, 4)
-    gram = _einsum("bigd,bjgd->bgij", inputs.k, inputs.k)[:, :, None]
-    size = gram.shape[-1]
-    before = jnp.tri(size, k=-1, dtype=bool)
-    system = beta[..., None] * _decays(log_decay, before) * gram
-    from_s = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgred->bgrie", inputs.k, s)
-    writes = _einsum("bgrij,bgrje->bgrie", _inverse(system), beta[..., None] * (v - from_s))
-    return lax.optimization_barrier((writes, log_decay))
+    return lax.optimization_barrier((inputs.in_chunk(s, log_decay), log_decay))
 
 
 def fold(s: Array, inputs: DeltaInputs) -> Array:
@@ -97,10 +112,10 @@ def chunk(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     after them, the same as fold's."""
     writes, log_decay = chunk_writes(s, inputs)
     size = q.shape[1]
-    scores = _einsum("bigd,bjgd->bgij", q, inputs.k)[:, :, None]
-    scores = scores * _decays(log_decay, jnp.tri(size, dtype=bool))
-    out = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgred->bgrie", q, s)
-    out = out + _einsum("bgrij,bgrje->bgrie", scores, writes)
+    scores = einsum("bigd,bjgd->bgij", q, inputs.k)[:, :, None]
+    scores = scores * decays(log_decay, jnp.tri(size, dtype=bool))
+    out = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", q, s)
+    out = out + einsum("bgrij,bgrje->bgrie", scores, writes)
     return out.transpose(0, 3, 1, 2, 4), _after_chunk(s, inputs, writes, log_decay)
 
 
@@ -127,26 +142,26 @@ def sequences(q: Array, inputs: DeltaInputs) -> Array:
     log_decay = jnp.cumsum(jnp.moveaxis(chunks(inputs.g), 3, 4), axis=-1)  # [m, B, G, r, C]
     decay, total = jnp.exp(log_decay)[..., None], log_decay[..., -1:]
     by_head = k[:, :, :, None]
-    gram = _einsum("mbgid,mbgjd->mbgij", k, k)[:, :, :, None]
-    system = beta * _decays(log_decay, jnp.tri(size, k=-1, dtype=bool)) * gram
+    gram = einsum("mbgid,mbgjd->mbgij", k, k)[:, :, :, None]
+    system = beta * decays(log_decay, jnp.tri(size, k=-1, dtype=bool)) * gram
     inverse = _differentiable_inverse(system)
-    of_values = _einsum("mbgrij,mbgrje->mbgrie", inverse, beta * v)
-    of_state = _einsum("mbgrij,mbgrjd->mbgrid", inverse, beta * decay * by_head)
+    of_values = einsum("mbgrij,mbgrje->mbgrie", inverse, beta * v)
+    of_state = einsum("mbgrij,mbgrjd->mbgrid", inverse, beta * decay * by_head)
     kept = jnp.exp(total - log_decay)[..., None] * by_head
 
     def step(s: Array, part: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         """``s`` [B, G, r, Dk, Dv], not transposed here."""
         of_values, of_state, kept, total = part
-        writes = of_values - _einsum("bgrid,bgrde->bgrie", of_state, s)
-        after = jnp.exp(total)[..., None] * s + _einsum("bgrid,bgrie->bgrde", kept, writes)
+        writes = of_values - einsum("bgrid,bgrde->bgrie", of_state, s)
+        after = jnp.exp(total)[..., None] * s + einsum("bgrid,bgrie->bgrde", kept, writes)
         return after, (s, writes)
 
     empty = jnp.zeros((*v.shape[1:4], k.shape[-1], v.shape[-1]), v.dtype)
     _, (s, writes) = lax.scan(step, empty, (of_values, of_state, kept, total))
-    scores = _einsum("mbgid,mbgjd->mbgij", q, k)[:, :, :, None]
-    scores = scores * _decays(log_decay, jnp.tri(size, dtype=bool))
-    out = decay * _einsum("mbgid,mbgrde->mbgrie", q, s)
-    out = out + _einsum("mbgrij,mbgrje->mbgrie", scores, writes)
+    scores = einsum("mbgid,mbgjd->mbgij", q, k)[:, :, :, None]
+    scores = scores * decays(log_decay, jnp.tri(size, dtype=bool))
+    out = decay * einsum("mbgid,mbgrde->mbgrie", q, s)
+    out = out + einsum("mbgrij,mbgrje->mbgrie", scores, writes)
     out = out.transpose(1, 0, 4, 2, 3, 5)  # [B, m, C, G, r, Dv]
     return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
 
@@ -176,8 +191,7 @@ def tree(
     """
     readers = jnp.stack([nodes.k, q], axis=1)  # [B, 2, N, G, Dk]
     read = _after_window(s, window, readers)
-    gram = _einsum("bxigd,bjgd->bgxij", readers, nodes.k)[:, :, None]  # [B, G, 1, 2, N, N]
-    v, beta = nodes.v.transpose(0, 2, 3, 1, 4), nodes.beta.transpose(0, 2, 3, 1)
+    gram = einsum("bxigd,bjgd->bgxij", readers, nodes.k)[:, :, None]  # [B, G, 1, 2, N, N]
     decay = jnp.exp(nodes.g).transpose(0, 2, 3, 1)  # [B, G, r, N]
 
     def step(level: Array, read: Array) -> Array:
@@ -185,7 +199,7 @@ def tree(
         at_level = ancestors & (depth == level)[:, None, :]
         node = jnp.argmax(at_level, axis=-1)  # [B, N]
         node_decay = _at(decay, node)[..., None]
-        writes = beta[..., None] * (v - decay[..., None] * read[..., 0, :, :])
+        writes = nodes.in_tree(decay[..., None] * read[..., 0, :, :])
         written = jnp.take_along_axis(writes, node[:, None, None, :, None], axis=-2)
         product = jnp.take_along_axis(gram, node[:, None, None, None, :, None], axis=-1)
         after = node_decay[..., None, :, :] * read + product * written[..., None, :, :]
@@ -204,9 +218,9 @@ def _after_window(s: Array, window: DeltaInputs, readers: Array) -> Array:
     writes, log_decay = chunk_writes(s, window)
     total = log_decay[..., -1:]
     kept = jnp.exp(total - log_decay)[..., None] * writes
-    scores = _einsum("bxigd,bjgd->bgxij", readers, window.k)
-    from_s = _einsum("bxigd,bgred->bgrxie", readers, s)
-    from_window = _einsum("bgxij,bgrje->bgrxie", scores, kept)
+    scores = einsum("bxigd,bjgd->bgxij", readers, window.k)
+    from_s = einsum("bxigd,bgred->bgrxie", readers, s)
+    from_window = einsum("bgxij,bgrje->bgrxie", scores, kept)
     return jnp.exp(total)[..., None, None] * from_s + from_window
 
 
@@ -222,8 +236,8 @@ def _inverse(below: Array) -> Array:
     while block < size:
         block_of = place // block
         pair = (block_of[:, None] == block_of + 1) & (block_of % 2 == 0)
-        between = _einsum("...ij,...jk->...ik", result, jnp.where(pair, below, 0))
-        result = result - _einsum("...ij,...jk->...ik", between, result)
+        between = einsum("...ij,...jk->...ik", result, jnp.where(pair, below, 0))
+        result = result - einsum("...ij,...jk->...ik", between, result)
         block *= 2
     return result
 
@@ -241,8 +255,8 @@ def _inverse_forward(below: Array) -> tuple[Array, Array]:
 
 def _inverse_backward(result: Array, cotangent: Array) -> tuple[Array]:
     """From M = (I + L)^-1 follows dM = -M dL M."""
-    left = _einsum("...ji,...jk->...ik", result, cotangent)
-    return (jnp.tril(-_einsum("...ij,...kj->...ik", left, result), -1),)
+    left = einsum("...ji,...jk->...ik", result, cotangent)
+    return (jnp.tril(-einsum("...ij,...kj->...ik", left, result), -1),)
 
 
 _differentiable_inverse.defvjp(_inverse_forward, _inverse_backward)
@@ -252,11 +266,11 @@ def _after_chunk(s: Array, inputs: DeltaInputs, writes: Array, log_decay: Array)
     s, k, writes, log_decay = lax.optimization_barrier((s, inputs.k, writes, log_decay))
     total = log_decay[..., -1:]
     kept = jnp.exp(total - log_decay)[..., None] * writes
-    after = jnp.exp(total)[..., None] * s + _einsum("bjgd,bgrje->bgred", k, kept)
+    after = jnp.exp(total)[..., None] * s + einsum("bjgd,bgrje->bgred", k, kept)
     return lax.optimization_barrier(after)
 
 
-def _decays(log_decay: Array, seen: Array) -> Array:
+def decays(log_decay: Array, seen: Array) -> Array:
     """Decay from token j to token i, 0 where j is not ``seen`` [C, C] by i: [..., C, C]."""
     difference = log_decay[..., :, None] - log_decay[..., None, :]
     return jnp.where(seen, jnp.exp(jnp.where(seen, difference, 0)), 0)
@@ -267,5 +281,6 @@ def _at(x: Array, node: Array) -> Array:
     return jnp.take_along_axis(x, node[:, None, None, :], axis=-1)
 
 
-def _einsum(equation: str, a: Array, b: Array) -> Array:
+def einsum(equation: str, a: Array, b: Array) -> Array:
+    """The product of two arrays in the precision of float32."""
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)

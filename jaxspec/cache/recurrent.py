@@ -1,4 +1,4 @@
-"""The state of a recurrent layer with the gated delta rule, an entry per row.
+"""The state of a recurrent layer with the gated delta rule, or of Mamba-2, an entry per row.
 
 Kept are a checkpoint of the recurrence and the inputs of the tokens after it. A tree is verified
 from both in one pass (delta_rule.tree), and its inputs wait for the commit, which appends those of
@@ -42,7 +42,8 @@ class DeltaNodes(Pytree):
 
 @pytree
 class DeltaState(Pytree):
-    """The LayerState of a gated delta rule: R rows, G key heads with r value heads each.
+    """The LayerState of a recurrence: R rows, G key heads with r value heads each. All tokens do
+    the same kind of thing to the state: DeltaInputs, or those of state_space.
 
     Attributes:
       s: the state after the last multiple of C tokens, float32.
@@ -66,6 +67,7 @@ class DeltaState(Pytree):
         folded: int,
         dtype: jnp.dtype,
         layout: Layout,
+        kind: type[DeltaInputs] = DeltaInputs,
     ) -> Self:
         """Rows without tokens.
 
@@ -74,13 +76,14 @@ class DeltaState(Pytree):
           taps: K, the width of the convolution.
           folded: C, the tokens that are folded into the state at once.
           dtype: of the convolution's inputs.
+          kind: what tokens do to the state.
         """
         groups, values, k_dim, v_dim = heads
         rows, wide = geometry.num_rows, jnp.dtype(jnp.float32)
         struct: Any = jax.ShapeDtypeStruct
         shapes = cls(
             s=struct((rows, groups, values, v_dim, k_dim), wide),
-            window=DeltaInputs(
+            window=kind(
                 k=struct((rows, folded, groups, k_dim), wide),
                 v=struct((rows, folded, groups, values, v_dim), wide),
                 g=struct((rows, folded, groups, values), wide),
@@ -139,7 +142,7 @@ class DeltaState(Pytree):
         self, operation: str, kernels: Kernels, num_nodes: int = 1, longest_path: int = 1
     ) -> bool:
         fits = misfit(self.s, self.folded, num_nodes, longest_path) is None
-        return fits and operation in kernels
+        return self.window.has_kernels and fits and operation in kernels
 
     def read_run(
         self,

@@ -87,7 +87,8 @@ class LimitedSwiglu:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
-    """Names of a checkpoint's modules inside a layer."""
+    """Names of a checkpoint's modules inside a layer. ``shared`` empty: projections of the shared
+    expert are in ``block`` itself."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -108,6 +109,7 @@ class ExpertsConfig:
       shared_gate: its output is multiplied by a sigmoid of the token.
       activation: of the experts; None: SwiGLU.
       shared_activation: of the shared expert.
+      shared_fused: checkpoints have its gate and up projections in one tensor, ``gate_up_proj``.
       bias: of the experts' projections.
       names, fused: what a checkpoint calls the weights. ``fused`` None: each expert has tensors of
         its own.
@@ -119,6 +121,7 @@ class ExpertsConfig:
     shared_gate: bool = False
     activation: ClampedSwiglu | LimitedSwiglu | None = None
     shared_activation: LimitedSwiglu | None = None
+    shared_fused: bool = False
     bias: bool = False
     names: ExpertNames = ExpertNames()
     fused: Fused | None = None
@@ -127,7 +130,7 @@ class ExpertsConfig:
         check_positive(intermediate_size=self.intermediate_size)
         if self.shared_size < 0:
             raise ValueError(f"shared_size must be 0 or above, got {self.shared_size}")
-        for name in ("shared_gate", "shared_activation"):
+        for name in ("shared_gate", "shared_activation", "shared_fused"):
             if getattr(self, name) and not self.shared_size:
                 raise ValueError(f"{name} needs a shared expert")
 

@@ -234,6 +234,59 @@ class ShortConvConfig:
         """Trees of any depth."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2 (arXiv 2405.21060): a state that decays and to which tokens add.
+
+    Heads of a group share what the state is written at and read by.
+
+    Attributes:
+      state_dim, head_dim: N and P, the sizes of a head's state.
+      taps: width of the convolution before it. ``taps_bias``: it has a bias.
+      bias: of both projections.
+      folded: tokens that are folded into the state at once (see cache/recurrent.py).
+    """
+
+    num_groups: int
+    num_heads: int
+    state_dim: int
+    head_dim: int
+    taps: int = 4
+    taps_bias: bool = True
+    bias: bool = False
+    folded: int = 32
+
+    def __post_init__(self):
+        check_positive(num_groups=self.num_groups, num_heads=self.num_heads, folded=self.folded)
+        check_positive(state_dim=self.state_dim, head_dim=self.head_dim)
+        if self.taps < 2:
+            raise ValueError(f"taps must be at least 2, got {self.taps}")
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_groups ({self.num_groups})"
+            )
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_groups
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return (
+            f"a recurrence with {self.num_heads} heads of {self.head_dim} and states of "
+            f"{self.state_dim}"
+        )
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """None: positions do not matter."""
+        return ()
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Trees of any depth."""
+
+
 # Mixers that keep a state of each row, and nothing in pages.
-RecurrentConfig = GatedDeltaConfig | ShortConvConfig
+RecurrentConfig = GatedDeltaConfig | Mamba2Config | ShortConvConfig
 MixerConfig = AttentionConfig | LatentConfig | RecurrentConfig

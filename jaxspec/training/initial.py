@@ -86,7 +86,7 @@ def _initial(
         steps = np.exp(generator.uniform(math.log(STEP_SIZES[0]), math.log(STEP_SIZES[1]), size))
         return jnp.asarray(np.log(np.expm1(steps)), jnp.float32)
     if name not in MATRICES:
-        return jnp.asarray(np.full(size, "norm" in name, np.float32))
+        return jnp.asarray(np.full(size, "norm" in name or name == "skip", np.float32))
     scale = EMBEDDING_SCALE if name == "embed" else fan_in**-0.5
     if name in RESIDUAL_OUTPUTS:
         scale *= (2 * num_layers) ** -0.5

@@ -13,7 +13,7 @@ from jaxspec.training.precision import Attention, ComputeDtype
 
 MATRICES = frozenset(
     {"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc", "qkvz", "ba", "router", "shared_gate"}
-    | {"bcx"}  # of short convolutions
+    | {"bcx", "cbxzt"}  # of short convolutions, of Mamba-2
     | {"gate", "before", "after"}  # of a Markov head
 )
 

@@ -17,7 +17,7 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.mixers import GatedDeltaConfig, Mamba2Config
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import NGramDrafter
@@ -78,8 +78,16 @@ LFM2_MOE = {name: value for name, value in LFM2.items() if not name.startswith("
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 16,
 }
-WITHOUT_MTP = ("lfm2", "lfm2_moe")
+BAMBA = {
+    "attn_layer_indices": [1],
+    "mamba_n_groups": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_d_head": 8,
+}
+WITHOUT_MTP = ("bamba", "lfm2", "lfm2_moe")
 CONFIGS = {
+    "bamba": BAMBA,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
@@ -104,7 +112,7 @@ def target(family: str) -> Decoder:
     model = random_expert_target(parse_model_config(raw_config(family)))
 
     def slower(layer: Any) -> Any:
-        if not isinstance(layer.mixer.config, GatedDeltaConfig):
+        if not isinstance(layer.mixer.config, GatedDeltaConfig | Mamba2Config):
             return layer
         return layer.replace(mixer=layer.mixer.replace(a_log=layer.mixer.a_log - 2))
 
@@ -182,6 +190,8 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("qwen3_next", "ngram+mtp", TREE),
         slow("qwen3_5_text", "mtp:before", CHAIN),
         slow("qwen3_5_moe_text", "ngram", TREE),
+        slow("bamba", "ngram", CHAIN),
+        slow("bamba", "ngram", TREE),
         slow("lfm2", "ngram", CHAIN),
         slow("lfm2", "ngram", TREE),
         slow("lfm2_moe", "ngram", TREE),
@@ -200,6 +210,7 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
         ("qwen3_next", "ngram", CHAIN),
         ("qwen3_next", "mtp", CHAIN),
         ("qwen3_next", "mtp", TREE),
+        ("bamba", "ngram", TREE),
         ("lfm2", "none", CHAIN),
         ("lfm2", "ngram", TREE),
     ],
@@ -225,6 +236,9 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("qwen3_5_text", {"tensor_parallel": 4}, TREE),
         slow("qwen3_5_moe_text", {"tensor_parallel": 2}, TREE),
         slow("qwen3_5_moe_text", {"tensor_parallel": 4}, CHAIN),
+        slow("bamba", {"tensor_parallel": 2}, TREE),
+        slow("bamba", {"tensor_parallel": 4}, CHAIN),
+        slow("bamba", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
         slow("lfm2", {"tensor_parallel": 4}, CHAIN),
         slow("lfm2", {"tensor_parallel": (2, 2)}, TREE),
@@ -262,7 +276,8 @@ def test_caches_of_eight_bits(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "drafters"), [("qwen3_5_text", ("mtp", "ngram")), ("lfm2", ("ngram",))]
+    ("family", "drafters"),
+    [("qwen3_5_text", ("mtp", "ngram")), ("bamba", ("ngram",)), ("lfm2", ("ngram",))],
 )
 def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: tuple[str, ...]):
     """Plain with one row, then drafted with three."""
@@ -276,7 +291,7 @@ def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
 def test_the_recurrences_matter(checkpoint, family: str):
     """Else the other tests would test little."""
     whole = target(family)

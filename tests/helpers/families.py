@@ -32,6 +32,7 @@ WIDE_YARN = YARN | {
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 7}
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24}
 GLM = {
     "head_dim": 32,
     "n_routed_experts": 16,  # 4 in a group, of which the best two count
@@ -206,6 +207,43 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "bamba": (
+        transformers.BambaConfig,
+        MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_groups": 2},
+    ),
+    "bamba-biases": (
+        transformers.BambaConfig,
+        MAMBA
+        | {"attn_layer_indices": [0], "mamba_proj_bias": True, "mamba_conv_bias": False}
+        | {"mamba_n_groups": 1, "mamba_d_conv": 3, "attention_bias": True, "mlp_bias": True},
+    ),
+    "granite4-experts": (
+        transformers.GraniteMoeHybridConfig,
+        MAMBA
+        | {
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 96,
+            "residual_multiplier": 0.3,
+        },
+    ),
+    "granite4-mamba": (
+        transformers.GraniteMoeHybridConfig,
+        MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_n_groups": 1,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": None,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.4,
+        },
+    ),
     **hybrid_checkpoints.VARIANTS,
     **alias_checkpoints.VARIANTS,
 }
@@ -219,4 +257,6 @@ def save_family(directory: Path, name: str, **changes: Any) -> Path:
         return alias_checkpoints.save_alias(directory, name, **changes)
     kind, own = VARIANTS[name]
     sizes = TINY | {"num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
-    return save_random_model(directory, kind(**sizes | own | changes))
+    save_random_model(directory, kind(**sizes | own | changes))
+    recurrent = own.items() >= MAMBA.items()
+    return hybrid_checkpoints.forgetting_slowly(directory) if recurrent else directory

@@ -62,6 +62,11 @@ def save_hybrid(directory: Path, name: str, **overrides: Any) -> Path:
     """A checkpoint of a variant. Norms, decays and biases are random; states forget slowly."""
     kind, own = VARIANTS[name]
     save_random_model(directory, kind(**TINY | HYBRID | own | overrides))
+    return forgetting_slowly(directory)
+
+
+def forgetting_slowly(directory: Path) -> Path:
+    """The checkpoint in a directory, whose random recurrences would forget each token at once."""
     tensors, raw = contents(directory)
     for tensor, value in tensors.items():
         if tensor.endswith("A_log"):

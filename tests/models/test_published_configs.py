@@ -57,6 +57,9 @@ UNUSED_IN = {
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
     ),
+    "bamba-9b": words("mamba_chunk_size num_logits_to_keep use_mamba_kernels"),
+    "granite-4.0-h-tiny": words("mamba_chunk_size init_method"),
+    "granite-4.0-h-350m": words("mamba_chunk_size init_method num_experts_per_tok"),
     "lfm2-1.2b": _OF_TRAINING,
     "lfm2-350m-saved-by-transformers": _OF_TRAINING,
     "hunyuan-7b-instruct": words(  # those of its rope beside alpha have no effect
@@ -127,6 +130,9 @@ EXPECTED = {
     "exaone-4.0-32b": Facts(64, 102400, 131072, 40, 8, 128, "default", windows=48),
     "glm-4.7-flash": Facts(47, 154880, 202752, 20, 1, 256, "default", (64, 4)),
     "glm-5-saved-by-transformers": Facts(78, 154880, 2048, 64, 1, 256, "default", (256, 8)),
+    "bamba-9b": Facts(32, 128256, 262144, 32, 8, 128, "default", recurrent=29),
+    "granite-4.0-h-tiny": Facts(40, 100352, 131072, 12, 4, 128, "default", (64, 6), recurrent=36),
+    "granite-4.0-h-350m": Facts(32, 100352, 32768, 12, 4, 64, "default", recurrent=28),
     "granite-4.0-micro": Facts(40, 100352, 131072, 40, 8, 64, "default"),
     "hy3-saved-by-transformers": Facts(80, 120832, 131072, 64, 8, 128, "default", (192, 8)),
     "hunyuan-7b-instruct": Facts(32, 128167, 262144, 32, 8, 128, "default"),

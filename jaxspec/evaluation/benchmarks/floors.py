@@ -20,7 +20,7 @@ from jaxspec.evaluation.benchmarks.chosen_experts import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention, ShortConv
+from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import WHOLE
@@ -117,7 +117,7 @@ def _state_bytes(model: Decoder, committed: float) -> int:
 def _moved(mixer: Any, committed: float) -> float:
     """Inputs of a short convolution are read and written. Other mixers keep nothing in rows."""
     match mixer:
-        case GatedDelta():
+        case GatedDelta() | Mamba2():
             return _moved_by_delta(mixer, committed)
         case ShortConv():
             taps, channels = mixer.taps.sharding.shard_shape(mixer.taps.shape)
@@ -125,7 +125,7 @@ def _moved(mixer: Any, committed: float) -> float:
     return 0
 
 
-def _moved_by_delta(mixer: GatedDelta, committed: float) -> float:
+def _moved_by_delta(mixer: GatedDelta | Mamba2, committed: float) -> float:
     """The state is read once, and written when as many tokens as its window holds are folded into
     it. Of the window half is read, and what is committed is written. The convolution's last inputs
     are read and written."""
@@ -135,12 +135,13 @@ def _moved_by_delta(mixer: GatedDelta, committed: float) -> float:
         for part in (state.s, state.window, state.channels)
     )
     folds = committed / mixer.config.folded
-    share = _local_heads(mixer.qkvz) / mixer.config.num_key_heads
+    groups = mixer.taps.shape[1]
+    share = mixer.taps.sharding.shard_shape(mixer.taps.shape)[1] / groups
     return share * (s * (1 + folds) + window * (0.5 + folds) + 2 * channels)
 
 
 def _local_heads(qkv: Any) -> int:
-    """KV heads of a device, or key heads."""
+    """KV heads of a device."""
     if isinstance(qkv, GroupedLinear | Float8Linear):
         return qkv.values.sharding.shard_shape(qkv.values.shape)[0]
     return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]

@@ -1,16 +1,15 @@
 """Families without experts whose layers are those of others under other names.
 
-They are Seed-OSS, the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, Ministral 3, Granite 4
-without recurrent layers, ERNIE 4.5 and EXAONE 4. A family here is a row: what it is like,
+They are Seed-OSS, the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, Ministral 3, ERNIE 4.5
+and EXAONE 4. A family here is a row: what it is like,
 transformers' defaults of absent keys, and what is rewritten.
 """
 
 import dataclasses
 
 from jaxspec.config.mixers import AttentionConfig
-from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.models.families.dense import GRANITE, MISTRAL, QWEN2, QWEN3, read_granite
+from jaxspec.models.families.dense import MISTRAL, QWEN2, QWEN3
 from jaxspec.models.families.family import Family, Keys, attention_of, dense_of, model_of, sizes
 from jaxspec.models.families.rope import (
     BETA_INSIDE,
@@ -70,58 +69,6 @@ MINISTRAL3 = Family(
     | {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, **SCALES_QUERIES},
     fixed=BETA_INSIDE,
     rewrite=lambda raw: with_scaled_queries(raw, factor=16.0, original=16384, theta=1e6),
-)
-
-
-def _only_attention(raw: Keys) -> Keys:
-    """Granite 4's config, where all layers have attention and none has experts.
-
-    Raises ValueError for other layers.
-    """
-    kinds = raw.get("layer_types", raw.get("layers_block_type"))
-    known = ("attention", FULL)
-    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        raise ValueError(
-            f"layer_types = {shown(kinds)} is not supported, only a list of {known[0]!r}: layers "
-            "with Mamba are not read"
-        )
-    if raw.get("num_local_experts", 8) != 0:
-        raise ValueError("num_local_experts must be 0: Granite 4 with experts is not read")
-    if raw.get("position_embedding_type") not in (None, "rope"):
-        given = shown(raw["position_embedding_type"])
-        raise ValueError(f"position_embedding_type {given} is not supported, only 'rope' or null")
-    return raw
-
-
-def _read_granite4(hf: Keys) -> ModelConfig:
-    mlp = DenseConfig(hf["shared_intermediate_size"], fused=True)
-
-    def changed(layer: LayerConfig) -> LayerConfig:
-        mixer = layer.mixer
-        assert isinstance(mixer, AttentionConfig)
-        if hf["position_embedding_type"] is None:
-            mixer = dataclasses.replace(mixer, rope=without_rope(mixer.rope))
-        return dataclasses.replace(layer, mixer=mixer, mlp=mlp)
-
-    return read_granite(hf).map_layers(changed)
-
-
-GRANITE4 = Family(
-    "GraniteMoeHybridForCausalLM",
-    _read_granite4,
-    keys=words(
-        """attention_bias layer_types layers_block_type num_local_experts num_experts_per_tok
-        mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand
-        mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit init_method"""
-    ),
-    defaults=dict(GRANITE.defaults)
-    | {"shared_intermediate_size": 1024, "position_embedding_type": None},
-    fixed={"normalization_function": (None, "rmsnorm")},
-    rewrite=_only_attention,
-    renames=(
-        (r"\.shared_mlp\.input_linear\.", ".mlp.gate_up_proj."),
-        (r"\.shared_mlp\.output_linear\.", ".mlp.down_proj."),
-    ),
 )
 
 

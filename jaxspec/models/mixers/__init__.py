@@ -10,6 +10,7 @@ from jaxspec.config.mixers import (
     AttentionConfig,
     GatedDeltaConfig,
     LatentConfig,
+    Mamba2Config,
     MixerConfig,
     ShortConvConfig,
 )
@@ -18,11 +19,20 @@ from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
+from jaxspec.models.mixers.mamba2 import Mamba2, mamba2_shape
 from jaxspec.models.mixers.short_conv import ShortConv, short_conv_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
-__all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "ShortConv", "mixer_shape"]
+__all__ = [
+    "Attention",
+    "GatedDelta",
+    "LatentAttention",
+    "Mamba2",
+    "Mixer",
+    "ShortConv",
+    "mixer_shape",
+]
 
 
 class Mixer(Protocol):
@@ -70,6 +80,8 @@ def mixer_shape(
                 raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "
                     "layers of another kind")  # fmt: skip
             return latent_shape(config, hidden_size, dtype, shards)
+        case Mamba2Config():
+            return mamba2_shape(config, hidden_size, dtype, shards, input_size or hidden_size)
         case ShortConvConfig():
             return short_conv_shape(config, hidden_size, dtype, shards, input_size=input_size)
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")

@@ -8,10 +8,9 @@ from jaxspec.cache import Geometry
 from jaxspec.cache.delta_rule import DeltaInputs, sequences
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.mixers import GatedDeltaConfig
-from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import check_whole_sequences, tree_of
+from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
@@ -57,14 +56,12 @@ class GatedDelta(Pytree):
         """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
         the tokens are sequences of their own, of which nothing is kept."""
         channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
-        where, rows_state, ancestors, depth = step.attend, state, None, None
-        rows = jnp.arange(batch)
-        if rows_state is None:
+        if state is None:
+            where = RowsOfPass.whole(batch, size)
             rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
         else:
-            assert isinstance(where, PagedAttend), "states belong to paged passes"
-            rows, (ancestors, depth) = where.rows, tree_of(where, size)
-        convolved = rows_state.convolved(rows, channels, self.taps, ancestors, depth)
+            where, rows_state = RowsOfPass.of(step.attend, size), state
+        convolved = where.convolved(rows_state, channels, self.taps)
         q, k, v = self._split(jax.nn.silu(convolved))
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
         rate = jnp.exp(self.a_log)
@@ -76,12 +73,9 @@ class GatedDelta(Pytree):
         )
         q = _unit(q) / self.config.key_dim**0.5
         new = DeltaNodes(inputs=inputs, channels=channels)
-        if not isinstance(where, PagedAttend) or state is None:
+        if state is None:
             return sequences(q, inputs), None
-        lens, counts = where.context_lens, where.kv_lens - where.context_lens
-        if ancestors is not None and depth is not None:
-            return rows_state.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
-        return rows_state.read_run(rows, lens, counts, q, new, step.kernels)
+        return where.read(state, q, new, step.kernels)
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:
         """Queries and keys [B, T, G, Dk] and values [B, T, G, r, Dv]."""

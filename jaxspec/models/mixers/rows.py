@@ -1,10 +1,14 @@
 """What mixers share that keep a state of each row and nothing in pages."""
 
+from typing import Any, NamedTuple, Self
+
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.models.attention import PagedAttend
 from jaxspec.parallel import Layout
+from pallas_kernels.selection import Kernels
 
 
 def check_whole_sequences(layout: Layout) -> None:
@@ -13,10 +17,50 @@ def check_whole_sequences(layout: Layout) -> None:
         raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
 
 
-def tree_of(where: PagedAttend, size: int) -> tuple[Array | None, Array | None]:
-    """The ancestors, bool [B, N, N], and depths [B, N] of a tree's nodes; None for a run."""
-    if where.ancestors is None:
-        return None, None
-    bits = (where.ancestors[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    mask = bits.reshape(*where.ancestors.shape[:-1], -1)[..., :size] == 1
-    return mask, where.positions - where.context_lens[:, None]
+class RowsOfPass(NamedTuple):
+    """A pass of T consecutive tokens, or of a tree's nodes, over the states of B rows.
+
+    Attributes:
+      rows: [B] index of each in the states.
+      lens: [B] committed tokens.
+      counts: [B] number of the T tokens that are not padding.
+      ancestors: bool [B, N, N], whether node j is node i or one of its ancestors; None: a run.
+      depth: [B, N], of a root 0.
+    """
+
+    rows: Array
+    lens: Array
+    counts: Array
+    ancestors: Array | None = None
+    depth: Array | None = None
+
+    @classmethod
+    def of(cls, attend: Any, size: int) -> Self:
+        """The rows of a paged pass with so many tokens or nodes."""
+        assert isinstance(attend, PagedAttend), "states belong to paged passes"
+        lens = attend.context_lens
+        run = cls(attend.rows, lens, attend.kv_lens - lens)
+        if attend.ancestors is None:
+            return run
+        bits = (attend.ancestors[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        mask = bits.reshape(*attend.ancestors.shape[:-1], -1)[..., :size] == 1
+        return run._replace(ancestors=mask, depth=attend.positions - lens[:, None])
+
+    @classmethod
+    def whole(cls, batch: int, size: int) -> Self:
+        """Rows that begin in a pass without states."""
+        return cls(jnp.arange(batch), jnp.zeros(batch, int), jnp.full(batch, size))
+
+    def convolved(self, state: DeltaState, channels: Array, weight: Array) -> Array:
+        """See DeltaState.convolved."""
+        return state.convolved(self.rows, channels, weight, self.ancestors, self.depth)
+
+    def read(
+        self, state: DeltaState, q: Array, new: DeltaNodes, kernels: Kernels
+    ) -> tuple[Array, DeltaState]:
+        """Outputs [B, T, G, r, Dv] of the tokens, and the new state: see DeltaState.read_run, or of
+        a tree read_tree."""
+        rows, lens, counts, ancestors, depth = self
+        if ancestors is not None and depth is not None:
+            return state.read_tree(rows, lens, q, new, ancestors, depth, kernels)
+        return state.read_run(rows, lens, counts, q, new, kernels)

@@ -7,10 +7,9 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.cache.convolution import ConvolutionState, convolution, run_taps
 from jaxspec.config.mixers import ShortConvConfig
-from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import check_whole_sequences, tree_of
+from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Fused
@@ -55,16 +54,14 @@ class ShortConv(Pytree):
     ) -> tuple[Array, ConvolutionState | None]:
         """The convolution of inputs [B, T, C], float32 of the same shape, and the new state.
         Without a state the tokens are whole sequences, of which nothing is kept."""
-        where, (batch, size, channels) = step.attend, inputs.shape
+        batch, size, channels = inputs.shape
         if state is None:
             before = jnp.zeros((batch, len(self.taps) - 1, channels), inputs.dtype)
             return convolution(run_taps(before, inputs), self.taps), None
-        assert isinstance(where, PagedAttend), "states belong to paged passes"
-        ancestors, depth = tree_of(where, size)
+        rows, _, counts, ancestors, depth = RowsOfPass.of(step.attend, size)
         if ancestors is not None and depth is not None:
-            return state.read_tree(where.rows, inputs, self.taps, ancestors, depth)
-        counts = where.kv_lens - where.context_lens
-        return state.read_run(where.rows, counts, inputs, self.taps)
+            return state.read_tree(rows, inputs, self.taps, ancestors, depth)
+        return state.read_run(rows, counts, inputs, self.taps)
 
     @property
     def reader(self) -> AnyLinear | None:

@@ -93,12 +93,13 @@ class Experts(Pytree):
         )
         down = tuple(One(f"{module}{names.down}") for module in modules)
         router, shared = f"{block}{names.router}", self.shared
+        around_shared = f"{block}{names.shared}." if names.shared else block
         return self.replace(
             router=tensor_map.linear(self.router, One(router)),
             correction=tensor_map.array(f"{router}.e_score_correction_bias", self.correction),
             gate_up=tensor_map.linear(self.gate_up, PerExpert(gate_up)),
             down=tensor_map.linear(self.down, PerExpert(down)),
-            shared=shared and shared.mapped_at(f"{block}{names.shared}.", tensor_map),
+            shared=shared and shared.mapped_at(around_shared, tensor_map),
             shared_gate=tensor_map.linear(self.shared_gate, One(f"{block}{names.shared_gate}")),
         )
 
@@ -159,7 +160,8 @@ def experts_shape(
     check_divides("num_experts", count, shards.of("experts"))
     shared = gate = None
     if config.shared_size:
-        dense = DenseConfig(config.shared_size, activation=config.shared_activation or "silu")
+        activation, fused = config.shared_activation or "silu", config.shared_fused
+        dense = DenseConfig(config.shared_size, activation=activation, fused=fused)
         shared = dense_shape(dense, hidden_size, dtype, shards)
     if config.shared_gate:
         gate = linear_shape(("whole_hidden", "routes"), (hidden_size, 1), dtype)

@@ -1,0 +1,174 @@
+"""Mamba-2: a state space layer with a causal convolution before it (Dao and Gu, arXiv 2405.21060),
+as in Bamba and Granite 4."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.cache import Geometry
+from jaxspec.cache.recurrent import DeltaNodes, DeltaState
+from jaxspec.cache.state_space import SumInputs, sequences_of_sums
+from jaxspec.config.mixers import Mamba2Config
+from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
+from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
+from jaxspec.models.shapes import array_shape
+from jaxspec.models.tensors import One, TensorMap
+from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
+from jaxspec.parallel import Layout, Shards, check_divides
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
+
+
+@pytree
+class Mamba2(Pytree):
+    """Weights of one layer. G groups with r heads of P entries each; c = 2 N + r P channels of the
+    convolution in each group: what reads the state, what is written at, and the heads' inputs,
+    which papers call C, B and x. What is no matrix is float32, but for the convolution.
+    """
+
+    cbxzt: Linear  # [in, G, c + r * P + r]: the channels, the heads' gates, their steps
+    taps: Array = array("length", "kv_heads", "group")  # [K, G, c], the token's own last
+    taps_bias: Array | None = array("kv_heads", "group")  # [G, c]
+    dt_bias: Array = array("kv_heads", "group")  # [G, r]
+    a_log: Array = array("kv_heads", "group")  # [G, r]
+    skip: Array = array("kv_heads", "group")  # [G, r]
+    norm: Array = array("kv_heads", "group")  # [G, r * P]
+    o: Linear  # [G * r * P, H]
+    config: Mamba2Config = static()
+
+    def __call__(
+        self, x: Array, state: DeltaState | None, step: ForwardPass
+    ) -> tuple[Product, DeltaState | None]:
+        """From normed input [B, T, in] and the layer's state to the addend of the residual stream
+        and the new state.
+
+        Raises ValueError for devices that share sequences.
+        """
+        check_whole_sequences(step.layout)
+        product = self.cbxzt.product(x, "cbxzt").result(step.layout, step.kernels)
+        with jax.named_scope("state_space"):
+            width = self.taps.shape[-1]
+            heads = self.config.heads_per_group * self.config.head_dim
+            ends = [width, width + heads]
+            channels, gates, steps = jnp.split(product, ends, axis=-1)
+            out, state = self._mixed(channels, steps, state, step)
+            out = self._gated(out, gates, step.eps).astype(product.dtype)
+        return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
+
+    def _mixed(
+        self, channels: Array, steps: Array, state: DeltaState | None, step: ForwardPass
+    ) -> tuple[Array, DeltaState | None]:
+        """Outputs float32 [B, T, G, r, P] of the recurrence, and the new state. Without a state
+        the tokens are whole sequences, of which nothing is kept."""
+        batch, size = channels.shape[:2]
+        if state is None:
+            where = RowsOfPass.whole(batch, size)
+            rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
+        else:
+            where, rows_state = RowsOfPass.of(step.attend, size), state
+        convolved = where.convolved(rows_state, channels, self.taps)
+        if self.taps_bias is not None:
+            convolved = convolved + self.taps_bias.astype(jnp.float32)
+        reads, writes, values = self._split(jax.nn.silu(convolved))
+        dt = jax.nn.softplus(steps.astype(jnp.float32) + self.dt_bias)
+        inputs = SumInputs(k=writes, v=values, g=-jnp.exp(self.a_log) * dt, beta=dt)
+        if state is None:
+            out = sequences_of_sums(reads, inputs)
+        else:
+            new = DeltaNodes(inputs=inputs, channels=channels)
+            out, state = where.read(state, reads, new, step.kernels)
+        return out + self.skip[..., None] * values, state
+
+    def _split(self, channels: Array) -> tuple[Array, Array, Array]:
+        """What reads and what is written at [B, T, G, N], and inputs [B, T, G, r, P]."""
+        width, shape = self.config.state_dim, channels.shape[:-1]
+        reads, writes, values = jnp.split(channels, [width, 2 * width], axis=-1)
+        return reads, writes, values.reshape(*shape, -1, self.config.head_dim)
+
+    def _gated(self, out: Array, gates: Array, eps: float) -> Array:
+        """The outputs times SiLU of their gates, normed in each group: float32 [B, T, G, r * P]."""
+        out = out.reshape(gates.shape) * jax.nn.silu(gates.astype(jnp.float32))
+        return out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps) * self.norm
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input."""
+        return self.cbxzt
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
+        """Rows without tokens. Raises ValueError for a layout that splits sequences."""
+        check_whole_sequences(layout)
+        config, groups = self.config, self.cbxzt.out_shape[0]
+        heads = groups, config.heads_per_group, config.state_dim, config.head_dim
+        dtype = jnp.dtype(self.cbxzt.dtype)
+        return DeltaState.create(
+            geometry, heads, config.taps, config.folded, dtype, layout, kind=SumInputs
+        )
+
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Mamba2":
+        """The same, with the map's result for ``<prefix>mamba`` in place of every array.
+
+        The norm multiplies by the checkpoint's weight as it is, whatever the model's offset.
+        """
+        module = f"{prefix}mamba"
+        config, inside = self.config, f"{module}."
+        heads, size = config.heads_per_group, config.state_dim
+        wide = heads * config.head_dim
+        inner, states = config.num_groups * wide, config.num_groups * size
+
+        def channels(name: str, first: int) -> tuple[Part, ...]:
+            """Of rows from ``first`` on: the inputs of all groups, then what is written at, then
+            what reads."""
+            return (
+                Part(name, size, first + inner + states),
+                Part(name, size, first + inner),
+                Part(name, wide, first),
+            )
+
+        projection, convolution = f"{inside}in_proj", f"{inside}conv1d"
+        last = 2 * (inner + states)
+        parts = (
+            *channels(projection, inner),
+            Part(projection, wide),
+            Part(projection, heads, last),
+        )
+        taps, by_group = Grouped(channels(convolution, 0)), Grouped((Part(module, heads),))
+        norm = Grouped((Part(f"{inside}norm", wide),))
+        return self.replace(
+            cbxzt=tensor_map.linear(self.cbxzt, Grouped(parts)),
+            taps=tensor_map.of_source(Depthwise(taps), "weight", self.taps),
+            taps_bias=tensor_map.of_source(taps, "bias", self.taps_bias),
+            dt_bias=tensor_map.of_source(by_group, "dt_bias", self.dt_bias),
+            a_log=tensor_map.of_source(by_group, "A_log", self.a_log),
+            skip=tensor_map.of_source(by_group, "D", self.skip),
+            norm=tensor_map.of_source(norm, "weight", self.norm),
+            o=tensor_map.linear(self.o, One(f"{inside}out_proj")),
+        )
+
+
+def mamba2_shape(
+    config: Mamba2Config, hidden_size: int, dtype: jnp.dtype, shards: Shards, input_size: int
+) -> Mamba2:
+    """A Mamba2 of ShapeDtypeStructs. ``input_size``: width of the first projection's input.
+
+    Raises ValueError for groups that cannot be split evenly over devices.
+    """
+    groups, heads = config.num_groups, config.heads_per_group
+    check_divides("groups of Mamba heads", groups, shards.of("kv_heads"))
+    wide = heads * config.head_dim
+    channels = 2 * config.state_dim + wide
+    outputs = groups, channels + wide + heads
+    own = [array_shape(groups, heads, dtype=jnp.float32) for _ in range(3)]
+    return Mamba2(
+        cbxzt=linear_shape(
+            ("hidden", "kv_heads", "group"), (input_size, *outputs), dtype, bias=config.bias
+        ),
+        taps=array_shape(config.taps, groups, channels, dtype=dtype),
+        taps_bias=array_shape(groups, channels, dtype=dtype, when=config.taps_bias),
+        dt_bias=own[0],
+        a_log=own[1],
+        skip=own[2],
+        norm=array_shape(groups, wide, dtype=jnp.float32),
+        o=linear_shape(("heads", "hidden"), (groups * wide, hidden_size), dtype, bias=config.bias),
+        config=config,
+    )
