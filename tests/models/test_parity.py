@@ -26,14 +26,14 @@ WAYS = (None, (3, 1), (7, LENGTH), (5, 10), (1, 1))
 FAST_DENSE = (
     *("llama-mha", "llama-gqa", "llama-mqa", "llama-tied", "llama-biases", "llama-head-dim"),
     *("llama3-rope", "qwen2-windows", "qwen3", "mistral-window"),
-    *("mixtral", "qwen3_moe", "glm4_moe"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "bamba"),
 )
 # Names and orders of tensors that other families do not have.
 FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe")
 # In pages: every kind of norm, rope, scale, cap and mixer, and both ways of naming tensors.
 FAST_PAGED = (
     *("qwen3-biases-windows", "gemma2", "phi4-mini", "olmo3", "smollm3-windows", "granite"),
-    *("gpt_oss", "qwen3_next", "deepseek_v3", "minimax_m2", "step3p7", "lfm2", "bamba"),
+    *("gpt_oss", "qwen3_next", "deepseek_v3", "minimax_m2", "step3p7", "lfm2"),
 )
 FAST = {
     *((name, None) for name in (*FAST_DENSE, *FAST_ALIASES)),
