@@ -26,9 +26,7 @@ def verify(
 ) -> LaunchedCall:
     """Read parts of drafts, and keep what the target writes itself; see verify_chunk."""
     key = _key(programs, parts, load, kind)
-    if not programs.is_ready(key):
-        with programs.counted(key):  # compiled by running it on nothing
-            _run(programs, key, [])
+    _prepare(programs, key)
     return _run(programs, key, parts)
 
 
@@ -38,10 +36,14 @@ def prepare(programs: Programs, rows: int, tokens: int, kinds: Iterable[Kind]) -
     sizes = programs.sizes
     columns, width = sizes.columns_for(tokens), sizes.verified_at_once
     for kind in kinds:
-        key = VerifyKey(sizes.rows_for(rows), columns, width, sizes.kind_for(kind))
-        if not programs.is_ready(key):
-            with programs.counted(key):
-                _run(programs, key, [])
+        _prepare(programs, VerifyKey(sizes.rows_for(rows), columns, width, sizes.kind_for(kind)))
+
+
+def _prepare(programs: Programs, key: VerifyKey) -> None:
+    """Compile a program, by running it on nothing, unless it is ready."""
+    if not programs.is_ready(key):
+        with programs.counted(key):
+            _run(programs, key, [])
 
 
 def _key(programs: Programs, parts: Sequence[Verification], load: Load, kind: Kind) -> VerifyKey:
