@@ -29,7 +29,7 @@ from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import swizzled
 
 COLUMNS = 64  # 16-bit entries of a swizzled line
-_OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
+OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _make_kernel(plan: ExpertPlan, dtype: Any, num_biases: int, interpret: Any) 
         def _compute():
             first = tile * plan.config.tile + warpgroup * OUTPUTS
             sums = _multiply_blocks(plan, refs)
-            result = _result(plan, sums, [ref.at[expert] for ref in biases], first)
+            result = result_of(plan, sums, [ref.at[expert] for ref in biases], first)
             place = out.at[pl.ds(slot * plan.lanes, plan.lanes), pl.ds(first, OUTPUTS)]
             store_rows(result, place, refs["rows"])
 
@@ -235,13 +235,13 @@ def _multiply_blocks(plan: ExpertPlan, refs: Any) -> Sequence[Array]:
     return pl.run_scoped(accumulate, *refs_of_sums)
 
 
-def _result(plan: ExpertPlan, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
+def result_of(plan: Any, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
     """Hidden units of gate and up, or the sums themselves: [OUTPUTS, lanes]."""
     if plan.parts == 1:
         return sums[0]
     for bias in biases:
         loads = [bias.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
-        values = [plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False) for ref in loads]
+        values = [plgpu.load(ref, layout=OUTPUT_LAYOUT, optimized=False) for ref in loads]
         shape = sums[0].shape
         wide = [lax.broadcast_in_dim(value.astype(jnp.float32), shape, [0]) for value in values]
         sums = [total + bias for total, bias in zip(sums, wide, strict=True)]

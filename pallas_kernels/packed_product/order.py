@@ -9,6 +9,9 @@ which few instructions widen them:
   holds input ``8 j + 2 t + e``.
 - For rows of 8-bit floats it has four neighbors, 4 t to 4 t + 3, and the same 16 further on. The
   weights of four are 8 bits apart: place ``8 t + 2 i + h`` holds input ``16 h + 4 t + i``.
+
+Weights of 8 bits that are widened for rows of bfloat16 have spans of 16, and words of two pairs, 16
+bits apart, too: place ``4 t + 2 e + j`` holds input ``8 j + 2 t + e``.
 """
 
 import functools
@@ -17,24 +20,25 @@ import jax
 from jax import Array
 
 SPAN = 32
-_SIZES = {16: (4, 4, 2), 8: (2, 4, 4)}  # by the bits of x: j, t, e; or h, t, i
+# By the bits of x and of weights: j, t, e; or h, t, i.
+_SIZES = {(16, 4): (4, 4, 2), (8, 4): (2, 4, 4), (16, 8): (2, 4, 2)}
 
 
 # jit: outside of a program each is one, instead of one for each step.
-@functools.partial(jax.jit, static_argnames="bits")
-def kernel_order(x: Array, bits: int = 16) -> Array:
+@functools.partial(jax.jit, static_argnames=("bits", "weight_bits"))
+def kernel_order(x: Array, bits: int = 16, weight_bits: int = 4) -> Array:
     """x [..., K] in input order, K a multiple of SPAN, in the kernel's order.
 
-    ``bits``: of the rows that the kernel multiplies: 16, or 8.
+    ``bits``: of the rows that the kernel multiplies: 16, or 8. ``weight_bits``: likewise 4, or 8.
     """
-    spans = x.reshape(*x.shape[:-1], -1, *_SIZES[bits])
+    spans = x.reshape(*x.shape[:-1], -1, *_SIZES[bits, weight_bits])
     return _last_axes(spans, (1, 2, 0)).reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames="bits")
-def input_order(x: Array, bits: int = 16) -> Array:
+@functools.partial(jax.jit, static_argnames=("bits", "weight_bits"))
+def input_order(x: Array, bits: int = 16, weight_bits: int = 4) -> Array:
     """The inverse of ``kernel_order``."""
-    first, threads, last = _SIZES[bits]
+    first, threads, last = _SIZES[bits, weight_bits]
     spans = x.reshape(*x.shape[:-1], -1, threads, last, first)
     return _last_axes(spans, (2, 0, 1)).reshape(x.shape)
 

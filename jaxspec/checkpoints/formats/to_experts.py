@@ -11,7 +11,7 @@ from jaxspec.models.quantized.four_bit_experts import (
     FourBitExperts,
     four_bit_experts_shape,
 )
-from jaxspec.models.quantized.four_bits import Code
+from pallas_kernels.four_bits import Code
 from jaxspec.models.tensors import CheckpointTensor
 
 

@@ -47,6 +47,7 @@ from pallas_kernels.delta_rule import cases as delta_rule
 from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
+from pallas_kernels.packed_expert_product import cases as packed_expert_product
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
@@ -66,6 +67,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
         "expert_product": expert_product.benchmarks,
+        "packed_expert_product": packed_expert_product.benchmarks,
         "delta_rule": delta_rule.benchmarks,
     }
 )

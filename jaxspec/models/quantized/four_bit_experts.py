@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear, PerExpert
-from jaxspec.models.quantized.four_bits import (
+from pallas_kernels.four_bits import (
     Code,
     scaled_groups,
     widened_pairs,

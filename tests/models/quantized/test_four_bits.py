@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxspec.models.quantized.four_bits import scaled_groups, widened_pairs, widened_scales
+from pallas_kernels.four_bits import scaled_groups, widened_pairs, widened_scales
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([MAGNITUDES, -MAGNITUDES])

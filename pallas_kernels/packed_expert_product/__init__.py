@@ -1,0 +1,79 @@
+"""What chosen experts of 4 or 8 bits make of a few rows: their SwiGLU MLPs, of which only the
+chosen are read, as they are stored."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.activations import Clamp, Limit
+from pallas_kernels.expert_product import LEAST_UNITS, MOST_ROWS
+from pallas_kernels.gradients import with_reference_gradient
+from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
+from pallas_kernels.packed_expert_product.weights import PackedExperts
+from pallas_kernels.selection import Implementation, kernel_module
+
+LEAST_GROUP = 32  # inputs that share a scale
+
+
+@jax.named_scope("packed_expert_product")
+def packed_expert_product(
+    x: Array,
+    experts: Array,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    bias: Array | None = None,
+    *,
+    clamp: Clamp | Limit | None = None,
+    implementation: Implementation = "reference",
+) -> Array:
+    """Hidden units of each chosen expert, times its ``down``. Not weighted, not summed.
+
+    Args:
+      x: [N, H].
+      experts: int32 [N, k] those that each row chose, E for none.
+      gate_up: two parts of F outputs.
+      down: one part of H outputs.
+      bias: of gate and up [E, 2, F].
+      clamp: of the hidden units; None: SwiGLU.
+      implementation: see selection.Implementation; for the Hopper kernel see ``misfit``.
+
+    Returns float32 [N, k, H]; anything for pairs without an expert. Hidden units are rounded to
+    x's dtype. What a row gets does not depend on other rows. The kernel's weights are exact, where
+    the reference rounds them to x's dtype.
+    """
+    problem = misfit(x, gate_up, down, bias)
+    mosaic = kernel_module("packed_expert_product", implementation, problem)
+    reference = functools.partial(packed_expert_product_reference, clamp=clamp)
+    if mosaic is None:
+        return reference(x, experts, gate_up, down, bias)
+    kernel = functools.partial(mosaic.packed_expert_product_mosaic, clamp=clamp)
+    return with_reference_gradient(kernel, reference)(x, experts, gate_up, down, bias)
+
+
+def misfit(
+    x: Array, gate_up: PackedExperts, down: PackedExperts, bias: Array | None = None
+) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    if any(array.dtype != jnp.bfloat16 for array in (x, *([] if bias is None else [bias]))):
+        return f"rows of {x.dtype}: they and biases must be bfloat16"
+    if len(x) > MOST_ROWS:
+        return f"{len(x)} rows: at most {MOST_ROWS}"
+    return weights_misfit(gate_up) or weights_misfit(down)
+
+
+def weights_misfit(weights: PackedExperts) -> str | None:
+    """Why the kernel cannot take these weights, None if it can."""
+    depth, width, (outputs, inputs) = weights.depth, weights.width, weights.block
+    if depth % LEAST_UNITS or width % LEAST_UNITS:
+        return f"{depth} inputs and {width} outputs: multiples of {LEAST_UNITS}"
+    if weights.code == "e4m3":
+        if outputs % LEAST_UNITS or inputs % LEAST_UNITS:
+            return f"blocks of {outputs} outputs and {inputs} inputs: multiples of {LEAST_UNITS}"
+        return None
+    if inputs % LEAST_GROUP or depth % inputs:
+        return f"groups of {inputs} of {depth} inputs: multiples of {LEAST_GROUP} that divide them"
+    if weights.code == "e2m1" and weights.scale.dtype != jnp.uint8:
+        return f"e2m1 with scales of {weights.scale.dtype}: exponents (uint8)"
+    return None

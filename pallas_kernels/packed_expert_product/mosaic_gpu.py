@@ -1,0 +1,423 @@
+"""Products of rows with chosen experts of 4 or 8 bits on Hopper GPUs.
+
+As pallas_kernels/expert_product/mosaic_gpu.py: two launches, gate and up with the activation, then
+down, and a CTA for every slot and tile of outputs. But weights are stored with the inputs last, and
+are widened in registers, which are the first operand of the tensor cores.
+
+Weights are exact in bfloat16. The scales of e4m3 and int4 multiply the sums of a step, which is a
+block of inputs or a group; those of e2m1 multiply the weights, which is exact (see widening.py).
+The order of a row's sums depends neither on the other rows nor on the number of lanes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import kernel_axes
+from pallas_kernels.activations import Clamp, Limit
+from pallas_kernels.expert_product.mosaic_gpu import OUTPUT_LAYOUT, result_of
+from pallas_kernels.expert_product.slots import make_slots, num_lanes
+from pallas_kernels.expert_product.tuning import OUTPUTS
+from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning, packed_expert_tuning
+from pallas_kernels.packed_expert_product.weights import Code, PackedExperts
+from pallas_kernels.packed_expert_product.widening import (
+    SUMS_OF_E2M1,
+    Part,
+    float8_weights,
+    integer_weights,
+    scaled_e2m1,
+)
+from pallas_kernels.packed_product.blocks import store_rows, write_plain
+from pallas_kernels.ring import ring_stages
+from pallas_kernels.shared_memory import swizzled
+
+MOST_BYTES = 160  # of an output's weights in a block
+COLUMNS = 64  # most 16-bit entries of a swizzled line of x
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedExpertPlan:
+    """Sizes of the products of slots with experts of ``parts`` [width, depth]."""
+
+    num_experts: int
+    slots: int
+    lanes: int
+    shared: bool  # whether all slots have the same lanes
+    depth: int
+    parts: int  # 2: gate and up
+    width: int
+    code: Code
+    scaled: tuple[int, int]  # outputs and inputs that share a scale
+    scale_dtype: Any
+    clamp: Clamp | Limit | None
+    config: PackedExpertTuning
+    dtype: Any  # of results
+    interpret: bool
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.code == "e4m3" else 4
+
+    @property
+    def line(self) -> int:
+        """Bytes of a row of a tile in shared memory."""
+        return math.gcd(self.config.line, self._bytes)
+
+    @property
+    def row(self) -> int:
+        """Bytes of an output's weights in a block: lines, several where these are short."""
+        lines = self._bytes // self.line
+        most = max(1, MOST_BYTES // self.line) if self.line < self.config.line else 1
+        return self.line * max(size for size in range(1, most + 1) if not lines % size)
+
+    @property
+    def _bytes(self) -> int:
+        """Of an output's weights."""
+        return self.depth * self.bits // 8
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block."""
+        return self.row * 8 // self.bits
+
+    @property
+    def blocks(self) -> int:
+        return self.depth // self.block
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups that share the blocks of the same outputs."""
+        return max(n for n in range(1, self.config.shares + 1) if not self.blocks % n)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block that have scales in the ring; 0 where blocks of outputs have them."""
+        return 0 if self.code == "e4m3" else max(1, self.block // self.scaled[1])
+
+    @property
+    def step(self) -> int:
+        """Inputs that are summed before the sums are scaled, if they are."""
+        return self.block if self.code == "e2m1" else min(self.block, self.scaled[1])
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a product of the tensor cores."""
+        return min(self.config.unit, self.step)
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        config = self.config
+        scales = self.groups * self.scale_dtype.itemsize
+        stage = self.parts * config.tile * (self.row + scales) + 2 * self.lanes * self.block
+        results = self.dtype.itemsize * self.lanes * config.tile
+        results += 4 * self.lanes * config.tile * self.parts * (self.shares - 1)
+        fitting = ring_stages(config.ctas, stage, results, config.most_stages)
+        # A warpgroup always takes the same ones.
+        return min(self.blocks, fitting // self.shares * self.shares)
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
+def packed_expert_product_mosaic(
+    x: Array,  # [N, H]
+    experts: Array,  # int32 [N, k]
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    bias: Array | None = None,  # [E, 2, F]
+    *,
+    clamp: Clamp | Limit | None,
+    config: PackedExpertTuning | None = None,
+    interpret: Any = None,
+) -> Array:
+    """See pallas_kernels.packed_expert_product.packed_expert_product; only for what ``misfit``
+    accepts.
+
+    ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    num_experts, (rows, k) = gate_up.num_experts, experts.shape
+    slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
+
+    def product(x: Array, weights: PackedExperts, biases: Any, shared: bool, dtype: Any) -> Array:
+        plan = PackedExpertPlan(
+            num_experts=num_experts,
+            slots=len(slots.expert),
+            lanes=lanes,
+            shared=shared,
+            depth=weights.depth,
+            parts=weights.parts,
+            width=weights.width,
+            code=weights.code,
+            scaled=weights.block,
+            scale_dtype=weights.scale.dtype,
+            clamp=clamp,
+            config=config or packed_expert_tuning(lanes, weights.depth, weights.width),
+            dtype=jnp.dtype(dtype),
+            interpret=interpret is not None,
+        )
+        factors = () if weights.factor is None else (weights.factor,)
+        kernel = _make_kernel(plan, x.dtype, len(factors), len(biases), interpret)
+        values = weights.values.reshape(-1, weights.values.shape[-1])
+        scale = weights.scale.reshape(-1, weights.scale.shape[-1])
+        return kernel(slots.expert, x, values, scale, *factors, *biases)
+
+    of_lanes = x if slots.rows is None else x[slots.rows.reshape(-1)]
+    biases = () if bias is None else (bias,)
+    units = product(of_lanes, gate_up, biases, slots.rows is None, x.dtype)
+    return product(units, down, (), False, jnp.float32)[slots.places]
+
+
+def _make_kernel(
+    plan: PackedExpertPlan, dtype: Any, num_factors: int, num_biases: int, interpret: Any
+) -> Any:
+    warpgroups, ring, shares = plan.config.warpgroups, plan.stages, plan.shares
+    copies = plan.parts * warpgroups * (1 + (plan.groups > 0)) + 1
+    values = (ring, plan.parts, warpgroups, OUTPUTS, plan.row)
+    lines = swizzled(min(COLUMNS, plan.unit), 16)
+    scratch = {
+        "values": plgpu.SMEM(values, jnp.uint8, transforms=swizzled(plan.line, 8)),
+        "x": plgpu.SMEM((ring, plan.lanes, plan.block), dtype, transforms=lines),
+        "rows": plgpu.SMEM((warpgroups, plan.lanes, OUTPUTS), plan.dtype),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=ring),
+        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=ring),
+    }
+    if shares > 1:
+        sums = (shares - 1, plan.parts, warpgroups, OUTPUTS, plan.lanes)
+        scratch["sums"] = plgpu.SMEM(sums, jnp.float32)
+        scratch["summed"] = plgpu.Barrier(num_arrivals=(shares - 1) * warpgroups)
+    if plan.groups:
+        by_group = (ring, plan.parts, warpgroups, plan.groups, OUTPUTS)
+        scratch["scale"] = plgpu.SMEM(by_group, plan.scale_dtype)
+
+    @fixed_name(interpret)
+    def packed_expert_product_kernel(
+        expert_of_slot, x_in, values_in, scale_in, *others_and_out, **refs
+    ):
+        *others, out = others_and_out
+        factors, biases = others[:num_factors], others[num_factors:]
+        slot, tile = kernel_axes.index("slot"), kernel_axes.index("tile")
+        thread = kernel_axes.index("warpgroup")
+        warpgroup, share = lax.rem(thread, warpgroups), lax.div(thread, warpgroups)
+        first = tile * plan.config.tile + warpgroup * OUTPUTS
+        expert = expert_of_slot[slot]
+        is_there = expert < plan.num_experts
+
+        @pl.when(is_there & (share == shares))
+        def _copy():
+            _copy_blocks(plan, x_in, values_in, scale_in, refs, expert)
+
+        if shares > 1:
+
+            @pl.when(is_there & (share > 0) & (share < shares))
+            def _share():
+                sums = _multiply_blocks(plan, refs, scale_in, expert, first, share)
+                for part, total in enumerate(sums):
+                    write_plain(refs["sums"].at[share - 1, part, warpgroup], total)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(refs["summed"])
+
+        @pl.when(is_there & (share == 0))
+        def _compute():
+            sums = _multiply_blocks(plan, refs, scale_in, expert, first, share)
+            if shares > 1:
+                plgpu.barrier_wait(refs["summed"])
+                sums = _with_shares(plan, refs, sums)
+            sums = _brought_back(plan, sums, [ref.at[expert] for ref in factors], first)
+            result = result_of(plan, sums, [ref.at[expert] for ref in biases], first)
+            place = out.at[pl.ds(slot * plan.lanes, plan.lanes), pl.ds(first, OUTPUTS)]
+            store_rows(result, place, refs["rows"])
+
+    return plgpu.kernel(
+        packed_expert_product_kernel,
+        out_type=jax.ShapeDtypeStruct((plan.slots * plan.lanes, plan.width), plan.dtype),
+        scratch_types=scratch,
+        grid=(plan.slots, plan.width // plan.config.tile),
+        grid_names=kernel_axes.names("slot", "tile"),
+        num_threads=warpgroups * shares + 1,
+        thread_name=kernel_axes.name("warpgroup"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+
+
+def _copy_blocks(
+    plan: PackedExpertPlan, x: Any, values: Any, scale: Any, refs: Any, expert: Array
+) -> None:
+    """Copy the blocks in order into the ring.
+
+    x [lanes of all slots, depth], or of shared lanes [N, depth]; values [E * parts * width, bytes];
+    scale [E * parts * groups, width]
+    """
+    ring, slot, tile = plan.stages, kernel_axes.index("slot"), kernel_axes.index("tile")
+    # Shared lanes may be more than there are rows: a start that is not known keeps the slice from
+    # being checked, and the copy engine writes zeros for rows that are not there.
+    lanes = pl.ds(slot * (0 if plan.shared else plan.lanes), plan.lanes)
+    num_groups = plan.depth // plan.scaled[1]
+
+    def copy(index: Array, carry: None) -> None:
+        stage = lax.rem(index, ring)
+        full, start = refs["full"].at[stage], index * plan.block
+
+        @pl.when(index >= ring)
+        def _():
+            plgpu.barrier_wait(refs["free"].at[stage])
+
+        in_bytes = pl.ds(index * plan.row, plan.row)
+        for part in range(plan.parts):
+            for warpgroup in range(plan.config.warpgroups):
+                place = (stage, part, warpgroup)
+                first = tile * plan.config.tile + warpgroup * OUTPUTS
+                outputs = pl.ds((expert * plan.parts + part) * plan.width + first, OUTPUTS)
+                source = values.at[outputs, in_bytes]
+                plgpu.copy_gmem_to_smem(source, refs["values"].at[place], full)
+                if plan.groups:
+                    group = lax.div(start, plan.scaled[1])
+                    rows = (expert * plan.parts + part) * num_groups + group
+                    source = scale.at[pl.ds(rows, plan.groups), pl.ds(first, OUTPUTS)]
+                    plgpu.copy_gmem_to_smem(source, refs["scale"].at[place], full)
+        plgpu.copy_gmem_to_smem(x.at[lanes, pl.ds(start, plan.block)], refs["x"].at[stage], full)
+
+    lax.fori_loop(0, plan.blocks, copy, None)
+    for i in range(ring):  # every barrier must have completed its last phase
+        plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - ring + i, ring)])
+
+
+def _multiply_blocks(
+    plan: PackedExpertPlan, refs: Any, scale: Any, expert: Array, first: Array, share: Array
+) -> Sequence[Array]:
+    """Sums of a warpgroup's share of the blocks, of each part: float32 [OUTPUTS, lanes].
+
+    ``scale``: of blocks of outputs and inputs [E * parts * rows, columns] in global memory.
+    """
+    num_rows = -(-plan.width // plan.scaled[0])
+
+    def block_scales(index: Array) -> list[Array]:
+        """Those of a block of e4m3: scalars."""
+        if plan.groups:
+            return []
+        block = jnp.minimum(index, plan.blocks - 1)
+        column = lax.div(block * plan.block, plan.scaled[1])
+        row = lax.div(first, plan.scaled[0])
+        rows = [(expert * plan.parts + part) * num_rows + row for part in range(plan.parts)]
+        return [scale[row, column] for row in rows]
+
+    def add(i: Array, carry: Any) -> Any:
+        totals, scales = carry
+        index = i * plan.shares + share
+        following = block_scales(index + plan.shares)  # under way while this block is multiplied
+        stage = lax.rem(index, plan.stages)
+        plgpu.barrier_wait(refs["full"].at[stage])
+        for start in range(0, plan.block, plan.step):
+            sums = _sums_of_step(plan, refs, stage, start)
+            if plan.code == "int4":
+                scales = [_group_scale(plan, refs, stage, part, start) for part in range(plan.parts)]
+            if plan.code == "e2m1":
+                totals = [total + part for total, part in zip(totals, sums, strict=True)]
+            else:
+                terms = zip(totals, sums, scales, strict=True)
+                totals = [total + part * by for total, part, by in terms]
+        plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
+        plgpu.barrier_arrive(refs["free"].at[stage])
+        return totals, following
+
+    zeros = jnp.zeros((OUTPUTS, plan.lanes), jnp.float32)
+    none = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for _ in range(plan.parts)]
+    carry = none, block_scales(share)
+    totals, _ = lax.fori_loop(0, plan.blocks // plan.shares, add, carry)
+    return totals
+
+
+def _with_shares(plan: PackedExpertPlan, refs: Any, sums: Sequence[Array]) -> Sequence[Array]:
+    """The sums of all warpgroups that share the blocks, added in their order."""
+    warpgroup, totals = _warpgroup(plan), list(sums)
+    for share in range(plan.shares - 1):
+        for part in range(plan.parts):
+            place = refs["sums"].at[share, part, warpgroup]
+            totals[part] += plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+    return totals
+
+
+def _sums_of_step(plan: PackedExpertPlan, refs: Any, stage: Array, start: int) -> Sequence[Array]:
+    """The weights of a step times x, of each part: float32 [OUTPUTS, lanes]."""
+    units = [
+        (first, part)
+        for first in range(start, start + plan.step, plan.unit)
+        for part in range(plan.parts)
+    ]
+    shape = (OUTPUTS, plan.lanes)
+    if plan.interpret:  # it knows no operands in registers
+        totals = [jnp.zeros(shape, jnp.float32) for _ in range(plan.parts)]
+        for first, part in units:
+            wide = _weights(plan, refs, stage, first, part).astype(jnp.float32)
+            x = _x(plan, refs, stage, first)[...].astype(jnp.float32)
+            totals[part] += jnp.dot(wide, x, precision=lax.Precision.HIGHEST)
+        return totals
+
+    def multiply(*sums: Any) -> Sequence[Array]:
+        weights = _weights(plan, refs, stage, *units[0])
+        for (first, part), following in zip(units, [*units[1:], None], strict=True):
+            plgpu.wgmma(sums[part], weights, _x(plan, refs, stage, first))
+            # Widened while the tensor cores multiply.
+            weights = _weights(plan, refs, stage, *following) if following else weights
+            plgpu.wgmma_wait(0)  # the registers of the weights before are free
+        return [each[...] for each in sums]
+
+    sums = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(plan.parts)]
+    return pl.run_scoped(multiply, *sums)
+
+
+def _weights(plan: PackedExpertPlan, refs: Any, stage: Array, start: int, part: int) -> Array:
+    """A unit of a part's: bfloat16 [OUTPUTS, unit]."""
+    place = (stage, part, _warpgroup(plan))
+    values, interpret = refs["values"].at[place], plan.interpret
+    inputs = Part(start, plan.unit, plan.line)
+    match plan.code:
+        case "e4m3":
+            return float8_weights(values, inputs, interpret=interpret)
+        case "int4":
+            return integer_weights(values, inputs, interpret=interpret)
+        case "e2m1":
+            scales, group = refs["scale"].at[place], plan.scaled[1]
+            return scaled_e2m1(values, scales, inputs, group, interpret=interpret)
+
+
+def _warpgroup(plan: PackedExpertPlan) -> Array:
+    """The index of this warpgroup's outputs among those of its CTA."""
+    return lax.rem(kernel_axes.index("warpgroup"), plan.config.warpgroups)
+
+
+def _x(plan: PackedExpertPlan, refs: Any, stage: Array, start: int) -> Any:
+    """[unit, lanes]"""
+    return refs["x"].at[stage, :, pl.ds(start, plan.unit)].transpose((1, 0))
+
+
+def _group_scale(plan: PackedExpertPlan, refs: Any, stage: Array, part: int, start: int) -> Array:
+    """The scales of a step's group: float32 [OUTPUTS, lanes]."""
+    place = (stage, part, _warpgroup(plan), start // plan.scaled[1])
+    scale = plgpu.load(refs["scale"].at[place], layout=OUTPUT_LAYOUT, optimized=False)
+    return lax.broadcast_in_dim(scale.astype(jnp.float32), (OUTPUTS, plan.lanes), [0])
+
+
+def _brought_back(
+    plan: PackedExpertPlan, sums: Sequence[Array], factors: Sequence[Any], first: Array
+) -> Sequence[Array]:
+    """Sums [OUTPUTS, lanes] of each part, times what their weights lack."""
+    if plan.code == "e2m1":
+        sums = [total * SUMS_OF_E2M1 for total in sums]
+    for factor in factors:
+        loads = [factor.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
+        values = [plgpu.load(ref, layout=OUTPUT_LAYOUT, optimized=False) for ref in loads]
+        wide = [lax.broadcast_in_dim(value, sums[0].shape, [0]) for value in values]
+        sums = [total * by for total, by in zip(sums, wide, strict=True)]
+    return sums

@@ -1,0 +1,228 @@
+"""From numbers of 4 or 8 bits in shared memory to bfloat16 in registers, below the level of Pallas.
+
+A thread reads its numbers of 16 bytes of a row as one word (see weights.py), and moves their bits
+to where bfloat16 has them:
+
+- e4m3 and e2m1 have fewer bits of exponent: moved there they are bfloat16 of a much smaller number,
+  by a power of two. Also numbers below the least normal one are right. A product brings them back,
+  exactly. Of e2m1 it is the product with the scale of the group, which is exact, too, for a scale
+  is a power of two; a part of the power is left to the sums (SUMS_OF_E2M1), for it would not fit a
+  factor in bfloat16.
+- int4, which are stored plus 8: with the exponent of 128 they are 128 and as much more.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.expert_product.tuning import OUTPUTS
+from pallas_kernels.four_bits import widened_pairs, widened_scales
+from pallas_kernels.packed_product.order import input_order
+from pallas_kernels.shared_memory import TILE_ROWS, swizzled
+from pallas_kernels.words import Word
+
+E2M1_SHIFT = 126  # e2m1 as bfloat16 is smaller by 2 to this
+LEFT_SHIFT = 63  # of it, what is left to the sums
+SUMS_OF_E2M1 = 2.0**LEFT_SHIFT  # times sums of ``scaled_e2m1``
+BIAS = 136  # what ``biased_pairs`` add: 128, where the step of bfloat16 is 1, and 8
+E4M3_POWER = 0x7B80  # 2^120 in bfloat16: e4m3 as bfloat16 is smaller by that
+HALF = 0x00010001  # in both halves of a word
+CHUNK = 16  # bytes of a row, which a swizzle moves as one: a word for each of four threads
+WORD = 4  # bytes
+_SWIZZLED_BYTES = 128  # lines of shared memory, among which a swizzle permutes chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Inputs of a block: from ``start`` on, so many. Multiples of 32, of e4m3 of 16.
+
+    ``line``: bytes of a tile's row, in whose layout the block is: swizzled(line, 8).
+    """
+
+    start: int
+    inputs: int
+    line: int
+
+
+def float8_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
+    """e4m3 numbers, exactly, in bfloat16 [OUTPUTS, inputs] with Layout.WGMMA.
+
+    ``ref``: uint8 [OUTPUTS, bytes] in shared memory.
+    """
+    if interpret:  # the interpreter does not support inlined MLIR
+        floats = lax.bitcast_convert_type(ref[...], jnp.float8_e4m3fn)
+        return _of_part(input_order(floats.astype(jnp.bfloat16), 16, 8), part)
+    emit = functools.partial(_emit_float8, part=part, size=ref.shape[1])
+    return _inlined(emit, part, swizzled(part.line, 8))(ref)
+
+
+def integer_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
+    """int4 numbers, exactly, as ``float8_weights``."""
+    if interpret:
+        return _of_part(input_order(widened_pairs(ref[...], "int4")), part).astype(jnp.bfloat16)
+    emit = functools.partial(_emit_integers, part=part, size=ref.shape[1])
+    return _inlined(emit, part, swizzled(part.line, 8))(ref) - jnp.bfloat16(BIAS)
+
+
+def scaled_e2m1(ref: Any, scales: Any, part: Part, group: int, *, interpret: bool) -> Array:
+    """e2m1 numbers times their scales over SUMS_OF_E2M1, exactly, as ``float8_weights``.
+
+    ``scales``: uint8 exponents [groups of the block, OUTPUTS] in shared memory, for a ``group`` of
+    32 inputs or a multiple; those of 2^-63 to 2^63 are exact.
+    """
+    if interpret:
+        numbers = _of_part(input_order(widened_pairs(ref[...], "e2m1")), part)
+        factors = _of_part(jnp.repeat(widened_scales(scales[...]).T, group, 1), part)
+        return (numbers * (factors / SUMS_OF_E2M1)).astype(jnp.bfloat16)
+    emit = functools.partial(_emit_e2m1, part=part, size=ref.shape[1], group=group)
+    return _inlined(emit, part, swizzled(part.line, 8), ())(ref, scales)
+
+
+def _of_part(x: Array, part: Part) -> Array:
+    return x[:, part.start : part.start + part.inputs]
+
+
+def _inlined(emit: Any, part: Part, *transforms: Any) -> Any:
+    """A function of refs with such transforms, which ``emit`` writes."""
+    layout, shape = plgpu.Layout.WGMMA, (OUTPUTS, part.inputs)
+    result: Any = plgpu.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"), layout=layout)
+    types = tuple(plgpu.RefType(each) for each in transforms)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(emit)
+
+
+def _emit_float8(_: Any, tiles: Any, *, part: Part, size: int) -> Any:
+    registers, power = _registers(part, 2), _pair(E4M3_POWER * HALF)
+    for i, half, word in _words(tiles, part, size, CHUNK):
+        for j, pair in enumerate(float8_pairs(word)):
+            registers[i, j, half] = arith.mulf(_as_pair(pair), power)
+    return _array(registers, part)
+
+
+def _emit_integers(_: Any, tiles: Any, *, part: Part, size: int) -> Any:
+    registers = _registers(part, 4)
+    for i, half, word in _words(tiles, part, size, 2 * CHUNK):
+        for j, pair in enumerate(biased_pairs(word)):
+            registers[i, j, half] = _as_pair(pair)
+    return _array(registers, part)
+
+
+def _emit_e2m1(_: Any, tiles: Any, scales: Any, *, part: Part, size: int, group: int) -> Any:
+    registers, by_group = _registers(part, 4), {}
+    for i, half, word in _words(tiles, part, size, 2 * CHUNK):
+        place = (part.start + i * 2 * CHUNK) // group, half
+        if place not in by_group:
+            by_group[place] = _scale(scales, *place)
+        for j, pair in enumerate(e2m1_pairs(word)):
+            registers[i, j, half] = arith.mulf(_as_pair(pair), by_group[place])
+    return _array(registers, part)
+
+
+def _registers(part: Part, pairs: int) -> Any:
+    """The registers of a result, by word, by its pairs, by the thread's first and second row."""
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((OUTPUTS, part.inputs))
+    return np.empty(shape, dtype=object).reshape(-1, pairs, 2)
+
+
+def _array(registers: Any, part: Part) -> Any:
+    layout = mgpu.WGMMA_LAYOUT
+    whole = registers.reshape(layout.registers_shape((OUTPUTS, part.inputs)))
+    return mgpu.FragmentedArray(_registers=whole, _layout=layout, _is_signed=None)
+
+
+def _words(tiles: Any, part: Part, size: int, inputs: int) -> Iterator[tuple[int, int, Word]]:
+    """A thread's words, of so many ``inputs``: of its first row and of its second."""
+    for i in range(part.inputs // inputs):
+        for half in range(2):
+            chunk = part.start // inputs + i
+            offset = word_offset(Word(mgpu.thread_idx()), chunk, half, part.line, size)
+            yield i, half, Word(_load(tiles, offset, _i32(), WORD))
+
+
+def _scale(scales: Any, group: int, half: int) -> Any:
+    """The scale of a thread's row in a group, twice, in bfloat16, times what pairs lack."""
+    byte = Word(_load(scales, row_of(Word(mgpu.thread_idx()), half) + group * OUTPUTS, _i8(), 1))
+    wide = Word(arith.extui(_i32(), byte.value))
+    return _as_pair(scale_pair(wide))
+
+
+def _load(ref: Any, offset: Word, kind: Any, alignment: int) -> Any:
+    at = utils.getelementptr(utils.memref_ptr(ref), [offset.value], _i8())
+    return llvm.load(kind, at, alignment=alignment)
+
+
+def _i8() -> Any:
+    return ir.IntegerType.get_signless(8)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _pair(bits: int) -> Any:
+    return _as_pair(Word(utils.c(bits, _i32())))
+
+
+def _as_pair(word: Word) -> Any:
+    return utils.bitcast(word.value, ir.VectorType.get((2,), ir.BF16Type.get()))
+
+
+# The arithmetic of a thread, on MLIR's values, and in the tests on numbers.
+
+
+def row_of(thread: Any, half: int) -> Any:
+    """A thread's row of a warpgroup's outputs."""
+    thread = thread % 128
+    return thread // 32 * 16 + thread % 32 // 4 + 8 * half
+
+
+def word_offset(thread: Any, chunk: int, half: int, line: int, size: int) -> Any:
+    """Where a thread's word of 16 bytes of its row is, in bytes from the start of a block.
+
+    Args:
+      half: 0 for the thread's first row, 1 for its second.
+      line: bytes of a row of a tile.
+      size: of a row of the block, which has ``size / line`` tiles beside each other.
+    """
+    row = row_of(thread, half)
+    tile, chunk = divmod(chunk, line // CHUNK)
+    swizzle = row % TILE_ROWS * line // _SWIZZLED_BYTES
+    of_tile = row // TILE_ROWS * (TILE_ROWS * size) + tile * TILE_ROWS * line
+    return of_tile + row % TILE_ROWS * line + (swizzle ^ chunk) * CHUNK + thread % 4 * WORD
+
+
+def float8_pairs(word: Any) -> list[Any]:
+    """The two pairs of a word of e4m3 numbers, each as two bfloat16 in 32 bits, over 2^120."""
+    low = (word << 4) & 0x07F007F0 | (word << 8) & 0x80008000
+    high = (word >> 4) & 0x07F007F0 | word & 0x80008000
+    return [low, high]
+
+
+def biased_pairs(word: Any) -> list[Any]:
+    """The four pairs of a word of int4 numbers plus BIAS, each as two bfloat16 in 32 bits."""
+    shifted = [word, word >> 4, word >> 8, word >> 12]
+    return [pair & 0x000F000F ^ 0x43004300 for pair in shifted]
+
+
+def e2m1_pairs(word: Any) -> list[Any]:
+    """The four pairs of a word of e2m1 numbers, each as two bfloat16 in 32 bits, over 2^126."""
+    magnitudes = [word << 6, word << 2, word >> 2, word >> 6]
+    signs = [word << 12, word << 8, word << 4, word]
+    return [
+        magnitude & 0x01C001C0 | sign & 0x80008000
+        for magnitude, sign in zip(magnitudes, signs, strict=True)
+    ]
+
+
+def scale_pair(byte: Any) -> Any:
+    """Two bfloat16 in 32 bits of 2^(byte - 127), times 2^(E2M1_SHIFT - LEFT_SHIFT)."""
+    return byte * (HALF << 7) + (E2M1_SHIFT - LEFT_SHIFT) * (HALF << 7)
