@@ -13,6 +13,7 @@ from pallas_kernels.activations import Clamp
 from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.expert_product import cases
 from pallas_kernels.packed_expert_product import packed_expert_product
+from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.weights import Code, PackedExperts
 
 BLOCKS = {"e4m3": (128, 128), "e2m1": (1, 32), "int4": (1, 32)}  # as most are published
@@ -85,8 +86,10 @@ def _weights(
     bits = 8 if case.code == "e4m3" else 4
     shape = (*outputs, depth * bits // 8)
     values = np.random.default_rng([seed, index, 1]).integers(0, 256, shape, np.uint8)
+    if case.code == "e4m3":
+        values -= values & 127 == 127  # no NaN
     return PackedExperts(
-        values=jnp.asarray(values),
+        values=stored_order(jnp.asarray(values), case.code),
         scale=_scales(case, seed, index, outputs, depth),
         factor=None,
         code=case.code,

@@ -99,6 +99,13 @@ class PackedExpertPlan:
         return max(n for n in range(1, self.config.shares + 1) if not self.blocks % n)
 
     @property
+    def tiles(self) -> int:
+        """Tiles of outputs that a CTA computes, one after the other."""
+        tiles = self.width // self.config.tile
+        most = 1 if self.shares > 1 else self.config.tiles
+        return max(n for n in range(1, most + 1) if not tiles % n)
+
+    @property
     def groups(self) -> int:
         """Groups of a block that have scales in the ring; 0 where blocks of outputs have them."""
         return 0 if self.code == "e4m3" else max(1, self.block // self.scaled[1])
@@ -123,7 +130,7 @@ class PackedExpertPlan:
         results += 4 * self.lanes * config.tile * self.parts * (self.shares - 1)
         fitting = ring_stages(config.ctas, stage, results, config.most_stages)
         # A warpgroup always takes the same ones.
-        return min(self.blocks, fitting // self.shares * self.shares)
+        return min(self.tiles * self.blocks, fitting // self.shares * self.shares)
 
 
 # Traced once for all layers of a model.
@@ -164,6 +171,7 @@ def packed_expert_product_mosaic(
             dtype=jnp.dtype(dtype),
             interpret=interpret is not None,
         )
+        assert plan.width % plan.config.tile == 0, "tiles do not cover the outputs"
         factors = () if weights.factor is None else (weights.factor,)
         kernel = _make_kernel(plan, x.dtype, len(factors), len(biases), interpret)
         values = weights.values.reshape(-1, weights.values.shape[-1])
@@ -207,7 +215,7 @@ def _make_kernel(
         slot, tile = kernel_axes.index("slot"), kernel_axes.index("tile")
         thread = kernel_axes.index("warpgroup")
         warpgroup, share = lax.rem(thread, warpgroups), lax.div(thread, warpgroups)
-        first = tile * plan.config.tile + warpgroup * OUTPUTS
+        first = tile * plan.tiles * plan.config.tile + warpgroup * OUTPUTS
         expert = expert_of_slot[slot]
         is_there = expert < plan.num_experts
 
@@ -227,20 +235,24 @@ def _make_kernel(
 
         @pl.when(is_there & (share == 0))
         def _compute():
-            sums = _multiply_blocks(plan, refs, scale_in, expert, first, share)
-            if shares > 1:
-                plgpu.barrier_wait(refs["summed"])
-                sums = _with_shares(plan, refs, sums)
-            sums = _brought_back(plan, sums, [ref.at[expert] for ref in factors], first)
-            result = result_of(plan, sums, [ref.at[expert] for ref in biases], first)
-            place = out.at[pl.ds(slot * plan.lanes, plan.lanes), pl.ds(first, OUTPUTS)]
-            store_rows(result, place, refs["rows"])
+            def compute_tile(i: Array, carry: None) -> None:
+                outputs, done = first + i * plan.config.tile, i * plan.blocks
+                sums = _multiply_blocks(plan, refs, scale_in, expert, outputs, share, done)
+                if shares > 1:
+                    plgpu.barrier_wait(refs["summed"])
+                    sums = _with_shares(plan, refs, sums)
+                sums = _brought_back(plan, sums, [ref.at[expert] for ref in factors], outputs)
+                result = result_of(plan, sums, [ref.at[expert] for ref in biases], outputs)
+                lanes = pl.ds(slot * plan.lanes, plan.lanes)
+                store_rows(result, out.at[lanes, pl.ds(outputs, OUTPUTS)], refs["rows"])
+
+            lax.fori_loop(0, plan.tiles, compute_tile, None)
 
     return plgpu.kernel(
         packed_expert_product_kernel,
         out_type=jax.ShapeDtypeStruct((plan.slots * plan.lanes, plan.width), plan.dtype),
         scratch_types=scratch,
-        grid=(plan.slots, plan.width // plan.config.tile),
+        grid=(plan.slots, plan.width // (plan.tiles * plan.config.tile)),
         grid_names=kernel_axes.names("slot", "tile"),
         num_threads=warpgroups * shares + 1,
         thread_name=kernel_axes.name("warpgroup"),
@@ -254,7 +266,7 @@ def _make_kernel(
 def _copy_blocks(
     plan: PackedExpertPlan, x: Any, values: Any, scale: Any, refs: Any, expert: Array
 ) -> None:
-    """Copy the blocks in order into the ring.
+    """Copy the blocks of each tile in order into the ring.
 
     x [lanes of all slots, depth], or of shared lanes [N, depth]; values [E * parts * width, bytes];
     scale [E * parts * groups, width]
@@ -266,18 +278,19 @@ def _copy_blocks(
     num_groups = plan.depth // plan.scaled[1]
 
     def copy(index: Array, carry: None) -> None:
-        stage = lax.rem(index, ring)
-        full, start = refs["full"].at[stage], index * plan.block
+        stage, block = lax.rem(index, ring), lax.rem(index, plan.blocks)
+        full, start = refs["full"].at[stage], block * plan.block
+        outputs_of_tile = (tile * plan.tiles + lax.div(index, plan.blocks)) * plan.config.tile
 
         @pl.when(index >= ring)
         def _():
             plgpu.barrier_wait(refs["free"].at[stage])
 
-        in_bytes = pl.ds(index * plan.row, plan.row)
+        in_bytes = pl.ds(block * plan.row, plan.row)
         for part in range(plan.parts):
             for warpgroup in range(plan.config.warpgroups):
                 place = (stage, part, warpgroup)
-                first = tile * plan.config.tile + warpgroup * OUTPUTS
+                first = outputs_of_tile + warpgroup * OUTPUTS
                 outputs = pl.ds((expert * plan.parts + part) * plan.width + first, OUTPUTS)
                 source = values.at[outputs, in_bytes]
                 plgpu.copy_gmem_to_smem(source, refs["values"].at[place], full)
@@ -288,17 +301,24 @@ def _copy_blocks(
                     plgpu.copy_gmem_to_smem(source, refs["scale"].at[place], full)
         plgpu.copy_gmem_to_smem(x.at[lanes, pl.ds(start, plan.block)], refs["x"].at[stage], full)
 
-    lax.fori_loop(0, plan.blocks, copy, None)
+    total = plan.tiles * plan.blocks
+    lax.fori_loop(0, total, copy, None)
     for i in range(ring):  # every barrier must have completed its last phase
-        plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - ring + i, ring)])
+        plgpu.barrier_wait(refs["free"].at[(total - ring + i) % ring])
 
 
 def _multiply_blocks(
-    plan: PackedExpertPlan, refs: Any, scale: Any, expert: Array, first: Array, share: Array
+    plan: PackedExpertPlan,
+    refs: Any,
+    scale: Any,
+    expert: Array,
+    first: Array,
+    share: Array,
+    done: Array | int = 0,
 ) -> Sequence[Array]:
     """Sums of a warpgroup's share of the blocks, of each part: float32 [OUTPUTS, lanes].
 
-    ``scale``: of blocks of outputs and inputs [E * parts * rows, columns] in global memory.
+    ``first``: of the outputs. ``done``: blocks of tiles before. ``scale``: of blocks of outputs and inputs [E * parts * rows, columns] in global memory.
     """
     num_rows = -(-plan.width // plan.scaled[0])
 
@@ -316,7 +336,7 @@ def _multiply_blocks(
         totals, scales = carry
         index = i * plan.shares + share
         following = block_scales(index + plan.shares)  # under way while this block is multiplied
-        stage = lax.rem(index, plan.stages)
+        stage = lax.rem(done + index, plan.stages)
         plgpu.barrier_wait(refs["full"].at[stage])
         for start in range(0, plan.block, plan.step):
             sums = _sums_of_step(plan, refs, stage, start)

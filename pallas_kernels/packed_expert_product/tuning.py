@@ -15,6 +15,7 @@ class PackedExpertTuning:
     Attributes:
       warpgroups: with 64 outputs each.
       shares: most warpgroups that share the inputs of the same outputs.
+      tiles: most tiles of outputs that a CTA computes, one after the other; 1 if warpgroups share.
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
       most_stages: most blocks of a CTA in shared memory.
@@ -22,7 +23,8 @@ class PackedExpertTuning:
     """
 
     warpgroups: int = 1
-    shares: int = 4
+    shares: int = 1
+    tiles: int = 1
     unit: int = 64
     ctas: int = 1
     most_stages: int = MOST_STAGES

@@ -1,10 +1,4 @@
-"""Experts' weights of 4 or 8 bits, as the kernel reads them, and their numbers in plain jnp.
-
-Numbers are stored in an order in which each thread of the kernel finds those that tensor cores want
-of it in one word (PTX ISA, wgmma, the fragment of matrix A): of a span of consecutive inputs, place
-``2 J t + J e + j`` holds input ``8 j + 2 t + e``, for threads t from 0 to 3, e from 0 to 1, and j
-below J. Of 4 bits J is 4 and a span has 32 inputs, of 8 bits 2 and 16.
-"""
+"""Experts' weights of 4 or 8 bits, as the kernel reads them, and their numbers in plain jnp."""
 
 import dataclasses
 from typing import Literal
@@ -15,7 +9,7 @@ from jax import Array, lax
 
 from pallas_kernels import four_bits
 from pallas_kernels.four_bits import widened_pairs, widened_scales
-from pallas_kernels.packed_product.order import input_order, kernel_order
+from pallas_kernels.packed_expert_product.order import file_order
 
 Code = four_bits.Code | Literal["e4m3"]  # the latter: floats of 8 bits, one in a byte
 
@@ -26,8 +20,8 @@ class PackedExperts:
     """w = number * scale * factor of one projection of every expert.
 
     Attributes:
-      values: uint8 [E, P, F, bytes], where P projections (gate and up: 2) have F outputs each; in
-        the kernel's order of inputs.
+      values: uint8 [E, P, F, bytes], where P projections (gate and up: 2) have F outputs each;
+        stored as order.py says.
       scale: of e4m3, float32 [E, P, rows, columns] of blocks of outputs and inputs, of which the
         last may be shorter. Of others, [E, P, groups, F] of groups of inputs: floats, or uint8
         exponents, 2^(byte - 127).
@@ -81,17 +75,8 @@ class PackedExperts:
 
 
 def numbers_of(values: Array, code: Code) -> Array:
-    """Float32 numbers [..., in] in input order of bytes uint8 [..., n] in the kernel's order."""
+    """Float32 numbers [..., in] in input order of bytes uint8 [..., n] as they are stored."""
+    ordered = file_order(values, code)
     if code != "e4m3":
-        return input_order(widened_pairs(values, code))
-    floats = lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
-    return input_order(floats.astype(jnp.float32), 16, 8)
-
-
-def in_kernel_order(values: Array, code: Code) -> Array:
-    """Bytes uint8 [..., n] whose numbers are in input order, in the kernel's order."""
-    if code == "e4m3":
-        return kernel_order(values, 16, 8)
-    halves = jnp.stack([values & 15, values >> 4], axis=-1)
-    ordered = kernel_order(halves.reshape(*values.shape[:-1], -1))
-    return ordered[..., ::2] | ordered[..., 1::2] << 4
+        return widened_pairs(ordered, code)
+    return lax.bitcast_convert_type(ordered, jnp.float8_e4m3fn).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """From numbers of 4 or 8 bits in shared memory to bfloat16 in registers, below the level of Pallas.
 
-A thread reads its numbers of 16 bytes of a row as one word (see weights.py), and moves their bits
+A thread reads its numbers of 16 bytes of a row as one word (see order.py), and moves their bits
 to where bfloat16 has them:
 
 - e4m3 and e2m1 have fewer bits of exponent: moved there they are bfloat16 of a much smaller number,
@@ -20,14 +20,15 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.expert_product.tuning import OUTPUTS
-from pallas_kernels.four_bits import widened_pairs, widened_scales
-from pallas_kernels.packed_product.order import input_order
+from pallas_kernels.four_bits import widened_scales
+from pallas_kernels.packed_expert_product.order import WORD
+from pallas_kernels.packed_expert_product.weights import numbers_of
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.words import Word
 
@@ -38,7 +39,6 @@ BIAS = 136  # what ``biased_pairs`` add: 128, where the step of bfloat16 is 1, a
 E4M3_POWER = 0x7B80  # 2^120 in bfloat16: e4m3 as bfloat16 is smaller by that
 HALF = 0x00010001  # in both halves of a word
 CHUNK = 16  # bytes of a row, which a swizzle moves as one: a word for each of four threads
-WORD = 4  # bytes
 _SWIZZLED_BYTES = 128  # lines of shared memory, among which a swizzle permutes chunks
 
 
@@ -60,8 +60,7 @@ def float8_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
     ``ref``: uint8 [OUTPUTS, bytes] in shared memory.
     """
     if interpret:  # the interpreter does not support inlined MLIR
-        floats = lax.bitcast_convert_type(ref[...], jnp.float8_e4m3fn)
-        return _of_part(input_order(floats.astype(jnp.bfloat16), 16, 8), part)
+        return _of_part(numbers_of(ref[...], "e4m3"), part).astype(jnp.bfloat16)
     emit = functools.partial(_emit_float8, part=part, size=ref.shape[1])
     return _inlined(emit, part, swizzled(part.line, 8))(ref)
 
@@ -69,7 +68,7 @@ def float8_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
 def integer_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
     """int4 numbers, exactly, as ``float8_weights``."""
     if interpret:
-        return _of_part(input_order(widened_pairs(ref[...], "int4")), part).astype(jnp.bfloat16)
+        return _of_part(numbers_of(ref[...], "int4"), part).astype(jnp.bfloat16)
     emit = functools.partial(_emit_integers, part=part, size=ref.shape[1])
     return _inlined(emit, part, swizzled(part.line, 8))(ref) - jnp.bfloat16(BIAS)
 
@@ -81,7 +80,7 @@ def scaled_e2m1(ref: Any, scales: Any, part: Part, group: int, *, interpret: boo
     32 inputs or a multiple; those of 2^-63 to 2^63 are exact.
     """
     if interpret:
-        numbers = _of_part(input_order(widened_pairs(ref[...], "e2m1")), part)
+        numbers = _of_part(numbers_of(ref[...], "e2m1"), part)
         factors = _of_part(jnp.repeat(widened_scales(scales[...]).T, group, 1), part)
         return (numbers * (factors / SUMS_OF_E2M1)).astype(jnp.bfloat16)
     emit = functools.partial(_emit_e2m1, part=part, size=ref.shape[1], group=group)
@@ -202,9 +201,10 @@ def word_offset(thread: Any, chunk: int, half: int, line: int, size: int) -> Any
 
 def float8_pairs(word: Any) -> list[Any]:
     """The two pairs of a word of e4m3 numbers, each as two bfloat16 in 32 bits, over 2^120."""
-    low = (word << 4) & 0x07F007F0 | (word << 8) & 0x80008000
-    high = (word >> 4) & 0x07F007F0 | word & 0x80008000
-    return [low, high]
+    return [
+        (word << 4) & 0x87F087F0,
+        word & 0x87808780 | (word >> 8) & 0x00700070,
+    ]
 
 
 def biased_pairs(word: Any) -> list[Any]:
@@ -215,11 +215,11 @@ def biased_pairs(word: Any) -> list[Any]:
 
 def e2m1_pairs(word: Any) -> list[Any]:
     """The four pairs of a word of e2m1 numbers, each as two bfloat16 in 32 bits, over 2^126."""
-    magnitudes = [word << 6, word << 2, word >> 2, word >> 6]
-    signs = [word << 12, word << 8, word << 4, word]
     return [
-        magnitude & 0x01C001C0 | sign & 0x80008000
-        for magnitude, sign in zip(magnitudes, signs, strict=True)
+        (word << 6) & 0x81C081C0,
+        (word << 2) & 0x81C081C0,
+        (word >> 4 | word << 28) & 0x81C081C0,
+        word & 0x81808180 | (word >> 8) & 0x00400040,
     ]
 
 
