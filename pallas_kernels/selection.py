@@ -26,6 +26,7 @@ OPERATIONS = (
     "packed_product",
     "round_tokens",
     "expert_product",
+    "packed_expert_product",
     "delta_rule",
     "delta_run",  # of delta_rule, where prompts are read
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
@@ -42,6 +43,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "packed_product": (1,),
         "round_tokens": (1,),
         "expert_product": (1,),
+        "packed_expert_product": (1,),
         "delta_rule": (1,),
         "delta_run": (1,),
         "float8_pages": (1,),

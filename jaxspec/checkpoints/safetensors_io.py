@@ -35,8 +35,11 @@ from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.models.quantized.float8 import E4M3, Float8Linear
+from jaxspec.models.quantized.float8_experts import Float8Experts
+from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.grouped import GroupedLinear, in_kernel_order
 from jaxspec.models.quantized.kv_cache import without_kv_scales
+from jaxspec.models.quantized.packed_experts import packed_experts
 from jaxspec.models.quantized.scaled import ScaledLinear
 from jaxspec.models.tensors import (
     CheckpointTensor,
@@ -50,6 +53,7 @@ from jaxspec.models.tensors import (
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.parallel.memory_format import default_place, put_weight, weight_place
 from jaxspec.parallel.placement import place_of
+from pallas_kernels.selection import is_hopper
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -201,7 +205,14 @@ def load_tree(
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
     check_tensors(stored, tensor_shapes(leaves), harmless)
     loaded = jax.tree.map(functools.partial(_load_array, stored), shapes, splits, shardings)
-    return map_nodes(loaded, _reordered, GroupedLinear)
+    loaded = map_nodes(loaded, _reordered, GroupedLinear)
+    return map_nodes(loaded, _as_kernels_read, Float8Experts, FourBitExperts)
+
+
+def _as_kernels_read(experts: Float8Experts | FourBitExperts) -> AnyExpertLinear:
+    """In the order of the kernel, on a GPU that runs it."""
+    devices = {device for leaf in jax.tree.leaves(experts) for device in leaf.sharding.device_set}
+    return packed_experts(experts) if len(devices) == 1 and is_hopper(*devices) else experts
 
 
 def _reordered(node: GroupedLinear) -> GroupedLinear:

@@ -132,6 +132,7 @@ def compile_here(args: argparse.Namespace) -> None:
         quantization=args.quantization,
         lm_head_quantization=args.lm_head_quantization,
         drafter_quantization=args.drafter_quantization,
+        expert_format=args.expert_format,
         head=args.draft_head,
     )
     if args.tpu is None:

@@ -100,10 +100,19 @@ def make_bench(args: argparse.Namespace, progress: Console) -> Bench:
     workload.check_fits(mode, config)
     progress.print(f"making random weights of {args.shape}")
     schemes = args.quantization, args.lm_head_quantization
-    target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
+    experts = args.expert_format
+    target, head = random_decoder(config, dtype, mesh, 0, *schemes, experts), None
     if mode.speculation:
         scheme = args.drafter_quantization
-        head = random_head(config, dtype, mesh, 1, kind=args.draft_head, quantization=scheme)
+        head = random_head(
+            config,
+            dtype,
+            mesh,
+            1,
+            kind=args.draft_head,
+            quantization=scheme,
+            expert_format=experts,
+        )
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     return Bench(mode, params, workload)

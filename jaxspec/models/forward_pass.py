@@ -39,6 +39,9 @@ from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, take
 from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
+from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
+from pallas_kernels.packed_expert_product import packed_expert_product
+from pallas_kernels.packed_expert_product.weights import PackedExperts
 from pallas_kernels.products import sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
@@ -250,6 +253,24 @@ class ForwardPass:
         clamp = activation and clamp_of(activation)
         how = self.kernels.implementation("expert_product")
         return expert_product(x, experts, gate_up, down, bias, clamp=clamp, implementation=how)
+
+    def packed_expert_product(
+        self,
+        x: Array,
+        experts: Array,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        bias: Array | None,
+        activation: ClampedSwiglu | LimitedSwiglu | None,
+    ) -> Array | None:
+        """``expert_product`` of experts of 4 or 8 bits."""
+        operation = "packed_expert_product"
+        if operation not in self.kernels or packed_expert_misfit(x, gate_up, down, bias):
+            return None
+        clamp, how = activation and clamp_of(activation), self.kernels.implementation(operation)
+        return packed_expert_product(
+            x, experts, gate_up, down, bias, clamp=clamp, implementation=how
+        )
 
     def _taking(
         self, operation: str, fits: Callable[[jnp.dtype, int], bool]

@@ -14,6 +14,7 @@ from pallas_kernels.packed_expert_product.reference import packed_expert_product
 from pallas_kernels.packed_expert_product.weights import PackedExperts
 from pallas_kernels.selection import Implementation, kernel_module
 
+LINE = 128  # inputs of a block of e4m3 in the kernel, at most
 LEAST_GROUP = 32  # inputs that share a scale
 
 
@@ -69,8 +70,8 @@ def weights_misfit(weights: PackedExperts) -> str | None:
     if depth % LEAST_UNITS or width % LEAST_UNITS:
         return f"{depth} inputs and {width} outputs: multiples of {LEAST_UNITS}"
     if weights.code == "e4m3":
-        if outputs % LEAST_UNITS or inputs % LEAST_UNITS:
-            return f"blocks of {outputs} outputs and {inputs} inputs: multiples of {LEAST_UNITS}"
+        if outputs % LEAST_UNITS or inputs % LINE:
+            return f"blocks of {outputs} outputs and {inputs} inputs: multiples of 64 and 128"
         return None
     if inputs % LEAST_GROUP or depth % inputs:
         return f"groups of {inputs} of {depth} inputs: multiples of {LEAST_GROUP} that divide them"

@@ -1,4 +1,4 @@
-"""Shapes of packed_expert_product that tests and benchmarks share, and random arguments for them."""
+"""Shapes of packed_expert_product for tests and benchmarks, and random arguments for them."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.activations import Clamp
 from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.expert_product import cases
 from pallas_kernels.packed_expert_product import packed_expert_product

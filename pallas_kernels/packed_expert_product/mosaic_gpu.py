@@ -167,7 +167,8 @@ def packed_expert_product_mosaic(
             scaled=weights.block,
             scale_dtype=weights.scale.dtype,
             clamp=clamp,
-            config=config or packed_expert_tuning(lanes, weights.depth, weights.width),
+            config=config
+            or packed_expert_tuning(len(slots.expert), lanes, weights.width, weights.bits),
             dtype=jnp.dtype(dtype),
             interpret=interpret is not None,
         )
@@ -318,7 +319,8 @@ def _multiply_blocks(
 ) -> Sequence[Array]:
     """Sums of a warpgroup's share of the blocks, of each part: float32 [OUTPUTS, lanes].
 
-    ``first``: of the outputs. ``done``: blocks of tiles before. ``scale``: of blocks of outputs and inputs [E * parts * rows, columns] in global memory.
+    ``first``: of the outputs. ``done``: blocks of tiles before. ``scale``: of blocks of outputs and
+    inputs [E * parts * rows, columns], in global memory.
     """
     num_rows = -(-plan.width // plan.scaled[0])
 
@@ -341,7 +343,9 @@ def _multiply_blocks(
         for start in range(0, plan.block, plan.step):
             sums = _sums_of_step(plan, refs, stage, start)
             if plan.code == "int4":
-                scales = [_group_scale(plan, refs, stage, part, start) for part in range(plan.parts)]
+                scales = [
+                    _group_scale(plan, refs, stage, part, start) for part in range(plan.parts)
+                ]
             if plan.code == "e2m1":
                 totals = [total + part for total, part in zip(totals, sums, strict=True)]
             else:

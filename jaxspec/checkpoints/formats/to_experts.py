@@ -11,8 +11,8 @@ from jaxspec.models.quantized.four_bit_experts import (
     FourBitExperts,
     four_bit_experts_shape,
 )
-from pallas_kernels.four_bits import Code
 from jaxspec.models.tensors import CheckpointTensor
+from pallas_kernels.four_bits import Code
 
 
 def experts_shape(

@@ -71,6 +71,7 @@ QUANTIZED = {
     "quantization": "weights",
     "lm_head_quantization": "LM head",
     "drafter_quantization": "head",
+    "expert_format": "experts",
 }
 
 
@@ -145,10 +146,19 @@ def measure_modes(
     dtype = jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
     schemes = args.quantization, args.lm_head_quantization
-    target, head = random_decoder(config, dtype, mesh, 0, *schemes), None
+    experts = args.expert_format
+    target, head = random_decoder(config, dtype, mesh, 0, *schemes, experts), None
     if any(mode.speculation for _, mode in chosen):
         scheme = args.drafter_quantization
-        head = random_head(config, dtype, mesh, 1, kind=args.draft_head, quantization=scheme)
+        head = random_head(
+            config,
+            dtype,
+            mesh,
+            1,
+            kind=args.draft_head,
+            quantization=scheme,
+            expert_format=experts,
+        )
     jax.block_until_ready((target, head))
     console.print(f"{gigabytes(local_bytes((target, head)))} of weights a device")
     if args.kv_dtype is not None:

@@ -12,6 +12,7 @@ from jaxspec.commands.shared.engine_options import (
 )
 from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.shell import given_option
+from jaxspec.config.quantization import EXPERT_FORMATS
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
@@ -29,6 +30,8 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
+    add("--expert-format", choices=EXPERT_FORMATS, help="experts, also of the MTP layer, as they "
+        "are published: FP8 in blocks of 128, MXFP4, or INT4 in groups of 32")  # fmt: skip
     add("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--kernels", default="auto", help=KERNELS_HELP)
 

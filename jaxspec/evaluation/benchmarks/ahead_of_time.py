@@ -26,7 +26,7 @@ from jaxlib.version import __version__ as JAXLIB_VERSION
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.checkpoints.load import with_kv_dtype
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.quantization import Scheme
+from jaxspec.config.quantization import ExpertFormat, Scheme
 from jaxspec.decoding import functional
 from jaxspec.decoding.state import EngineState
 from jaxspec.engine.programs.xla_options import compiler_options
@@ -46,9 +46,11 @@ from jaxspec.evaluation.benchmarks.compiled_round import (
 )
 from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params
-from jaxspec.evaluation.benchmarks.random_params import decoder_in_schemes
+from jaxspec.evaluation.benchmarks.random_params import decoder_in_schemes, with_packed_experts
 from jaxspec.evaluation.benchmarks.rounds import LARGEST_CHUNK, Workload
 from jaxspec.models.decoder import decoder_shapes
+from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.nodes import nodes_of
 from jaxspec.parallel import (
     Layout,
     Shards,
@@ -162,7 +164,7 @@ class Job:
       kernels, kv_dtype: see Kernels.parse and checkpoints.load.
       largest_chunk: most tokens of a row's prompt in a call.
       quantization: of the target but for its LM head; lm_head_quantization: of that;
-        drafter_quantization: of the draft head.
+        drafter_quantization: of the draft head; expert_format: of experts.
     """
 
     config: ModelConfig
@@ -176,6 +178,7 @@ class Job:
     quantization: Scheme | None = None
     lm_head_quantization: Scheme | None = None
     drafter_quantization: Scheme | None = None
+    expert_format: ExpertFormat | None = None
     head: HeadKind = "auto"
 
     @property
@@ -218,11 +221,14 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
+    target = with_packed_experts(target, job.expert_format)
     target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
     head = None
     if mode.speculation:
         scheme = job.drafter_quantization
         head = head_shapes_for(config, dtype, mesh, kind=job.head, quantization=scheme)
+        if nodes_of(head, ExpertLinear):
+            head = with_packed_experts(head, job.expert_format)
     kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), job.kv_dtype)
 

@@ -16,15 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.checkpoints.safetensors_io import placements
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.quantization import Scheme
+from jaxspec.config.quantization import ExpertFormat, Scheme
 from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.random_quantized import QUANTIZED, random_quantized
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mlps.expert_linear import ExpertLinear
-from jaxspec.models.nodes import nodes_of
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
 from jaxspec.models.pipeline_stage import Stage
+from jaxspec.models.quantized.packed_experts import packed_experts_shape
 from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.models.shapes import weight_name
 from jaxspec.parallel import Shards, mesh_layout
@@ -41,14 +42,17 @@ def random_decoder(
     seed: int,
     quantization: Scheme | None = None,
     lm_head_quantization: Scheme | None = None,
+    expert_format: ExpertFormat | None = None,
 ) -> Decoder:
     """A model of random weights, sharded over the mesh's model axis if there is a mesh.
 
-    ``quantization``: of all but the LM head; see models/quantized/schemes.py.
+    ``quantization``: of all but the LM head and experts; see models/quantized/schemes.py.
+    ``expert_format``: of experts; None: as the rest.
 
     Raises ValueError if ``lm_head_quantization`` is given and the LM head is the embedding table.
     """
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
+    shapes = with_packed_experts(shapes, expert_format)
     shapes = decoder_in_schemes(shapes, quantization, lm_head_quantization)
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
 
@@ -66,6 +70,20 @@ def decoder_in_schemes(
     if made.lm_head is None:
         raise ValueError("the LM head is the embedding table: leave out --lm-head-quantization")
     return made.replace(lm_head=in_scheme(made.lm_head, lm_head_quantization, lm_head=True))
+
+
+def with_packed_experts[Weights](weights: Weights, expert_format: ExpertFormat | None) -> Weights:
+    """Weights of ShapeDtypeStructs with their experts in a format.
+
+    Raises ValueError if there are no experts.
+    """
+    if expert_format is None:
+        return weights
+    if not nodes_of(weights, ExpertLinear):
+        raise ValueError("there are no experts: leave out --expert-format")
+    return map_nodes(
+        weights, lambda linear: packed_experts_shape(linear, expert_format), ExpertLinear
+    )
 
 
 def random_pipeline(
@@ -99,9 +117,12 @@ def random_head(
     *,
     kind: HeadKind = "auto",
     quantization: Scheme | None = None,
+    expert_format: ExpertFormat | None = None,
 ) -> DraftHead | BlockHead:
     """``head_shapes_for`` with random weights (see draft_heads.py)."""
     shapes = head_shapes_for(target, dtype, mesh, kind=kind, quantization=quantization)
+    if nodes_of(shapes, ExpertLinear):
+        shapes = with_packed_experts(shapes, expert_format)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     if isinstance(shapes, BlockHead):
         return _random_tree(shapes, mesh, weights_key)

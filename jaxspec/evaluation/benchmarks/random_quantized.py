@@ -1,6 +1,8 @@
 """Random quantized weights, made on the device: never larger than they are stored."""
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,18 +11,26 @@ from jax import Array
 
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
+from jaxspec.models.quantized.packed_experts import PackedExpertLinear
+from pallas_kernels.packed_expert_product.order import stored_order
+from pallas_kernels.packed_expert_product.weights import Code
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
-QUANTIZED = (GroupedLinear, Float8Linear)
+QUANTIZED = (GroupedLinear, Float8Linear, PackedExpertLinear)
+# Root mean squares of random numbers of experts, where those of e4m3 are below 2.
+NUMBERS: Mapping[Code, float] = MappingProxyType({"e4m3": 0.6, "e2m1": 2.9, "int4": 4.6})
+SMALL_E4M3 = 0xBF  # keeps the bits of a number below 2
 
 
 def random_quantized(shapes: Any, places: Any, key: Array, spread: float) -> Any:
-    """A GroupedLinear or a Float8Linear of ShapeDtypeStructs, filled.
+    """Quantized weights of ShapeDtypeStructs, of a class of QUANTIZED, filled.
 
     Args:
       places: the same with the sharding or format of each array.
       spread: standard deviation of the weights.
     """
+    if isinstance(shapes, PackedExpertLinear):
+        return _random_experts(shapes, places, key, spread)
     step = spread / SPREADS[shapes.values.dtype.name]
     keys = jax.random.split(key, 3)
     values, scale = shapes.values, shapes.scale
@@ -32,6 +42,45 @@ def random_quantized(shapes: Any, places: Any, key: Array, spread: float) -> Any
         return made
     zero = shapes.zero
     return made.replace(zero=_zeros(zero.shape, zero.dtype, places.zero)(keys[2]))
+
+
+def _random_experts(
+    shapes: PackedExpertLinear, places: Any, key: Array, spread: float
+) -> PackedExpertLinear:
+    keys, step = jax.random.split(key, 3), spread / NUMBERS[shapes.code]
+    values, scale, bias = shapes.values, shapes.scale, shapes.bias
+    if scale.dtype == jnp.uint8:
+        scales = _exponents(scale.shape, places.scale)(keys[1], step)
+    else:
+        scales = _scales(scale.shape, scale.dtype, places.scale)(keys[1], step)
+    made = shapes.replace(
+        values=_bytes(values.shape, shapes.code, places.values)(keys[0]), scale=scales
+    )
+    if bias is None:
+        return made
+    return made.replace(bias=_scales(bias.shape, bias.dtype, places.bias)(keys[2], spread))
+
+
+@functools.cache
+def _bytes(shape: tuple[int, ...], code: Code, place: Any) -> Any:
+    """From a key to bytes as experts are stored."""
+
+    def generate(key: Array) -> Array:
+        random = jax.random.bits(key, shape, jnp.uint8)
+        return stored_order(random & SMALL_E4M3 if code == "e4m3" else random, code)
+
+    return jax.jit(generate, out_shardings=place)
+
+
+@functools.cache
+def _exponents(shape: tuple[int, ...], place: Any) -> Any:
+    """From a key to powers of two about ``step``, as bytes."""
+
+    def generate(key: Array, step: float) -> Array:
+        about = 127 + jnp.round(jnp.log2(step)).astype(jnp.int32)
+        return (about + jax.random.randint(key, shape, -1, 2, jnp.int8)).astype(jnp.uint8)
+
+    return jax.jit(generate, out_shardings=place)
 
 
 @functools.cache

@@ -124,6 +124,42 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
                 },
             }
         ),
+        # The values of its text_config are the family's defaults.
+        "qwen3.6-35b-a3b": parse_model_config(
+            {
+                "model_type": "qwen3_5_moe_text",
+                "mtp_num_hidden_layers": 1,
+                "max_position_embeddings": 262_144,
+                "rope_theta": 10_000_000.0,
+            }
+        ),
+        "gpt-oss-20b": parse_model_config(
+            {
+                "model_type": "gpt_oss",
+                "vocab_size": 201_088,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+                "sliding_window": 128,
+                "swiglu_limit": 7.0,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131_072,
+                "rope_theta": 150_000.0,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 4096,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                },
+            }
+        ),
         "tiny-hybrid": parse_model_config(
             {
                 "model_type": "qwen3_next",

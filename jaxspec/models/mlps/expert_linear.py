@@ -16,6 +16,7 @@ from jax import Array
 from jaxspec.models.nodes import nodes_of
 from jaxspec.models.tensors import Source, Split, TensorMap, Tensors
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.packed_expert_product.weights import PackedExperts
 
 
 class AnyExpertLinear(Pytree):
@@ -43,6 +44,11 @@ class AnyExpertLinear(Pytree):
     def in_memory(self) -> Array | None:
         """[E, in, *out] in the activations' dtype, if memory holds it as that; else only ``of``
         makes such weights, of few experts at a time."""
+
+    @property
+    def packed(self) -> PackedExperts | None:
+        """The weights as the kernel packed_expert_product reads them, if memory holds that."""
+        return None
 
     @abstractmethod
     def of(self, index: Array) -> Array:

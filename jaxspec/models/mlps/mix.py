@@ -11,6 +11,8 @@ product of rows that are repeated for every expert and masked: of 512 rows with 
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,13 +71,13 @@ def mix(
 
     ``num_experts``: of all devices.
     """
+    mixed = by_kernel(local, x, routes, step)
+    if mixed is not None:
+        return mixed.astype(x.dtype)
     weights = local.in_memory
     if weights is None:  # blocks_of_experts widens the weights of one expert at a time
         few = routes.experts.size <= MOST_WIDENED
         return (chosen_experts if few else blocks_of_experts)(local, x, routes).astype(x.dtype)
-    mixed = by_kernel(local, x, routes, step)
-    if mixed is not None:
-        return mixed.astype(x.dtype)
     if routes.experts.size <= num_experts:
         return chosen_experts(local, x, routes).astype(x.dtype)
     most_rows = MOST_ROWS
@@ -87,17 +89,44 @@ def mix(
 
 
 def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) -> Array | None:
-    """For up to some hundred rows on Hopper GPUs: a kernel reads the chosen experts, each once.
-    Float32 [N, H]; None where it does not run."""
+    """On Hopper GPUs: a kernel reads the chosen experts, each once for up to MOST_ROWS rows.
+    Float32 [N, H]; None where it does not run.
+
+    More rows are multiplied so many at a time, if experts are of 4 or 8 bits: there is no faster
+    way for these.
+    """
+    multiply = _product_by_kernel(local, step)
+    if multiply is None:
+        return None
     index, here = _local(local, routes)
-    experts = jnp.where(here, index, local.gate_up.num_experts)
-    down, weights = local.down, (*_weights(local), local.gate_up.bias)
-    mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, local.activation)
+    experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
+    if local.gate_up.packed is not None and len(x) > MOST_ROWS:
+        if jax.eval_shape(multiply, x[:MOST_ROWS], experts[:MOST_ROWS]) is None:
+            return None
+        mixed = in_parts(lambda part: multiply(*part), (x, experts), MOST_ROWS)
+    else:
+        mixed = multiply(x, experts)
     if mixed is None:
         return None
-    if down.bias is not None:
-        mixed = mixed + down.bias[index]
+    if local.down.bias is not None:
+        mixed = mixed + local.down.bias[index]
     return _total(jnp.where(here[..., None], mixed * routes.weights[..., None], 0.0))
+
+
+def _product_by_kernel(
+    local: LocalExperts, step: ForwardPass
+) -> Callable[[Array, Array], Array | None] | None:
+    """From rows and the experts that they chose to what these make of them, by the kernel that
+    reads such weights; None if none does."""
+    bias, activation = local.gate_up.bias, local.activation
+    if (whole := local.in_memory) is not None:
+        return lambda x, experts: step.expert_product(x, experts, *whole, bias, activation)
+    gate_up, down = local.gate_up.packed, local.down.packed
+    if gate_up is None or down is None:
+        return None
+    return lambda x, experts: step.packed_expert_product(
+        x, experts, gate_up, down, bias, activation
+    )
 
 
 def chosen_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
@@ -131,9 +160,15 @@ def every_expert(
     Two dense products, which read each expert once. Up to some hundred rows a GPU takes as long to
     read the experts as to multiply; then the cost grows with E / k times the needed work.
     """
-    num_rows, most_rows = len(x), most_rows or MOST_ROWS
-    if num_rows <= most_rows:
+    most_rows = most_rows or MOST_ROWS
+    if len(x) <= most_rows:
         return _every_expert(local, x, routes)
+    return in_parts(lambda part: _every_expert(local, *part), (x, routes), most_rows)
+
+
+def in_parts(multiply: Callable[[Any], Array], rows: Any, most_rows: int) -> Array:
+    """What ``multiply`` makes of arrays [N, n], at most ``most_rows`` rows at a time: [N, ...]."""
+    num_rows = len(jax.tree.leaves(rows)[0])
     count = -(-num_rows // most_rows)
     size = -(-num_rows // (count * ROW_STEP)) * ROW_STEP  # equal parts: little of it is padding
 
@@ -141,9 +176,8 @@ def every_expert(
         padded = jnp.pad(values, ((0, count * size - num_rows), (0, 0)))
         return padded.reshape(count, size, values.shape[-1])
 
-    in_parts = parts(x), Routes(*map(parts, routes))
-    mixed = lax.map(lambda part: _every_expert(local, *part), in_parts)
-    return mixed.reshape(-1, x.shape[-1])[:num_rows]
+    mixed = lax.map(multiply, jax.tree.map(parts, rows))
+    return mixed.reshape(-1, *mixed.shape[2:])[:num_rows]
 
 
 def _every_expert(local: LocalExperts, x: Array, routes: Routes) -> Array:

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear, PerExpert
+from jaxspec.models.shapes import array_shape
+from jaxspec.models.tensors import Source, TensorMap
+from jaxspec.models.wrapped_tensors import OutputsFirst
+from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.four_bits import (
     Code,
     scaled_groups,
     widened_pairs,
     widened_scales,
 )
-from jaxspec.models.shapes import array_shape
-from jaxspec.models.tensors import Source, TensorMap
-from jaxspec.models.wrapped_tensors import OutputsFirst
-from jaxspec.parallel.pytree import array, pytree, static
 
 # The names of checkpoints' tensors.
 KINDS: Mapping[Code, str] = MappingProxyType({"int4": "pairs", "e2m1": "codes"})

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.linear import AnyLinear, Linear
-from jaxspec.models.mlps.expert_linear import check_no_experts
+from jaxspec.models.mlps.expert_linear import ExpertLinear, check_no_experts
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.quantized.float8 import rounded_to_float8
 from jaxspec.models.quantized.grouped import rounded_to_groups
 from jaxspec.parallel import named_shardings
@@ -75,7 +76,8 @@ def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: 
 
     Raises ValueError for weights with experts.
     """
-    check_no_experts(weights, "quantized")
+    if nodes_of(weights, ExpertLinear):  # those of 4 or 8 bits stay as they are
+        check_no_experts(weights, "quantized")
 
     def of_node(path: tuple[Any, ...], node: Any) -> Any:
         is_head = any(getattr(part, "name", None) == "lm_head" for part in path)

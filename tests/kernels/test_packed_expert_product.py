@@ -1,0 +1,348 @@
+"""packed_expert_product against products in float64; how its numbers are stored and widened."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.mlps import mix
+from jaxspec.models.quantized.float8_experts import Float8Experts
+from jaxspec.models.quantized.four_bit_experts import FourBitExperts
+from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
+from pallas_kernels.expert_product.cases import chosen_experts
+from pallas_kernels.four_bits import widened_pairs
+from pallas_kernels.packed_expert_product import misfit, packed_expert_product, widening
+from pallas_kernels.packed_expert_product.cases import (
+    BENCHMARK_CASES,
+    TEST_CASES,
+    Case,
+    make_arguments,
+)
+from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_product_mosaic
+from pallas_kernels.packed_expert_product.order import file_order, stored_order
+from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
+from pallas_kernels.packed_expert_product.weights import Code, PackedExperts, numbers_of
+from tests.helpers.kernels import interpreted, lowered
+from tests.helpers.marks import slow
+from tests.helpers.random_experts import random_own, random_rows
+
+CODES: tuple[Code, ...] = ("e4m3", "e2m1", "int4")
+VARIANTS = (
+    PackedExpertTuning(most_stages=2),  # each part of its ring is used again
+    PackedExpertTuning(shares=2),
+    PackedExpertTuning(tiles=3),
+)
+# Of the sum of absolute products: a hidden unit may round to its other neighbor in bfloat16.
+ERROR = 2.0**-8
+
+
+@functools.lru_cache(maxsize=len(TEST_CASES))
+def arguments_of(case: Case, seed: int = 0) -> Any:
+    return make_arguments(case, seed)
+
+
+def random_bytes(shape: tuple[int, ...], code: Code, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    return values - (values & 127 == 127) if code == "e4m3" else values
+
+
+def assert_exact(found: Any, case: Case, arguments: Any) -> None:
+    """Against the products of the widened weights in float64, with hidden units rounded."""
+    x, experts, gate_up, down, bias = arguments
+    every = jnp.arange(case.num_experts)
+    wide, wide_down = (np.asarray(weights.of(every), np.float64) for weights in (gate_up, down))
+    biases = np.zeros((case.num_experts, 2, case.units))
+    if bias is not None:
+        biases = np.asarray(bias, np.float64)
+    rows = np.asarray(x, np.float64)
+    assert found.shape == (*experts.shape, case.hidden) and found.dtype == jnp.float32
+    wanted, terms = np.zeros((2, *found.shape))
+    for (row, choice), expert in np.ndenumerate(np.asarray(experts)):
+        if expert == case.num_experts:
+            continue
+        gate, up = np.einsum("h,tfh->tf", rows[row], wide[expert]) + biases[expert]
+        if case.clamp is not None:
+            alpha, limit = case.clamp
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            units = (up + 1) * gate / (1 + np.exp(-alpha * gate))
+        else:
+            units = gate / (1 + np.exp(-gate)) * up
+        rounded = units.astype(jnp.bfloat16).astype(np.float64)
+        wanted[row, choice] = wide_down[expert, 0] @ rounded
+        terms[row, choice] = np.abs(wide_down[expert, 0]) @ np.abs(rounded)
+    here = np.asarray(experts) < case.num_experts
+    errors = np.asarray(found)[here].astype(np.float64) - wanted[here]
+    assert (np.abs(errors) <= ERROR * terms[here]).all()
+    assert np.linalg.norm(errors) <= 1e-3 * np.linalg.norm(wanted)
+
+
+def run_interpreted(arguments: Any, case: Case, config: PackedExpertTuning | None = None) -> Any:
+    how: Any = {"clamp": case.clamp, "config": config, "detect_races": True}
+    return interpreted(packed_expert_product_mosaic, *arguments, **how)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_numbers_are_stored_without_loss(code: Code):
+    values = jnp.asarray(random_bytes((2, 3, 64), code))
+    stored = stored_order(values, code)
+    np.testing.assert_array_equal(file_order(stored, code), values)
+    if code == "e4m3":
+        wanted = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+    else:
+        wanted = widened_pairs(values, code)
+    np.testing.assert_array_equal(numbers_of(stored, code), wanted)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_thread_widens_the_numbers_that_tensor_cores_want(code: Code):
+    """Thread t has inputs 2 t + e and 8 further on, of spans of 16 or 32."""
+    stored = np.asarray(stored_order(jnp.asarray(random_bytes((64, 32), code)), code))
+    words = stored.view(np.uint32)
+    numbers = np.asarray(numbers_of(jnp.asarray(stored), code))
+    pairs_of, span, power = {
+        "e4m3": (widening.float8_pairs, 16, 2.0**120),
+        "e2m1": (widening.e2m1_pairs, 32, 2.0**126),
+        "int4": (widening.biased_pairs, 32, 1.0),
+    }[code]
+    bias = widening.BIAS if code == "int4" else 0
+    for row, place in np.ndindex(words.shape):
+        pairs = np.array([pair % 2**32 for pair in pairs_of(int(words[row, place]))], np.uint32)
+        floats = pairs.view(jnp.bfloat16).astype(np.float64).reshape(-1, 2)
+        first = place // 4 * span + 2 * (place % 4)
+        wanted = [numbers[row, first + 8 * j : first + 8 * j + 2] for j in range(len(pairs))]
+        np.testing.assert_array_equal(floats * power - bias, wanted)
+
+
+def test_scales_are_powers_of_two_in_both_halves():
+    for byte in (64, 120, 127, 190):
+        pair = np.array([widening.scale_pair(byte)], np.uint32).view(jnp.bfloat16)
+        power = 2.0 ** (byte - 127 + widening.E2M1_SHIFT - widening.LEFT_SHIFT)
+        np.testing.assert_array_equal(pair.astype(np.float64), [power, power])
+
+
+@pytest.mark.parametrize(("line", "size"), [(32, 160), (64, 64), (128, 128)])
+def test_words_are_where_the_copy_engine_puts_them(line: int, size: int):
+    """A tile of 8 rows and a line's bytes, of which 16 are moved as one; tiles of the same rows
+    follow each other."""
+    offsets = set()
+    for thread in range(128):
+        for chunk in range(size // 16):
+            for half in range(2):
+                row = thread // 32 * 16 + thread % 32 // 4 + 8 * half
+                tile, place = divmod(chunk, line // 16)
+                start = (row // 8 * (size // line) + tile) * 8 * line + row % 8 * line
+                moved = place ^ (row % 8 * line // 128)
+                found = widening.word_offset(thread, chunk, half, line, size)
+                assert found == start + 16 * moved + 4 * (thread % 4)
+                offsets.add(found)
+    assert len(offsets) == 64 * size // 4
+
+
+@pytest.mark.parametrize("case", [TEST_CASES[0], *map(slow, TEST_CASES[1:])], ids=str)
+def test_interpreted_it_is_the_reference(case: Case):
+    arguments = arguments_of(case)
+    function = jax.jit(functools.partial(packed_expert_product, clamp=case.clamp))
+    x, *rest = arguments
+    with jax.default_matmul_precision("highest"):
+        found = function(x.astype(jnp.float32), *rest)
+    assert np.isfinite(np.asarray(found)).all()
+    x, experts, *_ = arguments
+    here = np.asarray(experts) < case.num_experts
+    kernel = run_interpreted(arguments, case)
+    error = np.linalg.norm(np.asarray(found - kernel)[here])
+    assert error <= 3e-3 * np.linalg.norm(np.asarray(found)[here])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_interpreted_it_is_the_product(case: Case, config: PackedExpertTuning | None):
+    arguments = arguments_of(case)
+    assert_exact(run_interpreted(arguments, case, config), case, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", CODES)
+def test_interpreted_a_row_is_the_same_whatever_others_choose(code: Code):
+    """Another row of NaN included."""
+    case = Case(5, 2, 4, 128, 64, code=code)
+    x, experts, *rest = arguments_of(case)
+    x, experts = x.at[1].set(jnp.nan), experts.at[0].set(jnp.array([2, 0]))
+    first = run_interpreted((x, experts, *rest), case)[0]
+    for seed in (1, 2):
+        others, place = chosen_experts(case, seed), 2 + seed
+        changed = experts.at[1:].set(others[1:]).at[place].set(experts[0])
+        moved = x.at[place].set(x[0]).at[0].set(x[2])
+        assert jnp.array_equal(run_interpreted((moved, changed, *rest), case)[place], first)
+
+
+@pytest.mark.parametrize(
+    "case", [TEST_CASES[4], *map(slow, (*TEST_CASES, *BENCHMARK_CASES))], ids=str
+)
+def test_it_lowers_for_cuda(case: Case):
+    function = functools.partial(
+        packed_expert_product, clamp=case.clamp, implementation="mosaic_gpu"
+    )
+    lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_on_the_device_it_is_the_product(case: Case, config: PackedExpertTuning | None):
+    arguments = arguments_of(case)
+    kernel = functools.partial(packed_expert_product_mosaic, clamp=case.clamp, config=config)
+    function = jax.jit(kernel)
+    first = function(*arguments)
+    assert_exact(first, case, arguments)
+    here = (arguments[1] < case.num_experts)[..., None]
+    for _ in range(20):
+        assert not jnp.any(here & (first != function(*arguments))), "a race"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 8, 32, 128])
+@pytest.mark.parametrize("code", CODES)
+def test_on_the_device_a_row_is_the_same_whatever_others_choose(code: Code, rows: int):
+    case = Case(rows, 8, 64, 2048, 512, code=code)
+    x, experts, *rest = arguments_of(case)
+    function = jax.jit(functools.partial(packed_expert_product, implementation="mosaic_gpu"))
+    first = function(x, experts, *rest)[0]
+    for seed in range(1, 8):
+        place = seed % rows
+        changed = jnp.asarray(chosen_experts(case, seed)).at[place].set(experts[0])
+        moved = x.at[0].set(jnp.nan).at[place].set(x[0])
+        assert jnp.array_equal(function(moved, changed, *rest)[place], first)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rows": 513}, "513 rows: at most 512"),
+        ({"hidden": 96}, "96 inputs and 64 outputs: multiples of 64"),
+        ({"code": "e4m3", "block": (128, 64)}, "blocks of 128 outputs and 64 inputs"),
+        ({"block": (1, 16)}, "groups of 16 of 128 inputs"),
+        ({"scale": "float8_e4m3fn"}, "e2m1 with scales of float8_e4m3fn"),
+        ({"x": "float32"}, "rows of float32"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_said(change: dict[str, Any], problem: str):
+    hidden, code = change.get("hidden", 128), change.get("code", "e2m1")
+    shape: Any = jax.ShapeDtypeStruct
+
+    def weights(parts: int, width: int, depth: int) -> PackedExperts:
+        scale = shape((4, parts, 1, 1), change.get("scale", "uint8"))
+        values = shape((4, parts, width, depth if code == "e4m3" else depth // 2), "uint8")
+        return PackedExperts(values, scale, None, code, change.get("block", (1, 32)))
+
+    x = shape((change.get("rows", 3), hidden), change.get("x", "bfloat16"))
+    found = misfit(x, weights(2, 64, hidden), weights(1, hidden, 64))
+    assert found is not None and problem in found
+
+
+def in_8_bits(shape: tuple[int, ...], axes: tuple[str, ...]) -> Float8Experts:
+    """Random experts [E, in, *out] in blocks of 128."""
+    experts, size, *lead, width = shape
+    values = jnp.asarray(random_bytes((experts, *lead, width, size), "e4m3"))
+    blocks = (experts, *lead, -(-width // 128), -(-size // 128))
+    scale = np.random.default_rng(1).uniform(0.5, 1.5, blocks) * size**-0.5 / 128
+    return Float8Experts(
+        values=jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn),
+        scale=jnp.asarray(scale, jnp.float32),
+        axes=axes,
+        block=(128, 128),
+        activations=jnp.dtype("bfloat16"),
+    )
+
+
+def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], code: Any) -> FourBitExperts:
+    """Random experts [E, in, *out] in groups of 32, with factors."""
+    experts, size, *outputs = shape
+    random = np.random.default_rng(2)
+    exponents = random.integers(118, 124, (experts, *outputs, size // 32)).astype(np.uint8)
+    return FourBitExperts(
+        pairs=jnp.asarray(random_bytes((experts, *outputs, size // 2), code)),
+        scale=jnp.asarray(exponents),
+        factor=jnp.asarray(random.uniform(0.5, 1.5, (experts, *outputs)), jnp.float32),
+        axes=axes,
+        code=code,
+        activations=jnp.dtype("bfloat16"),
+    )
+
+
+def packed_own(code: Code) -> tuple[Any, Any]:
+    """LocalExperts of 6 experts as a file has them, and as the kernel reads them."""
+    own = random_own(6, 128, 64, None)
+    gate_up, down = ((6, 128, 2, 64), own.gate_up.axes), ((6, 64, 128), own.down.axes)
+    make = in_8_bits if code == "e4m3" else functools.partial(in_4_bits, code=code)
+    stored = own.replace(gate_up=make(*gate_up), down=make(*down))
+    packed = [packed_experts(linear) for linear in (stored.gate_up, stored.down)]
+    assert all(isinstance(linear, PackedExpertLinear) for linear in packed)
+    return stored, stored.replace(gate_up=packed[0], down=packed[1])
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(code: Code):
+    stored, packed = packed_own(code)
+    index = jnp.array([[5, 0], [3, 5]])
+    for ours, theirs in ((packed.gate_up, stored.gate_up), (packed.down, stored.down)):
+        np.testing.assert_array_equal(ours.of(index), theirs.of(index))
+        np.testing.assert_array_equal(ours.of(jnp.asarray(2)), theirs.of(jnp.asarray(2)))
+
+
+class Interpreted:
+    """A ForwardPass whose kernel is interpreted."""
+
+    def packed_expert_product(self, *arguments: Any) -> Any:
+        *arrays, activation = arguments
+        assert activation is None and len(arrays[0]) <= mix.MOST_ROWS
+        return interpreted(packed_expert_product_mosaic, *arrays, clamp=None)
+
+
+@pytest.mark.parametrize("code", ["e4m3", slow("e2m1"), slow("int4")])
+def test_a_mixture_by_the_kernel_is_that_of_widened_experts(code: Code):
+    stored, packed = packed_own(code)
+    x, routes = random_rows(5, 128, 6, 3, seed=1)
+    x = jnp.asarray(x, jnp.bfloat16)
+    step: Any = Interpreted()
+    found = mix.by_kernel(packed, x, routes, step)
+    wanted = np.asarray(mix.chosen_experts(stored, x, routes))
+    assert found is not None
+    assert np.linalg.norm(np.asarray(found) - wanted) <= 1e-2 * np.linalg.norm(wanted)
+    assert mix.by_kernel(stored, x, routes, step) is None
+
+
+def test_many_rows_are_multiplied_so_many_at_a_time():
+    """In parts of equal size, and as together."""
+    _, packed = packed_own("int4")
+    x, routes = random_rows(1300, 128, 6, 2, seed=1)
+    sizes = []
+
+    class Reference:
+        def packed_expert_product(self, *arguments: Any) -> Any:
+            *arrays, _ = arguments
+            sizes.append(len(arrays[0]))
+            return packed_expert_product(*arrays)
+
+    step: Any = Reference()
+    found = mix.by_kernel(packed, jnp.asarray(x, jnp.float32), routes, step)
+    wanted = mix.blocks_of_experts(packed, jnp.asarray(x, jnp.float32), routes)
+    assert max(sizes) <= mix.MOST_ROWS
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-2 * float(jnp.abs(wanted).max()))
+
+
+def test_experts_of_other_formats_stay_as_they_are():
+    """With zeros, with scales that the kernel does not take, and of sizes that it does not."""
+    axes = ("experts", "embed", "mlp")
+    fits = in_4_bits((2, 64, 64), axes, "int4")
+    assert isinstance(packed_experts(fits), PackedExpertLinear)
+    zero = fits.replace(zero=jnp.zeros(fits.scale.shape))
+    small = in_4_bits((2, 32, 64), axes, "int4")
+    floats = in_4_bits((2, 64, 64), axes, "e2m1")
+    floats = floats.replace(scale=floats.scale.astype(jnp.float8_e4m3fn))
+    by_output = in_8_bits((2, 64, 64), axes).replace(block=(1, 64))
+    for experts in (zero, small, floats, by_output):
+        assert packed_experts(experts) is experts
