@@ -20,9 +20,10 @@ SWIZZLED = (_tiling, plgpu.SwizzleTransform(LINE))  # pyright: ignore[reportAbst
 
 
 def swizzled_bytes(width: int) -> tuple[Any, ...]:
-    """Transforms of rows [n, width] of 8-bit numbers; ``width`` is 64 or 128."""
-    tiling = plgpu.TilingTransform((TILE_ROWS, width))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
+    """Transforms of rows [n, width] of 8-bit numbers; ``width`` is 64, 128 or a multiple of 128."""
+    line = min(width, LINE)
+    tiling = plgpu.TilingTransform((TILE_ROWS, line))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(line)  # pyright: ignore[reportAbstractUsage]
     return tiling, swizzle
 
 

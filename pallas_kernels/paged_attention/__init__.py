@@ -54,7 +54,7 @@ def paged_attention(
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
         may in the last bit, where exp does). Slower.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, or
-        bytes with bfloat16 queries, heads of 64 or 128, pages of 8 to 128 slots), "auto_tpu"
+        bytes with bfloat16 queries, heads of 64, 128 or 256, pages of 8 to 128 slots), "auto_tpu"
         the TPU kernel (see ``misfit_tpu``), else the reference.
 
     Returns [B, T, Q, D] in q's dtype. Queries that see no slot return a finite value.
@@ -79,9 +79,9 @@ def paged_attention(
         problem = "attention sinks: leave out the operation paged_attention"
     elif wants_tpu(implementation):
         problem = misfit_tpu(q, pages.k, pages.v, context.page_table, order_invariant)
+        problem = problem or softcap_misfit_tpu(options.softcap)
     else:
         problem = misfit(q, pages.k, pages.v, order_invariant)
-    problem = problem or softcap_misfit(options.softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None and is_long(context.page_table, pages.k) and not order_invariant:
         blocks = functools.partial(attention_in_blocks, options=options)
@@ -105,8 +105,8 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
             f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16, "
             "or pages bytes"
         )
-    if head_dim not in (64, 128):
-        return f"heads of {head_dim}: they must be 64 or 128 wide"
+    if head_dim not in (64, 128, 256):
+        return f"heads of {head_dim}: they must be 64, 128 or 256 wide"
     if page_size not in (8, 16, 32, 64, 128):
         return f"pages of {page_size} slots: they must have 8, 16, 32, 64 or 128"
     if group > ROWS or group * head_dim < 128:
@@ -114,8 +114,8 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     return None
 
 
-def softcap_misfit(softcap: float | None) -> str | None:
-    """Why no kernel can compute capped scores, None without a cap."""
+def softcap_misfit_tpu(softcap: float | None) -> str | None:
+    """Why the TPU kernel cannot compute capped scores, None without a cap."""
     return None if softcap is None else f"scores with a soft cap of {softcap}"
 
 

@@ -44,6 +44,7 @@ class Case:
     tree: bool = False
     window: int | None = None
     first_slot: int = 0
+    softcap: float | None = None
     num_columns: int | None = None
     real_tokens: int | None = None
 
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def options(self) -> AttentionOptions:
-        return AttentionOptions(window=self.window, first_slot=self.first_slot)
+        return AttentionOptions(self.window, softcap=self.softcap, first_slot=self.first_slot)
 
     @property
     def visible_slots(self) -> int:

@@ -18,7 +18,6 @@ output, in float32, the kernel then returns the log-sum-exp of each query's scor
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -31,23 +30,13 @@ from jax import Array, lax
 from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.float8 import BYTES
 from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.paged_attention.attend import attend
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.output import merge_and_store, store
 from pallas_kernels.paged_attention.parts import PartialAttention
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
-from pallas_kernels.paged_attention.rows import (
-    LOWEST_PEAK,
-    MASKED,
-    by_row,
-    filled,
-    load_words,
-    product,
-    row_load,
-    slots_from,
-    softmax_step,
-    visible,
-    words_of_rows,
-)
+from pallas_kernels.paged_attention.queries import load_queries
+from pallas_kernels.paged_attention.rows import load_words, row_load, words_of_rows
 from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes
@@ -237,12 +226,12 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
                 plgpu.set_max_registers(config.registers, action="increase")
             tile = kernel_axes.index("row_block") * config.warpgroups
             tile += lax.rem(warpgroup, config.warpgroups)
-            _load_queries(plan, work, q, tile, refs)
+            load_queries(plan, work, q, tile, refs)
             words = load_words(plan, work, row_words, tile)
             seen_from = None
             if plan.window is not None:
                 seen_from = row_load(windows[1].at[work.sequence, tile])
-            state = _attend(plan, work, words, seen_from, refs)
+            state = attend(plan, work, words, seen_from, refs)
             if config.splits > 1:
                 merge_and_store(plan, work, state, tile, outputs, refs)
             else:
@@ -265,122 +254,3 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
         ),
         interpret=interpret,
     )
-
-
-def _load_queries(plan: AttentionPlan, work: Work, q: Any, tile: Array, refs: Any) -> None:
-    """Load the tile's rows [ROWS, D] to shared memory. Rows past its tokens are undefined.
-
-    TMA copies a few rows per token, without a swizzle. They are then stored again in the tiled
-    layout that wgmma reads. Operands in registers would occupy them during the whole kernel.
-    """
-    warpgroup = kernel_axes.index("warpgroup")
-    full, rows = refs["q_full"].at[warpgroup], refs["rows"].at[warpgroup]
-
-    @pl.loop(0, plan.tokens)
-    def _copy(i):
-        token = jnp.minimum(tile * plan.tokens + i, plan.num_tokens - 1)
-        plgpu.copy_gmem_to_smem(
-            q.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
-            rows.at[pl.ds(i * plan.group, plan.group)],
-            full,
-        )
-
-    plgpu.barrier_wait(full)
-    tiled = refs["queries"].at[warpgroup]
-    tiled[...] = plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)
-    plgpu.commit_smem()
-
-
-def _attend(
-    plan: AttentionPlan, work: Work, words: list[Array], seen_from: Array | None, refs: Any
-) -> tuple[Array, Array, Array]:
-    """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS]).
-
-    Two warpgroups on the same blocks tend to do the same work at the same time: both wait for the
-    tensor cores, then both compute exponentials. With ping-pong scheduling (FlashAttention-3, arXiv
-    2407.08608) they alternate: a warpgroup holds the tensor cores for the values of one block and
-    the keys of the next, while the other computes exponentials.
-    """
-    config, warpgroup = plan.config, kernel_axes.index("warpgroup")
-    q = refs["queries"].at[warpgroup]
-    scale: Any = plan.scale * math.log2(math.e)  # exponentials are powers of 2
-    if plan.float8:
-        scale = refs["k_scale"][work.kv_head] * scale
-
-    def scores_of(block: Array, slot: Array, *, masked: bool) -> Array:
-        """[ROWS, block] raw scores of a block."""
-        if not masked:
-            keys = refs["k"].at[slot, work.own_head].transpose((1, 0))
-            return product(q, keys, interpret=plan.interpret)
-        # The mask needs registers beside the scores, so only half of the slots are done at a time.
-        width, halves = config.block // 2, []
-        for first in (0, width):
-            keys = refs["k"].at[slot, work.own_head, pl.ds(first, width)].transpose((1, 0))
-            slots = work.in_sequence(slots_from(block * config.block + first, width))
-            seen = visible(plan, work, slots, words, seen_from)
-            half = product(q, keys, interpret=plan.interpret)
-            halves.append(jnp.where(seen, half, MASKED))
-        return jnp.concatenate(halves, axis=1)
-
-    def acquire_tensor_cores() -> None:
-        if config.ping_pong:
-            plgpu.barrier_wait(refs["tensor_cores"].at[warpgroup])
-
-    def release_tensor_cores() -> None:
-        if config.ping_pong:
-            plgpu.barrier_arrive(refs["tensor_cores"].at[1 - warpgroup])
-
-    def wait_for_values(block: Array, slot: Array, *, masked: bool) -> None:
-        if not masked or plan.float8:
-            plgpu.barrier_wait(refs["v_full"].at[slot])
-            return
-        barrier = work.values_barrier(block, slot)
-        plgpu.barrier_wait(refs["v_full"].at[barrier])
-
-        @pl.when(barrier >= config.stages)
-        def _():
-            plgpu.barrier_wait(refs["v_cleaned"].at[barrier - config.stages])
-
-    def step(block: Array, carry: Any, *, masked: bool) -> Any:
-        acc, peak, total = carry
-        slot = lax.rem(block - work.start, config.stages)
-        plgpu.barrier_wait(refs["k_full"].at[slot])
-        scores = scores_of(block, slot, masked=masked)
-        plgpu.barrier_arrive(refs["k_free"].at[slot])
-        release_tensor_cores()
-        exps, decay, peak = softmax_step(scores, scale, peak)
-        acc = acc * by_row(decay, plan.head_dim)
-        total = total * decay + jnp.sum(exps, axis=1)
-        weights = exps.astype(refs["v"].dtype)
-        wait_for_values(block, slot, masked=masked)
-        acquire_tensor_cores()
-        values = refs["v"].at[slot, work.own_head]
-        acc = product(weights, values, acc, interpret=plan.interpret)
-        plgpu.barrier_arrive(refs["v_free"].at[slot])
-        return acc, peak, total
-
-    def blocks(low: Array, high: Array, carry: Any, *, masked: bool) -> Any:
-        return lax.fori_loop(
-            low, high, lambda block, carry: step(block, carry, masked=masked), carry
-        )
-
-    if config.ping_pong:  # warpgroup 0 goes first
-        pl.when(warpgroup == 1)(acquire_tensor_cores)
-    carry = (
-        filled((ROWS, plan.head_dim), 0.0),
-        filled((ROWS,), LOWEST_PEAK),
-        filled((ROWS,), 0.0),
-    )
-    tail = jnp.clip(work.all_see_to // config.block, work.start, work.stop)
-    middle = work.start
-    if plan.has_left_edge:
-        all_seen = (work.all_see_from + config.block - 1) // config.block
-        middle = jnp.clip(all_seen, work.start, tail)
-        carry = blocks(work.start, middle, carry, masked=True)
-    carry = blocks(middle, tail, carry, masked=False)
-    carry = blocks(tail, work.stop, carry, masked=True)
-    if config.ping_pong:  # each barrier needs as many arrivals as waits
-        pl.when(warpgroup == 0)(release_tensor_cores)
-    if plan.float8:
-        carry = (carry[0] * refs["v_scale"][work.kv_head], *carry[1:])
-    return carry

@@ -1,6 +1,7 @@
 """Sizes of a call of the paged attention kernel, and the part of it that a CTA does."""
 
 import dataclasses
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,21 @@ from pallas_kernels.paged_attention.tuning import (
     AttentionTuning,
     attention_tuning,
     float8_tuning,
+    wide_float8_tuning,
+    wide_tuning,
 )
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
+
+NARROW = 128  # width of heads up to which they are not called wide
+# By whether heads are wide, and pages 8-bit.
+TUNINGS = MappingProxyType(
+    {
+        (False, False): attention_tuning,
+        (False, True): float8_tuning,
+        (True, False): wide_tuning,
+        (True, True): wide_float8_tuning,
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +53,7 @@ class AttentionPlan:
     window: int | None
     first_slot: int
     scale: float  # of the scores
+    softcap: float | None  # of the scaled scores
     float8: bool  # pages of bytes, with scales
     config: AttentionTuning
     interpret: bool
@@ -87,7 +102,7 @@ def make_plan(
     row_tiles = -(-num_tokens // (ROWS // group))
     if config is None:
         slots = page_table.shape[1] * page_size
-        tuning = float8_tuning if is_float8(k_pages) else attention_tuning
+        tuning = TUNINGS[head_dim > NARROW, is_float8(k_pages)]
         config = tuning(batch, kv_heads, row_tiles, slots, page_size)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
     return AttentionPlan(
@@ -106,6 +121,7 @@ def make_plan(
         window=options.window,
         first_slot=options.first_slot,
         scale=head_dim**-0.5 if options.scale is None else options.scale,
+        softcap=options.softcap,
         float8=is_float8(k_pages),
         config=config,
         interpret=interpret is not None,

@@ -117,6 +117,26 @@ def float8_tuning(
     return AttentionTuning(block=block, stages=2, byte_stages=2, splits=splits)
 
 
+def wide_tuning(
+    batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
+) -> AttentionTuning:
+    """The tuning for heads of 256, as ``attention_tuning``: two blocks of 64 slots fill the memory.
+
+    Not yet timed.
+    """
+    return AttentionTuning(
+        block=64, stages=2, splits=_splits(batch * kv_heads * row_tiles, slots // 128)
+    )
+
+
+def wide_float8_tuning(
+    batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
+) -> AttentionTuning:
+    """``wide_tuning`` with 8-bit pages."""
+    config = wide_tuning(batch, kv_heads, row_tiles, slots, page_size)
+    return dataclasses.replace(config, stages=1, byte_stages=2)
+
+
 def _splits(blocks: int, most: int) -> int:
     """Splits of each context: as many as give no multiprocessor a second CTA, at most 8.
 

@@ -33,7 +33,7 @@ def widen(rows: Any, to: Any, *, interpret: bool) -> None:
 
     Args:
       rows: bytes of e4m3 numbers [n, D] in shared memory, laid out as ``swizzled_bytes(D)``; D is
-        64 or 128, n a multiple of 64.
+        64, 128 or 256, n a multiple of 64.
       to: bfloat16 [n, D] in shared memory, laid out SWIZZLED.
     """
     if interpret:  # the interpreter does not support inlined MLIR
@@ -99,12 +99,13 @@ def chunk_places(thread: Any, num_rows: int, width: int) -> Iterator[tuple[Any, 
     warp, lane = thread // 32, thread % 32
     quarter = lane % 4
     row = lane // 8 ^ lane // 4 % 2 * 5
-    tiles = width // TILE_COLUMNS
-    for turn in range(num_rows // TILE_ROWS * tiles // WARPS):
+    columns = min(width, LINE)  # of a tile of bytes
+    tiles = columns // TILE_COLUMNS  # that it becomes
+    for turn in range(num_rows * width // (TILE_ROWS * TILE_COLUMNS * WARPS)):
         unit = warp + turn * WARPS
-        first_row, tile = unit // tiles * TILE_ROWS, unit % tiles
-        swizzle = row * width // LINE % (width // CHUNK)
-        place = (first_row + row) * width + (tile * 4 + quarter ^ swizzle) * CHUNK
+        first_line, tile = unit // tiles * TILE_ROWS, unit % tiles
+        swizzle = row * columns // LINE % (columns // CHUNK)
+        place = (first_line + row) * columns + (tile * 4 + quarter ^ swizzle) * CHUNK
         line = (unit * TILE_ROWS + row) * LINE
         wide = tuple(line + (quarter * 2 + half ^ row) * CHUNK for half in range(2))
         yield place, (wide[0], wide[1])

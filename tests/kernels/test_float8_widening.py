@@ -10,7 +10,7 @@ from pallas_kernels.shared_memory import LINE, TILE_ROWS
 BANKS = LINE // CHUNK  # chunks of different banks
 AT_ONCE = 8  # threads of a warp that access memory at once, 16 bytes each
 
-sizes = pytest.mark.parametrize(("num_rows", "width"), [(64, 128), (128, 128), (64, 64)])
+sizes = pytest.mark.parametrize(("num_rows", "width"), [(64, 128), (128, 128), (64, 64), (64, 256)])
 
 
 def places(num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +38,7 @@ def test_each_chunk_becomes_the_two_that_tensor_cores_read(num_rows: int, width:
     narrow = rng.standard_normal((num_rows, width)).astype(jnp.float8_e4m3fn)
     wide = narrow.astype(jnp.bfloat16)
     loads, stores = places(num_rows, width)
-    chunks = swizzled(narrow, width).reshape(-1, CHUNK)[loads // CHUNK]
+    chunks = swizzled(narrow, min(width, LINE)).reshape(-1, CHUNK)[loads // CHUNK]
     widened = chunks.view(jnp.float8_e4m3fn).astype(jnp.bfloat16)  # [turns, 128, CHUNK]
     found = np.zeros((num_rows * width // 8, 8), jnp.bfloat16)
     for half, place in enumerate(stores):

@@ -25,7 +25,6 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.tuning import AttentionTuning
-from pallas_kernels.pages import AttentionOptions
 from tests.helpers.kernels import attention_error, fitting, interpreted, lowered
 from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
@@ -110,20 +109,6 @@ def test_ping_pong_scheduling_changes_nothing(config: AttentionTuning):
     case = named("K: window")
     alternating = assert_is_the_reference(case, dataclasses.replace(config, ping_pong=True))
     assert jnp.array_equal(alternating, assert_is_the_reference(case, config))
-
-
-def test_a_soft_cap_is_left_to_the_reference():
-    arguments = make_arguments(KERNEL_CASES[0], jnp.bfloat16)
-    with pytest.raises(ValueError, match="cannot take scores with a soft cap of 5"):
-        paged_attention(
-            *arguments, options=AttentionOptions(softcap=5.0), implementation="mosaic_gpu"
-        )
-    capped = AttentionOptions(scale=0.5, softcap=5.0)
-    run = functools.partial(paged_attention, *arguments)
-    auto = jax.jit(functools.partial(run, options=capped, implementation="auto"))()
-    np.testing.assert_array_equal(auto, jax.jit(functools.partial(run, options=capped))())
-    plain = jax.jit(functools.partial(run, options=AttentionOptions(scale=0.5)))()
-    assert np.abs(np.asarray(auto - plain, np.float32)).max() > 0.01
 
 
 @pytest.mark.parametrize(

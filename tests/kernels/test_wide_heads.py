@@ -1,0 +1,130 @@
+"""The Hopper kernel of paged attention with heads of 256, and with soft caps: interpreted, lowered,
+and (with `-m gpu`) run. tests/kernels/test_paged_attention_kernel.py has narrower heads."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.cases import (
+    Case,
+    make_arguments,
+    parts_of,
+    poisoned,
+    with_float8_pages,
+)
+from pallas_kernels.paged_attention.mosaic_gpu import (
+    paged_attention_mosaic,
+    partial_attention_mosaic,
+)
+from pallas_kernels.paged_attention.tuning import AttentionTuning
+from pallas_kernels.paged_attention.wide_cases import BENCHMARK_CASES, LONG_CASES, TEST_CASES
+from tests.helpers.kernels import attention_error, interpreted, lowered
+from tests.helpers.marks import first_is_fast, slow
+from tests.kernels.test_float8_attention import error as float8_error
+from tests.kernels.test_float8_attention import float8_arguments
+from tests.kernels.test_partial_attention import check
+
+ONE = AttentionTuning(block=64, stages=2)
+CONFIGS = {
+    "tuned": None,
+    "one warpgroup": ONE,
+    "two splits": dataclasses.replace(ONE, splits=2),
+    "eight splits": dataclasses.replace(ONE, splits=8),
+}
+FLOAT8 = AttentionTuning(block=64, stages=1, byte_stages=2)
+# Heads of 64 and of 128 under a soft cap.
+CAPPED = (
+    Case("C: a tree", (70, 130), 6, 8, 2, 128, 16, tree=True, softcap=1.5),
+    Case("C: two tiles, window", (10, 200), 20, 8, 2, 64, 64, window=30, softcap=1.5),
+)
+
+
+@first_is_fast([TEST_CASES[7], *TEST_CASES[:7], *TEST_CASES[8:], *CAPPED])
+def test_interpreted_it_is_the_reference(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    spoiled = poisoned(case, arguments, np.inf if case.real_tokens else np.nan)
+    found = interpreted(paged_attention_mosaic, *spoiled, options=case.options, config=ONE)
+    assert attention_error(case, found, arguments) < 4e-3
+
+
+@first_is_fast([TEST_CASES[6], *TEST_CASES[:4], *CAPPED], 0)
+def test_interpreted_pages_of_bytes_are_numbers(case: Case):
+    arguments = float8_arguments(case, jnp.bfloat16)
+    how: Any = {"options": case.options, "config": FLOAT8, "detect_races": True}
+    found = interpreted(paged_attention_mosaic, *arguments, **how)
+    assert float8_error(case, found, arguments) < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [TEST_CASES[2], TEST_CASES[5], TEST_CASES[7]], ids=str)
+def test_interpreted_parts_are_those_of_the_reference(case: Case):
+    check(case, 2, functools.partial(interpreted, partial_attention_mosaic, config=ONE))
+
+
+def test_a_soft_cap_changes_scores():
+    q, pages, context = make_arguments(CAPPED[0], jnp.bfloat16)
+    capped, plain = (
+        attention_error(dataclasses.replace(CAPPED[0], softcap=cap), found, (q, pages, context))
+        for found in [paged_attention(q, pages, context, options=CAPPED[0].options)]
+        for cap in (1.5, None)
+    )
+    assert capped < 4e-3 < 0.02 < plain
+
+
+@pytest.mark.parametrize("name", ["tuned", *map(slow, CONFIGS.keys() - {"tuned"})])
+@first_is_fast([TEST_CASES[8], *TEST_CASES[:8], *BENCHMARK_CASES])
+def test_it_lowers_for_cuda(case: Case, name: str):
+    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    how = {"options": case.options, "config": CONFIGS[name]}
+    lowered(functools.partial(paged_attention_mosaic, **how), *arguments)
+
+
+@first_is_fast([*LONG_CASES, *TEST_CASES])
+def test_bytes_lower_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
+    lowered(functools.partial(paged_attention_mosaic, options=case.options), *arguments)
+
+
+@first_is_fast([LONG_CASES[3], *LONG_CASES, *TEST_CASES])
+def test_parts_lower_for_cuda(case: Case):
+    shapes = jax.eval_shape(lambda: parts_of(make_arguments(case, jnp.bfloat16), 2)[1])
+    how = {"options": case.options, "page_size": case.page_size}
+    lowered(functools.partial(partial_attention_mosaic, **how), *shapes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("case", [*TEST_CASES, *CAPPED, *LONG_CASES], ids=str)
+def test_on_the_device_it_is_the_reference(case: Case, name: str):
+    arguments = make_arguments(case, jnp.bfloat16)
+    function = functools.partial(paged_attention_mosaic, options=case.options, config=CONFIGS[name])
+    found = function(*arguments)
+    assert attention_error(case, found, arguments) < 4e-3
+    assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
+    for poison in (np.nan, np.inf):
+        spoiled = poisoned(case, arguments, poison)
+        for _ in range(3):
+            np.testing.assert_array_equal(function(*spoiled), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [None, 1, 2, 8])
+@pytest.mark.parametrize("case", [*TEST_CASES, *CAPPED, *LONG_CASES], ids=str)
+def test_on_the_device_pages_of_bytes_are_numbers(case: Case, splits: int | None):
+    arguments = float8_arguments(case, jnp.bfloat16)
+    config = None if splits is None else dataclasses.replace(FLOAT8, splits=splits)
+    run = functools.partial(paged_attention_mosaic, options=case.options, config=config)
+    for _ in range(3):
+        assert float8_error(case, run(*arguments), arguments) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, *LONG_CASES], ids=str)
+def test_on_the_device_parts_are_those_of_the_reference(case: Case):
+    check(case, 2, partial_attention_mosaic)
