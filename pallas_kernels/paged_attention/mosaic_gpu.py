@@ -28,10 +28,10 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
-from pallas_kernels.float8 import BYTES
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.paged_attention.attend import attend
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
+from pallas_kernels.paged_attention.memory import named, scratch
 from pallas_kernels.paged_attention.output import merge_and_store, store
 from pallas_kernels.paged_attention.parts import PartialAttention
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
@@ -39,7 +39,6 @@ from pallas_kernels.paged_attention.queries import load_queries
 from pallas_kernels.paged_attention.rows import load_words, row_load, words_of_rows
 from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
-from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes
 
 
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
@@ -125,82 +124,17 @@ def _by_token(plan: AttentionPlan, rows: Array) -> Array:
 
 def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
-    tile = (config.consumers, ROWS, plan.head_dim)
-    ring = (config.stages, config.heads, config.block, plan.head_dim)
-    copies = config.heads * plan.pages_of_block  # TMA copies that fill a stage
-    filled = 1 if plan.float8 else copies  # arrivals: of those copies, or of who widens
-
-    # The merge comes after the last keys and values and reuses their memory. Rows are padded:
-    # otherwise the eight rows that a warp writes at once would start in the same bank.
-    padded = (*tile[:2], plan.head_dim + 8)
-    shared_f32 = plgpu.SMEM(padded, jnp.float32) if config.splits > 1 else None
-
-    # Rows of a part are stored in float32, where queries were.
-    rows_f32 = plgpu.SMEM(tile, jnp.float32) if plan.partial else None
-
     heads = (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim)
     out_types = [jax.ShapeDtypeStruct(heads, jnp.float32 if plan.partial else dtype)]
     if plan.partial:
         log_sums = (plan.batch, plan.kv_heads, plan.tiles, ROWS)
         out_types.append(jax.ShapeDtypeStruct(log_sums, jnp.float32))
 
-    def swizzled(shape: tuple[int, ...]) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
-
-    def in_bytes() -> list[Any]:
-        if not plan.float8:
-            return []
-        shape = (config.byte_stages, *ring[1:])
-        return [plgpu.SMEM(shape, BYTES, transforms=swizzled_bytes(plan.head_dim))]
-
-    def and_then(first: list[Any], second: Any | None) -> Any:
-        """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
-        if second is None:
-            return [first]
-        # The interpreter knows no unions.
-        return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
-
-    def scratch() -> dict[str, Any]:
-        cleaned = {}
-        if plan.num_edges:
-            cleaned = {"v_cleaned": plgpu.Barrier(num_barriers=plan.num_edges)}
-        refs = {
-            "queries_or_out": and_then([swizzled(tile), plgpu.SMEM(tile, dtype)], rows_f32),
-            "k_or_out": and_then([swizzled(ring), *in_bytes()], shared_f32),
-            "v_or_log_sums": and_then([swizzled(ring), *in_bytes()], shared_f32),
-            "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
-            "k_full": plgpu.Barrier(num_arrivals=filled, num_barriers=config.stages),
-            # Values of edge blocks have separate barriers, because the producer waits for them too.
-            "v_full": plgpu.Barrier(
-                num_arrivals=filled, num_barriers=config.stages + plan.num_edges
-            ),
-            **cleaned,
-            "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
-            "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
-        }
-        if plan.float8:
-            for name in ("k_arrived", "v_arrived"):
-                refs[name] = plgpu.Barrier(num_arrivals=copies, num_barriers=config.byte_stages)
-        if config.splits > 1 or plan.partial:
-            refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
-        if plan.partial:
-            refs["row_log_sums"] = plgpu.SMEM((config.consumers, ROWS), jnp.float32)
-        if config.ping_pong:
-            refs["tensor_cores"] = plgpu.Barrier(num_barriers=config.consumers)
-        return refs
-
     @fixed_name(interpret)
     def paged_attention_kernel(
         q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *more_and_out, **refs
     ):
-        (refs["queries"], refs["rows"]), *out_rows = refs["queries_or_out"]
-        ((refs["out_rows"],),) = out_rows or [[refs["rows"]]]
-        (refs["k"], *k_bytes), *split_out = refs["k_or_out"]
-        (refs["v"], *v_bytes), *log_sums = refs["v_or_log_sums"]
-        if plan.float8:
-            [refs["k_bytes"]], [refs["v_bytes"]] = k_bytes, v_bytes
-        if config.splits > 1:
-            ((refs["split_out"],),), ((refs["log_sums"],),) = split_out, log_sums
+        refs = named(plan, refs)
         windows, outputs = more_and_out[: -len(out_types)], more_and_out[-len(out_types) :]
         offset = None
         if plan.float8:
@@ -240,7 +174,7 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
     return plgpu.kernel(
         paged_attention_kernel,
         out_type=out_types if plan.partial else out_types[0],
-        scratch_types=scratch(),
+        scratch_types=scratch(plan, dtype),
         grid=(plan.row_blocks, plan.kv_heads // config.heads, plan.batch),
         grid_names=kernel_axes.names("row_block", "kv_heads", "sequence"),
         cluster=(config.splits,),

@@ -11,11 +11,12 @@ from typing import Any
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work
 from pallas_kernels.paged_attention.rows import TINY, by_row, row_load, write
+from pallas_kernels.paged_attention.tuning import ROWS
 
 MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
 LN_2 = math.log(2)
@@ -29,6 +30,8 @@ def store(
         _wait_for_others(plan, refs)
     rows = refs["out_rows"].at[kernel_axes.index("warpgroup")]
     total = jnp.maximum(total, TINY)
+    if plan.large:
+        plgpu.commit_smem()  # all warps have read their queries: rows take their place
     write(rows, (acc / by_row(total, plan.head_dim)).astype(rows.dtype))
     if plan.partial:
         log_sums = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
@@ -82,14 +85,19 @@ def merge_and_store(
     """
     acc, peak, total = state
     splits, warpgroup = plan.config.splits, kernel_axes.index("warpgroup")
-    entries = pl.ds(0, plan.head_dim)
-    rows, split_out = refs["out_rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
-    log_sums = refs["log_sums"].at[warpgroup, :, entries]
+    rows, width = refs["out_rows"].at[warpgroup], plan.merged_columns
+    split_out = [part.at[warpgroup, :, pl.ds(0, width)] for part in refs["split_out"]]
+    log_sums = refs["log_sums"].at[warpgroup, :, pl.ds(0, plan.log_sum_columns)]
     _wait_for_others(plan, refs)
     total = jnp.maximum(total, TINY)
-    write(split_out, acc / by_row(total, plan.head_dim))
+    normalized = acc / by_row(total, plan.head_dim)
+    if len(split_out) == 1:
+        write(split_out[0], normalized)
+    else:
+        for index, part in enumerate(split_out):
+            write(part, lax.slice(normalized, (0, index * width), (ROWS, (index + 1) * width)))
     log_sum = peak + jnp.log2(total)
-    write(log_sums, by_row(log_sum, plan.head_dim))
+    write(log_sums, by_row(log_sum, plan.log_sum_columns))
     if plan.partial:
         write(refs["row_log_sums"].at[warpgroup], log_sum)
     cluster.sync()
@@ -101,13 +109,18 @@ def merge_and_store(
 
     @pl.when(count > 0)
     def _merge():
-        # All 128 threads take the same number of entries. With heads of 64, a multiple of two rows.
-        num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
-        most = MERGED_ROWS // splits  # rows at a time
-        for start in range(0, num_rows, most):
-            size = min(most, num_rows - start)
-            span = pl.ds(begin * plan.group + start, size)
-            write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
+        # All 128 threads take the same number of entries: with heads of 64 of a multiple of two
+        # rows, and with large heads of four.
+        columns = plan.log_sum_columns  # at a time
+        num_rows = -(-share * plan.group * columns // 128) * 128 // columns
+        most = MERGED_ROWS // splits * (width // columns)  # rows at a time
+        for column in range(0, plan.head_dim, columns):
+            part = _columns(split_out[column // width], column % width, columns)
+            out = _columns(rows, column, columns)
+            for start in range(0, num_rows, most):
+                size = min(most, num_rows - start)
+                span = pl.ds(_first_row(plan, begin, num_rows) + start, size)
+                write(out.at[span], _merged(plan, part, log_sums, span).astype(rows.dtype))
 
     if plan.partial:
 
@@ -129,6 +142,16 @@ def merge_and_store(
     cluster.wait()  # no CTA may exit before all have read its shared memory
 
 
+def _first_row(plan: AttentionPlan, begin: Array, num_rows: int) -> Array:
+    """The first of ``num_rows`` that a CTA merges for its share, which begins at a token."""
+    first = begin * plan.group
+    return jnp.minimum(first, ROWS - num_rows) if plan.large else first
+
+
+def _columns(ref: Any, first: int, count: int) -> Any:
+    return ref if ref.shape[-1] == count else ref.at[:, pl.ds(first, count)]
+
+
 def _merged_log_sums(plan: AttentionPlan, log_sums: Any) -> Array:
     """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
     parts = [
@@ -140,9 +163,10 @@ def _merged_log_sums(plan: AttentionPlan, log_sums: Any) -> Array:
 
 
 def _merged(plan: AttentionPlan, split_out: Any, log_sums: Any, span: Any) -> Array:
-    """Rows ``span`` of all CTAs' outputs, weighted by their softmax sums: float32 [rows, D]."""
+    """Rows ``span`` of some columns of all CTAs' outputs, weighted by their softmax sums: float32
+    [rows, columns]."""
 
-    layout = plgpu.Layout.WG_STRIDED((span.size, plan.head_dim), vec_size=1)
+    layout = plgpu.Layout.WG_STRIDED((span.size, plan.log_sum_columns), vec_size=1)
 
     def peers(ref: Any) -> list[Array]:
         return [

@@ -14,19 +14,21 @@ from pallas_kernels.paged_attention.tuning import (
     AttentionTuning,
     attention_tuning,
     float8_tuning,
-    wide_float8_tuning,
-    wide_tuning,
+    large_head_float8_tuning,
+    large_head_tuning,
+    of_parts,
 )
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
-NARROW = 128  # width of heads up to which they are not called wide
-# By whether heads are wide, and pages 8-bit.
+LARGE = 256  # width of large heads
+MERGED = 128  # most columns of the parts of merged rows
+# By whether heads are large, and pages 8-bit.
 TUNINGS = MappingProxyType(
     {
         (False, False): attention_tuning,
         (False, True): float8_tuning,
-        (True, False): wide_tuning,
-        (True, True): wide_float8_tuning,
+        (True, False): large_head_tuning,
+        (True, True): large_head_float8_tuning,
     }
 )
 
@@ -62,6 +64,21 @@ class AttentionPlan:
     def partial(self) -> bool:
         """Whether pages hold a part of each page, and log-sum-exps are returned, too."""
         return self.whole_size is not None
+
+    @property
+    def large(self) -> bool:
+        """Whether rows are so large that memory is short: see memory.py."""
+        return self.head_dim == LARGE
+
+    @property
+    def merged_columns(self) -> int:
+        """Columns of a part of the rows that CTAs merge."""
+        return min(self.head_dim, MERGED)
+
+    @property
+    def log_sum_columns(self) -> int:
+        """Columns that CTAs merge at a time: so often a row's log-sum-exp is in memory."""
+        return 32 if self.large else self.head_dim
 
     @property
     def row_blocks(self) -> int:
@@ -102,8 +119,10 @@ def make_plan(
     row_tiles = -(-num_tokens // (ROWS // group))
     if config is None:
         slots = page_table.shape[1] * page_size
-        tuning = TUNINGS[head_dim > NARROW, is_float8(k_pages)]
+        tuning = TUNINGS[head_dim == LARGE, is_float8(k_pages)]
         config = tuning(batch, kv_heads, row_tiles, slots, page_size)
+        if head_dim == LARGE and whole_size is not None:
+            config = of_parts(config)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
     return AttentionPlan(
         batch=batch,

@@ -117,24 +117,32 @@ def float8_tuning(
     return AttentionTuning(block=block, stages=2, byte_stages=2, splits=splits)
 
 
-def wide_tuning(
+def large_head_tuning(
     batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
 ) -> AttentionTuning:
     """The tuning for heads of 256, as ``attention_tuning``: two blocks of 64 slots fill the memory.
 
     Not yet timed.
     """
-    return AttentionTuning(
-        block=64, stages=2, splits=_splits(batch * kv_heads * row_tiles, slots // 128)
-    )
+    pairs = batch * kv_heads
+    if row_tiles > 1:
+        splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
+        return AttentionTuning(block=64, stages=2, warpgroups=2, splits=splits, registers=240)
+    return AttentionTuning(block=64, stages=2, splits=_splits(pairs, slots // 128))
 
 
-def wide_float8_tuning(
+def large_head_float8_tuning(
     batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
 ) -> AttentionTuning:
-    """``wide_tuning`` with 8-bit pages."""
-    config = wide_tuning(batch, kv_heads, row_tiles, slots, page_size)
-    return dataclasses.replace(config, stages=1, byte_stages=2)
+    """``large_head_tuning`` with 8-bit pages."""
+    splits = _splits(batch * kv_heads * row_tiles, slots // 128)
+    return AttentionTuning(block=64, stages=2, byte_stages=2, splits=splits)
+
+
+def of_parts(config: AttentionTuning) -> AttentionTuning:
+    """The tuning for parts of pages with heads of 256, whose rows leave as float32: memory has room
+    for those of one warpgroup."""
+    return dataclasses.replace(config, warpgroups=1, registers=None)
 
 
 def _splits(blocks: int, most: int) -> int:

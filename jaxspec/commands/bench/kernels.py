@@ -50,7 +50,7 @@ from pallas_kernels.latent_attention import cases as latent_attention
 from pallas_kernels.packed_expert_product import cases as packed_expert_product
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
-from pallas_kernels.paged_attention import wide_cases as wide_attention
+from pallas_kernels.paged_attention import large_head_cases as large_head_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
 from pallas_kernels.top_k import cases as top_k
 from pallas_kernels.truncate import cases as truncate
@@ -60,7 +60,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "paged_attention": paged_attention.benchmarks,
         "float8_attention": paged_attention.float8_benchmarks,
         "partial_attention": paged_attention.partial_benchmarks,
-        "wide_attention": wide_attention.benchmarks,
+        "large_head_attention": large_head_attention.benchmarks,
         "latent_attention": latent_attention.benchmarks,
         "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,

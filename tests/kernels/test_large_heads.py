@@ -18,26 +18,33 @@ from pallas_kernels.paged_attention.cases import (
     poisoned,
     with_float8_pages,
 )
+from pallas_kernels.paged_attention.large_head_cases import BENCHMARK_CASES, LONG_CASES, TEST_CASES
 from pallas_kernels.paged_attention.mosaic_gpu import (
     paged_attention_mosaic,
     partial_attention_mosaic,
 )
-from pallas_kernels.paged_attention.tuning import AttentionTuning
-from pallas_kernels.paged_attention.wide_cases import BENCHMARK_CASES, LONG_CASES, TEST_CASES
+from pallas_kernels.paged_attention.queries import CHUNK, chunk_places
+from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning
+from pallas_kernels.shared_memory import STORE
 from tests.helpers.kernels import attention_error, interpreted, lowered
 from tests.helpers.marks import first_is_fast, slow
 from tests.kernels.test_float8_attention import error as float8_error
 from tests.kernels.test_float8_attention import float8_arguments
+from tests.kernels.test_float8_widening import swizzled
 from tests.kernels.test_partial_attention import check
 
 ONE = AttentionTuning(block=64, stages=2)
+TWO = dataclasses.replace(ONE, warpgroups=2, registers=240)
 CONFIGS = {
     "tuned": None,
     "one warpgroup": ONE,
+    "two warpgroups": TWO,
+    "ping-pong": dataclasses.replace(TWO, ping_pong=True),
     "two splits": dataclasses.replace(ONE, splits=2),
     "eight splits": dataclasses.replace(ONE, splits=8),
+    "eight splits of two warpgroups": dataclasses.replace(TWO, splits=8),
 }
-FLOAT8 = AttentionTuning(block=64, stages=1, byte_stages=2)
+FLOAT8 = AttentionTuning(block=64, stages=2, byte_stages=2)
 # Heads of 64 and of 128 under a soft cap.
 CAPPED = (
     Case("C: a tree", (70, 130), 6, 8, 2, 128, 16, tree=True, softcap=1.5),
@@ -49,7 +56,10 @@ CAPPED = (
 def test_interpreted_it_is_the_reference(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
     spoiled = poisoned(case, arguments, np.inf if case.real_tokens else np.nan)
-    found = interpreted(paged_attention_mosaic, *spoiled, options=case.options, config=ONE)
+    config = TWO if case.num_tokens > 16 else ONE
+    if case.head_dim < 256:
+        config = dataclasses.replace(config, registers=None)
+    found = interpreted(paged_attention_mosaic, *spoiled, options=case.options, config=config)
     assert attention_error(case, found, arguments) < 4e-3
 
 
@@ -65,6 +75,19 @@ def test_interpreted_pages_of_bytes_are_numbers(case: Case):
 @pytest.mark.parametrize("case", [TEST_CASES[2], TEST_CASES[5], TEST_CASES[7]], ids=str)
 def test_interpreted_parts_are_those_of_the_reference(case: Case):
     check(case, 2, functools.partial(interpreted, partial_attention_mosaic, config=ONE))
+
+
+def test_threads_store_rows_of_queries_where_tensor_cores_read_them():
+    rows = np.random.default_rng(0).standard_normal((ROWS, 256)).astype(jnp.bfloat16)
+    row, column, place = (
+        np.stack(part) for part in zip(*chunk_places(np.arange(128), 256), strict=True)
+    )
+    found = np.zeros((rows.size // CHUNK, CHUNK), jnp.bfloat16)
+    found[place // STORE] = rows.reshape(ROWS, -1, CHUNK)[row, column]
+    assert sorted(place.reshape(-1)) == list(range(0, rows.nbytes, STORE))
+    assert np.array_equal(found.reshape(-1).view(np.uint8), swizzled(rows, 64))
+    banks = place.reshape(-1, 8) // STORE % 8  # eight threads store at once
+    assert all(len(set(own)) == 8 for own in banks)
 
 
 def test_a_soft_cap_changes_scores():
