@@ -45,6 +45,7 @@ from pallas_kernels.packed_expert_product.weights import PackedExperts
 from pallas_kernels.products import sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
+from pallas_kernels.rope_kv_write import takes_pairs
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
 from pallas_kernels.rope_kv_write.reference import apply_rope
 from pallas_kernels.round_tokens import round_gated
@@ -191,9 +192,8 @@ class ForwardPass:
         heads. They are normed with it here.
         """
         angles = self.ropes[config.rope]
-        whole = 2 * angles.shape[-1] == config.head_dim  # else the kernel does not take the heads
-        whole = whole and qk_norm is None
-        taking = self._taking("rope_kv_write", heads_take_partials if whole else takes_none)
+        fits = qk_norm is None and takes_pairs(angles.shape[-1])  # else the kernel does not run
+        taking = self._taking("rope_kv_write", heads_take_partials if fits else takes_none)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         if qk_norm is not None:
             axes = self.layout.axes("kv_heads")

@@ -12,7 +12,7 @@ from pallas_kernels.pages import LayerPages
 from pallas_kernels.rope_kv_write.reference import HeadNorms, rope_kv_write_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
-HEAD_DIM = 128  # the kernel's head dimension: one entry for each thread of a warpgroup
+HEAD_DIMS = (128, 256)  # of the kernel: one or two entries for each thread of a warpgroup
 
 
 @jax.named_scope("rope_kv_write")
@@ -42,7 +42,7 @@ def rope_kv_write(
       slots: int32 [B, T], ``page * K + offset``; distinct, except for slots of the null page 0.
       dtype: of the queries, and of keys and values before they become bytes; None: the pages'.
       implementation: see selection.Implementation; the Hopper kernel takes bfloat16, heads of 128
-        that are rotated whole.
+        or 256, of which an even number of pairs is rotated.
 
     Returns queries [B, T, Q, D], and the pages of keys and of values.
 
@@ -82,12 +82,18 @@ def misfit(
     if queries != jnp.bfloat16:
         return f"{queries} queries: they must be bfloat16"
     if not takes_partials(queries, head_dim):
-        return f"heads of {head_dim}: they must be {HEAD_DIM} wide"
-    if pairs is not None and 2 * pairs != head_dim:
-        return f"heads of {head_dim} of which {2 * pairs} entries are rotated: all must be"
+        return f"heads of {head_dim}: they must be {' or '.join(map(str, HEAD_DIMS))} wide"
+    if pairs is not None and not takes_pairs(pairs):
+        return f"heads of which {pairs} pairs are rotated: the number must be even and above 0"
     return None
 
 
 def takes_partials(dtype: jax.typing.DTypeLike, width: int) -> bool:
     """Whether the kernel takes heads of this dtype and width; if so, also as partial sums."""
-    return jnp.dtype(dtype) == jnp.bfloat16 and width == HEAD_DIM
+    return jnp.dtype(dtype) == jnp.bfloat16 and width in HEAD_DIMS
+
+
+def takes_pairs(pairs: int) -> bool:
+    """Whether the kernel rotates so many pairs of a head's entries. (It reads entries two by two,
+    from the first one's partner on.)"""
+    return pairs > 0 and pairs % 2 == 0

@@ -18,7 +18,8 @@ EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``group`` query heads per KV head; ``norms``: norm queries and keys before the rotation."""
+    """``group`` query heads per KV head; ``norms``: norm queries and keys before the rotation.
+    ``pairs``: of entries that are rotated; None: all."""
 
     batch: int
     num_tokens: int
@@ -28,10 +29,14 @@ class Case:
     page_size: int = 64
     num_splits: int = 1
     norms: bool = False
+    pairs: int | None = None
 
     def __str__(self) -> str:
+        width = f", heads of {self.head_dim}" if self.head_dim != 128 else ""
         partials = f", {self.num_splits} partial sums" if self.num_splits > 1 else ""
-        return f"{self.batch} x {self.num_tokens}{partials}{', norms' if self.norms else ''}"
+        pairs = f", {self.pairs} pairs" if self.pairs else ""
+        norms = ", norms" if self.norms else ""
+        return f"{self.batch} x {self.num_tokens}{width}{partials}{norms}{pairs}"
 
     @property
     def num_bytes(self) -> int:
@@ -45,10 +50,16 @@ TEST_CASES = (
     Case(1, 1, 2, 4),
     Case(2, 3, 2, 1, page_size=16, num_splits=4),
     Case(3, 5, 1, 7, page_size=8, norms=True),
+    Case(2, 3, 2, 2, 256, page_size=16, num_splits=2, norms=True),
+    Case(2, 3, 2, 4, 256, norms=True, pairs=32),
+    Case(1, 3, 2, 3, num_splits=2, pairs=48),
 )
 BENCHMARK_CASES = tuple(
     Case(batch, num_tokens, 8, 4, num_splits=num_splits)
     for batch, num_tokens, num_splits in ((1, 1, 1), (1, 6, 4), (8, 6, 4), (32, 6, 1), (1, 2048, 1))
+) + tuple(  # Qwen3.5-9B, whose heads have norms and are rotated in part
+    Case(batch, num_tokens, 4, 4, 256, num_splits=num_splits, norms=True, pairs=32)
+    for batch, num_tokens, num_splits in ((1, 1, 1), (1, 16, 4), (32, 6, 1))
 )
 
 
@@ -61,7 +72,7 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
     pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
     rows = case.batch + (case.batch == 1)  # a padding row
     heads = (case.num_splits, rows, *tokens[1:], case.kv_heads, case.group + 2, case.head_dim)
-    angles = 10 * rng.standard_normal((*tokens, case.head_dim // 2), np.float32)
+    angles = 10 * rng.standard_normal((*tokens, case.pairs or case.head_dim // 2), np.float32)
     cos, sin = np.cos(angles), np.sin(angles)
     rope = np.stack([np.stack([cos, cos], axis=2), np.stack([-sin, sin], axis=2)], axis=2)
     places = rng.permutation(np.arange(case.page_size, num_pages * case.page_size))

@@ -37,6 +37,9 @@ def rope_kv_write_mosaic(
     num_splits, _, _, kv_heads, rows, head_dim = partials.shape
     batch, num_tokens = slots.shape
     group, page_size, tokens = rows - 2, pages.k.shape[2], batch * num_tokens
+    pairs = rope.shape[-1]
+    # How far the partners of entries are: of all, or of the first half and of the second.
+    shifts = (pairs,) if 2 * pairs == head_dim else (pairs, head_dim - pairs)
     dtype = pages.k.dtype if dtype is None else dtype
     weights = [weight for weight in norms if weight is not None]
     scales = [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
@@ -51,7 +54,7 @@ def rope_kv_write_mosaic(
             [plgpu.load(partials_ref.at[split, token, head, row]) for split in range(num_splits)]
             for row in range(rows)
         ]
-        cos, sin = (plgpu.load(rope_ref.at[token, index]) for index in range(2))
+        cos, *sines = (plgpu.load(rope_ref.at[token, index]) for index in range(1 + len(shifts)))
         q_weight = None if norms.q is None else plgpu.load(norm_refs[0])
         k_weight = None if norms.k is None else plgpu.load(norm_refs[-1])
         heads = [total_f32(row).astype(dtype) for row in loaded]
@@ -60,13 +63,17 @@ def rope_kv_write_mosaic(
         for row, x in enumerate(heads):
             weight = q_weight if row < group else k_weight
             heads[row] = x if weight is None else _rms_norm(x, weight, eps)
-            # Written twice in a row: reading from the middle gives the head with halves swapped.
+            # Written twice in a row: reading from an entry on gives the head moved around by that.
             for copy in range(2):
                 rotation_buffer[row, pl.ds(copy * head_dim, head_dim)] = heads[row]
         plgpu.commit_smem()
         for row, x in enumerate(heads):
-            other = plgpu.load(rotation_buffer.at[row, pl.ds(head_dim // 2, head_dim)])
-            rotated = x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin
+            others = [
+                plgpu.load(rotation_buffer.at[row, pl.ds(shift, head_dim)]) for shift in shifts
+            ]
+            rotated = x.astype(jnp.float32) * cos
+            for other, sin in zip(others, sines, strict=True):
+                rotated += other.astype(jnp.float32) * sin
             if row < group:
                 q_ref[token, head * group + row] = rotated.astype(dtype)
             else:
@@ -83,7 +90,7 @@ def rope_kv_write_mosaic(
     k_ref, v_ref = jax.new_ref(pages.k), jax.new_ref(pages.v)
     q = kernel(
         partials.reshape(num_splits, -1, kv_heads, rows, head_dim),
-        rope.reshape(tokens, 2, head_dim),
+        _factors(rope, head_dim).reshape(tokens, -1, head_dim),
         slots.reshape(tokens),
         k_ref,
         v_ref,
@@ -91,6 +98,23 @@ def rope_kv_write_mosaic(
         *scales,
     )
     return q.reshape(batch, num_tokens, -1, head_dim), jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+def _factors(rope: Array, head_dim: int) -> Array:
+    """What entries of a head are multiplied with, and their partners, [B, T, 2 or 3, D]: the first
+    and the second half of the rotated entries have their partners' factors apart, if others follow.
+    """
+    *tokens, _, _, pairs = rope.shape
+    if 2 * pairs == head_dim:
+        return rope
+    first, second, others = (jnp.zeros((*tokens, n)) for n in (pairs, pairs, head_dim - 2 * pairs))
+    cos, sin = rope[:, :, 0], rope[:, :, 1]
+    factors = [
+        [cos[:, :, 0], cos[:, :, 1], others + 1],
+        [sin[:, :, 0], second, others],
+        [first, sin[:, :, 1], others],
+    ]
+    return jnp.stack([jnp.concatenate(parts, axis=-1) for parts in factors], axis=2)
 
 
 def _stored(x: Array, scale: Array | None) -> Array:

@@ -38,15 +38,15 @@ def test_heads_are_normed_rotated_and_written(case: Case):
     partials, rope, (q_norm, k_norm), (k_pages, v_pages, *_), slots = arguments
     heads = partials.sum(0)[: case.batch]
     queries, keys, values = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
-    half = case.head_dim // 2
+    half = case.pairs or case.head_dim // 2
 
     def turned(x: np.ndarray, weight: Any) -> np.ndarray:
         if weight is not None:
             x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight)
         angle = np.arctan2(rope[:, :, 1, 1], rope[:, :, 0, 1])
         angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), half)
-        pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-        return np.concatenate([pairs.real, pairs.imag], axis=-1)
+        pairs = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)
+        return np.concatenate([pairs.real, pairs.imag, x[..., 2 * half :]], axis=-1)
 
     run = jax.jit(functools.partial(rope_kv_write, eps=EPS), compiler_options=FAST_COMPILE)
     q, new_k, new_v = jax.device_get(run(*arguments))
@@ -80,20 +80,21 @@ def test_on_the_device_it_is_the_reference(case: Case):
 @pytest.mark.parametrize(
     ("case", "dtype", "message"),
     [
-        (Case(1, 1, 1, 1, head_dim=64), jnp.bfloat16, "heads of 64: they must be 128 wide"),
+        (Case(1, 1, 1, 1, head_dim=64), jnp.bfloat16, "heads of 64: they must be 128 or 256 wide"),
         (Case(1, 1, 1, 1), jnp.float32, "both must be bfloat16"),
+        (Case(1, 1, 1, 1, pairs=3), jnp.bfloat16, "heads of which 3 pairs are rotated"),
     ],
-    ids=["width", "dtype"],
+    ids=["width", "dtype", "pairs"],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
-    partials, _, _, pages, _ = arguments = make_arguments(case, dtype)
-    assert message in str(misfit(partials, pages.k, pages.v))
+    partials, rope, _, pages, _ = arguments = make_arguments(case, dtype)
+    assert message in str(misfit(partials, pages.k, pages.v, pairs=rope.shape[-1]))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         kernel(*arguments)
 
 
 def test_only_the_first_entries_are_rotated():
-    """They are rotated as heads of that width are; the kernel leaves them to the reference."""
+    """They are rotated as heads of that width are."""
     arguments = make_arguments(Case(2, 3, 4, 2), jnp.float32)
     partials, rope, norms, pages, slots = arguments
     part = rope[..., :24]
@@ -105,6 +106,3 @@ def test_only_the_first_entries_are_rotated():
     for mine, rotated, kept in zip(found, expected, plain, strict=True):
         np.testing.assert_array_equal(mine[..., :48], rotated)
         np.testing.assert_array_equal(mine[..., 48:], kept[..., 48:])
-    k, v = (x.astype(jnp.bfloat16) for x in (pages.k, pages.v))
-    problem = misfit(partials, k, v, jnp.dtype(jnp.bfloat16), part.shape[-1])
-    assert "heads of 128 of which 48 entries are rotated" in str(problem)
