@@ -74,7 +74,8 @@ def _memory(plan: AttentionPlan, dtype: Any) -> dict[str, Any]:
         return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
 
     # Rows of a part are stored in float32, where queries were.
-    rows, rows_f32 = plgpu.SMEM(tile, dtype), plgpu.SMEM(tile, jnp.float32)
+    rows = plgpu.SMEM(tile, dtype)
+    rows_f32 = plgpu.SMEM((*tile[:2], plan.stored_columns), jnp.float32)
     if plan.large:
         queries = and_then([swizzled(tile)], rows_f32 if plan.partial else rows)
     else:

@@ -33,7 +33,7 @@ from pallas_kernels.paged_attention.attend import attend
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.memory import named, scratch
 from pallas_kernels.paged_attention.output import merge_and_store, store
-from pallas_kernels.paged_attention.parts import PartialAttention
+from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
 from pallas_kernels.paged_attention.queries import load_queries
 from pallas_kernels.paged_attention.rows import load_words, row_load, words_of_rows
@@ -58,7 +58,8 @@ def paged_attention_mosaic(
     """
     plan = make_plan(q, pages, context, options, None, config, interpret)
     kernel = _make_kernel(plan, q.dtype, interpret)
-    return kernel(*_operands(plan, q, pages, context), *_scales(pages))
+    found = kernel(*_operands(plan, q, pages, context), *_scales(pages))
+    return found if plan.config.parts == 1 else _merged_parts(plan, *found).astype(q.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "options", "config", "interpret"))
@@ -117,17 +118,27 @@ def _row_masks(plan: AttentionPlan, positions: Array, ancestors: Array | None) -
 
 def _by_token(plan: AttentionPlan, rows: Array) -> Array:
     """A value per row of each tile [B, G, tiles, ROWS] as one per query [B, T, Q]."""
-    used = rows[..., : plan.tokens * plan.group]
-    by_token = used.reshape(plan.batch, plan.kv_heads, -1, plan.group)[:, :, : plan.num_tokens]
-    return by_token.swapaxes(1, 2).reshape(plan.batch, plan.num_tokens, -1)
+    used, batch = rows[..., : plan.tokens * plan.group], len(rows)
+    by_token = used.reshape(batch, plan.kv_heads, -1, plan.group)[:, :, : plan.num_tokens]
+    return by_token.swapaxes(1, 2).reshape(batch, plan.num_tokens, -1)
+
+
+def _merged_parts(plan: AttentionPlan, out: Array, log_sums: Array) -> Array:
+    """Attention to whole contexts: float32 [B, T, Q, D]."""
+    log_sums = _by_token(plan, log_sums)
+    out, log_sums = (
+        x.reshape(plan.batch, -1, *x.shape[1:]).swapaxes(0, 1) for x in (out, log_sums)
+    )
+    return merge_partials(PartialAttention(out, log_sums, jnp.ones_like(log_sums)))
 
 
 def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
-    heads = (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim)
+    count = plan.batch * config.parts
+    heads = (count, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim)
     out_types = [jax.ShapeDtypeStruct(heads, jnp.float32 if plan.partial else dtype)]
     if plan.partial:
-        log_sums = (plan.batch, plan.kv_heads, plan.tiles, ROWS)
+        log_sums = (count, plan.kv_heads, plan.tiles, ROWS)
         out_types.append(jax.ShapeDtypeStruct(log_sums, jnp.float32))
 
     @fixed_name(interpret)
@@ -139,7 +150,7 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
         offset = None
         if plan.float8:
             *windows, refs["k_scale"], refs["v_scale"] = windows
-        if plan.partial:
+        if plan.whole_size is not None:
             *windows, offset = windows
         work = Work(plan, context_lens, kv_lens, windows[0] if windows else None, offset)
         warpgroup = kernel_axes.index("warpgroup")
@@ -175,7 +186,7 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
         paged_attention_kernel,
         out_type=out_types if plan.partial else out_types[0],
         scratch_types=scratch(plan, dtype),
-        grid=(plan.row_blocks, plan.kv_heads // config.heads, plan.batch),
+        grid=(plan.row_blocks, plan.kv_heads // config.heads, count),
         grid_names=kernel_axes.names("row_block", "kv_heads", "sequence"),
         cluster=(config.splits,),
         cluster_names=kernel_axes.names("split"),

@@ -32,14 +32,17 @@ def store(
     total = jnp.maximum(total, TINY)
     if plan.large:
         plgpu.commit_smem()  # all warps have read their queries: rows take their place
-    write(rows, (acc / by_row(total, plan.head_dim)).astype(rows.dtype))
-    if plan.partial:
-        log_sums = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
-        write(log_sums, LN_2 * (peak + jnp.log2(total)))
-    plgpu.commit_smem()
-    if plan.partial:
-        _store_log_sums(work, tile, outputs[1], refs)
-    _store_tokens(plan, work, rows, tile, 0, plan.tokens, outputs[0])
+    normalized = acc / by_row(total, plan.head_dim)
+    for first in range(0, plan.head_dim, plan.stored_columns):
+        some = _entries(normalized, first, plan.stored_columns)
+        write(rows, some.astype(rows.dtype))
+        if plan.partial and first == 0:
+            log_sums = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
+            write(log_sums, LN_2 * (peak + jnp.log2(total)))
+        plgpu.commit_smem()
+        if plan.partial and first == 0:
+            _store_log_sums(work, tile, outputs[1], refs)
+        _store_tokens(plan, work, rows, tile, (0, plan.tokens), outputs[0], first)
 
 
 def _wait_for_others(plan: AttentionPlan, refs: Any) -> None:
@@ -52,13 +55,22 @@ def _wait_for_others(plan: AttentionPlan, refs: Any) -> None:
 def _store_log_sums(work: Work, tile: Array, log_sums: Any, refs: Any) -> None:
     """The tile's log-sum-exps from shared memory to the output; _store_tokens waits for it."""
     log_sums_here = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
-    plgpu.copy_smem_to_gmem(log_sums_here, log_sums.at[work.sequence, work.kv_head, tile])
+    plgpu.copy_smem_to_gmem(log_sums_here, log_sums.at[work.output, work.kv_head, tile])
 
 
 def _store_tokens(
-    plan: AttentionPlan, work: Work, rows: Any, tile: Array, first: Any, count: Any, out: Any
+    plan: AttentionPlan,
+    work: Work,
+    rows: Any,
+    tile: Array,
+    tokens: tuple[Any, Any],
+    out: Any,
+    column: int = 0,
 ) -> None:
-    """Rows of the tile's tokens [first, first + count) from shared memory to the output."""
+    """Rows of the tile's tokens [first, first + count) from shared memory to the output's columns
+    from ``column`` on; ``tokens``: first and count."""
+    first, count = tokens
+    width = rows.shape[-1]
 
     @pl.loop(0, count)
     def _copy(i):
@@ -68,7 +80,11 @@ def _store_tokens(
         def _():
             plgpu.copy_smem_to_gmem(
                 rows.at[pl.ds((first + i) * plan.group, plan.group)],
-                out.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
+                _columns(
+                    out.at[work.output, token, pl.ds(work.kv_head * plan.group, plan.group)],
+                    column,
+                    width,
+                ),
             )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the kernel's end waits for the rest
@@ -91,11 +107,8 @@ def merge_and_store(
     _wait_for_others(plan, refs)
     total = jnp.maximum(total, TINY)
     normalized = acc / by_row(total, plan.head_dim)
-    if len(split_out) == 1:
-        write(split_out[0], normalized)
-    else:
-        for index, part in enumerate(split_out):
-            write(part, lax.slice(normalized, (0, index * width), (ROWS, (index + 1) * width)))
+    for index, part in enumerate(split_out):
+        write(part, _entries(normalized, index * width, width))
     log_sum = peak + jnp.log2(total)
     write(log_sums, by_row(log_sum, plan.log_sum_columns))
     if plan.partial:
@@ -137,7 +150,7 @@ def merge_and_store(
     def _store_share():
         if plan.partial:
             pl.when(work.split == 0)(lambda: _store_log_sums(work, tile, outputs[1], refs))
-        _store_tokens(plan, work, rows, tile, begin, share, outputs[0])
+        _store_tokens(plan, work, rows, tile, (begin, share), outputs[0])
 
     cluster.wait()  # no CTA may exit before all have read its shared memory
 
@@ -149,7 +162,13 @@ def _first_row(plan: AttentionPlan, begin: Array, num_rows: int) -> Array:
 
 
 def _columns(ref: Any, first: int, count: int) -> Any:
+    """Some columns of a ref [rows, columns]."""
     return ref if ref.shape[-1] == count else ref.at[:, pl.ds(first, count)]
+
+
+def _entries(rows: Array, first: int, count: int) -> Array:
+    """Some columns of an array [ROWS, columns]."""
+    return rows if rows.shape[1] == count else lax.slice(rows, (0, first), (ROWS, first + count))
 
 
 def _merged_log_sums(plan: AttentionPlan, log_sums: Any) -> Array:

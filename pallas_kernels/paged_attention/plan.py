@@ -62,8 +62,8 @@ class AttentionPlan:
 
     @property
     def partial(self) -> bool:
-        """Whether pages hold a part of each page, and log-sum-exps are returned, too."""
-        return self.whole_size is not None
+        """Whether outputs are parts of attention, in float32, beside log-sum-exps."""
+        return self.whole_size is not None or self.config.parts > 1
 
     @property
     def large(self) -> bool:
@@ -74,6 +74,12 @@ class AttentionPlan:
     def merged_columns(self) -> int:
         """Columns of a part of the rows that CTAs merge."""
         return min(self.head_dim, MERGED)
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of rows that leave at a time: not all, where rows are large and float32."""
+        large_f32 = self.large and self.partial and self.config.splits == 1
+        return MERGED if large_f32 else self.head_dim
 
     @property
     def log_sum_columns(self) -> int:
@@ -151,6 +157,7 @@ class Work:
     """The range of context blocks that this CTA attends to: [start, stop).
 
     Attributes:
+      output: where in the outputs the part of the sequence is.
       first_head: first KV head of the CTA.
       own_head: the KV head of this compute warpgroup, counted from ``first_head``.
       kv_head: the same, counted from 0.
@@ -173,7 +180,9 @@ class Work:
     ) -> None:
         self.plan, block = plan, plan.config.block
         self.offset: Any = None if offset is None else offset[0]
-        self.sequence = kernel_axes.index("sequence")
+        self.sequence = self.output = kernel_axes.index("sequence")
+        if plan.config.parts > 1:
+            self.sequence = self.output // plan.config.parts
         self.first_head = kernel_axes.index("kv_heads") * plan.config.heads
         self.own_head = kernel_axes.index("warpgroup") // plan.config.warpgroups
         self.kv_head = self.first_head + self.own_head
@@ -199,9 +208,12 @@ class Work:
         # If block 0 is known to be visible, this is a constant and the page lookup need not wait.
         first_block = 0 if plan.window is None and plan.first_slot < block else self.first // block
         num_blocks = jnp.maximum((end + block - 1) // block - first_block, 0)
-        share = (num_blocks + plan.config.splits - 1) // plan.config.splits
+        count, index = plan.config.splits, self.split
+        if plan.config.parts > 1:
+            count, index = plan.config.parts, self.output % plan.config.parts
+        share = (num_blocks + count - 1) // count
         last = first_block + num_blocks
-        self.start = jnp.minimum(first_block + self.split * share, last)
+        self.start = jnp.minimum(first_block + index * share, last)
         self.stop = jnp.minimum(self.start + share, last)
 
     def _here(self, slot: Array) -> Array:

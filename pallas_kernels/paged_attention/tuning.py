@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from pallas_kernels.h100 import MULTIPROCESSORS, largest_fitting
+from pallas_kernels.h100 import MAX_CLUSTER, MULTIPROCESSORS, largest_fitting
 
 ROWS = 64  # query rows of one warpgroup matrix product (wgmma)
 LONG_SPLIT = 1024  # context slots from which a split uses 128-slot blocks
+LONG_PARTS, LEAST_PART = 8192, 512  # slots of contexts that are read in parts, and least of a part
 REGISTERS = 65536  # of a multiprocessor
 MIN_REGISTERS = 24  # fewest registers that a thread may have
 
@@ -20,15 +21,18 @@ class AttentionTuning:
       warpgroups: compute warpgroups of a CTA for each of its KV heads; they read the same keys and
         values.
       heads: KV heads of a CTA.
-      splits: CTAs that share one context.
+      splits: CTAs of a cluster that share one context, and merge their parts of its softmax.
+      parts: of a context, each a CTA's; XLA merges them. Unlike splits there may be any number, but
+        it takes a launch or two more.
       ping_pong: two warpgroups alternate: one has the tensor cores while the other computes its
         softmax (ping-pong scheduling of FlashAttention-3, arXiv 2407.08608).
       byte_stages: blocks of bytes in flight, before they are widened; for 8-bit pages.
       registers: registers of a compute thread, taken from the producer warpgroup; None: as
         compiled.
 
-    Raises ValueError for ``ping_pong`` without exactly two warpgroups of one head, and for more
-    registers than a CTA has: its threads would wait for them forever.
+    Raises ValueError for ``ping_pong`` without exactly two warpgroups of one head, for ``parts``
+    beside ``splits``, and for more registers than a CTA has: its threads would wait for them for
+    ever.
     """
 
     block: int
@@ -36,6 +40,7 @@ class AttentionTuning:
     warpgroups: int = 1
     heads: int = 1
     splits: int = 1
+    parts: int = 1
     ping_pong: bool = False
     byte_stages: int = 0
     registers: int | None = None
@@ -43,6 +48,8 @@ class AttentionTuning:
     def __post_init__(self) -> None:
         if self.ping_pong and (self.warpgroups, self.heads) != (2, 1):
             raise ValueError("ping_pong needs two warpgroups of one head")
+        if self.parts > 1 and self.splits > 1:
+            raise ValueError(f"{self.parts} parts and {self.splits} splits: one of them must be 1")
         if self.registers is not None and self.producer_registers < MIN_REGISTERS:
             raise ValueError(
                 f"{self.registers} registers in each of {self.consumers} compute warpgroups leave "
@@ -124,25 +131,35 @@ def large_head_tuning(
 
     Not yet timed.
     """
-    pairs = batch * kv_heads
+    config, pairs = AttentionTuning(block=64, stages=2), batch * kv_heads
     if row_tiles > 1:
-        splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
-        return AttentionTuning(block=64, stages=2, warpgroups=2, splits=splits, registers=240)
-    return AttentionTuning(block=64, stages=2, splits=_splits(pairs, slots // 128))
+        config = dataclasses.replace(config, warpgroups=2, registers=240)
+        return _shared(config, pairs * -(-row_tiles // 2), slots)
+    return _shared(config, pairs, slots)
 
 
 def large_head_float8_tuning(
     batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
 ) -> AttentionTuning:
-    """``large_head_tuning`` with 8-bit pages."""
-    splits = _splits(batch * kv_heads * row_tiles, slots // 128)
-    return AttentionTuning(block=64, stages=2, byte_stages=2, splits=splits)
+    """``large_head_tuning`` with 8-bit pages: who widens them needs registers, so that there are
+    none for a second warpgroup."""
+    config = AttentionTuning(block=64, stages=2, byte_stages=2)
+    return _shared(config, batch * kv_heads * row_tiles, slots)
+
+
+def _shared(config: AttentionTuning, blocks: int, slots: int) -> AttentionTuning:
+    """With contexts shared by the CTAs of clusters, or long ones by more CTAs than a cluster has,
+    where clusters would leave most multiprocessors idle."""
+    if blocks * MAX_CLUSTER <= MULTIPROCESSORS // 2 and slots >= LONG_PARTS:
+        parts = min(MULTIPROCESSORS // blocks, slots // LEAST_PART)
+        return dataclasses.replace(config, parts=parts)
+    return dataclasses.replace(config, splits=_splits(blocks, slots // 128))
 
 
 def of_parts(config: AttentionTuning) -> AttentionTuning:
     """The tuning for parts of pages with heads of 256, whose rows leave as float32: memory has room
     for those of one warpgroup."""
-    return dataclasses.replace(config, warpgroups=1, registers=None)
+    return dataclasses.replace(config, warpgroups=1, parts=1, registers=None)
 
 
 def _splits(blocks: int, most: int) -> int:

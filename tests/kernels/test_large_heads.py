@@ -43,6 +43,8 @@ CONFIGS = {
     "two splits": dataclasses.replace(ONE, splits=2),
     "eight splits": dataclasses.replace(ONE, splits=8),
     "eight splits of two warpgroups": dataclasses.replace(TWO, splits=8),
+    "three parts": dataclasses.replace(ONE, parts=3),
+    "three parts of two warpgroups": dataclasses.replace(TWO, parts=3),
 }
 FLOAT8 = AttentionTuning(block=64, stages=2, byte_stages=2)
 # Heads of 64 and of 128 under a soft cap.
@@ -59,6 +61,15 @@ def test_interpreted_it_is_the_reference(case: Case):
     config = TWO if case.num_tokens > 16 else ONE
     if case.head_dim < 256:
         config = dataclasses.replace(config, registers=None)
+    found = interpreted(paged_attention_mosaic, *spoiled, options=case.options, config=config)
+    assert attention_error(case, found, arguments) < 4e-3
+
+
+@first_is_fast([TEST_CASES[6], TEST_CASES[2], TEST_CASES[5], TEST_CASES[9], CAPPED[0]])
+def test_interpreted_parts_of_contexts_are_merged(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    config = dataclasses.replace(TWO if case.num_tokens > 16 else ONE, parts=3, registers=None)
+    spoiled = poisoned(case, arguments, np.nan)
     found = interpreted(paged_attention_mosaic, *spoiled, options=case.options, config=config)
     assert attention_error(case, found, arguments) < 4e-3
 
