@@ -29,16 +29,12 @@ def named(plan: AttentionPlan, refs: dict[str, Any]) -> dict[str, Any]:
     if rows:
         [refs["rows"]] = rows
     ((refs["out_rows"],),) = out_rows or [[refs["rows"]]]
-    (refs["k"], *k_bytes), *k_after = refs.pop("k_or_out")
-    (refs["v"], *v_bytes), *v_after = refs.pop("v_or_log_sums")
+    (refs["k"], *k_bytes), *after_keys = refs.pop("k_or_out")
+    (refs["v"], *v_bytes), *after_values = refs.pop("v_or_log_sums")
     if plan.float8:
         [refs["k_bytes"]], [refs["v_bytes"]] = k_bytes, v_bytes
     if plan.config.splits > 1:
-        ((first,),), ((second,),) = k_after, v_after
-        if plan.large:
-            refs["split_out"] = [first, second]
-        else:
-            refs["split_out"], refs["log_sums"] = [first], second
+        *refs["split_out"], refs["log_sums"] = *after_keys[0], *after_values[0]
     return refs
 
 
@@ -52,9 +48,11 @@ def _memory(plan: AttentionPlan, dtype: Any) -> dict[str, Any]:
     config = plan.config
     tile = (config.consumers, ROWS, plan.head_dim)
     ring = (config.stages, config.heads, config.block, plan.head_dim)
-    merged = None
-    if config.splits > 1:
-        merged = plgpu.SMEM((*tile[:2], plan.merged_columns + PADDING), jnp.float32)
+    merged, log_sums = (
+        plgpu.SMEM((*tile[:2], columns + PADDING), jnp.float32)
+        for columns in (plan.merged_columns, plan.log_sum_columns)
+    )
+    splits = config.splits > 1
 
     def swizzled(shape: tuple[int, ...]) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
@@ -66,28 +64,26 @@ def _memory(plan: AttentionPlan, dtype: Any) -> dict[str, Any]:
         narrow = plgpu.SMEM(shape, BYTES, transforms=swizzled_bytes(plan.head_dim))
         return [swizzled(ring), narrow]
 
-    def and_then(first: list[Any], second: Any | None) -> Any:
-        """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
-        if second is None:
+    def and_then(first: list[Any], second: list[Any]) -> Any:
+        """Memory for ``first`` and later for ``second``; if that is nothing, nested alike."""
+        if not second:
             return [first]
         # The interpreter knows no unions.
-        return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
+        return [first, second] if plan.interpret else plgpu.RefUnion(first, second)
 
     # Rows of a part are stored in float32, where queries were.
     rows = plgpu.SMEM(tile, dtype)
     rows_f32 = plgpu.SMEM((*tile[:2], plan.stored_columns), jnp.float32)
     if plan.large:
-        queries = and_then([swizzled(tile)], rows_f32 if plan.partial else rows)
+        queries = and_then([swizzled(tile)], [rows_f32 if plan.partial else rows])
     else:
-        queries = and_then([swizzled(tile), rows], rows_f32 if plan.partial else None)
+        queries = and_then([swizzled(tile), rows], [rows_f32] if plan.partial else [])
+    after_values = [merged, log_sums] if plan.large else [log_sums]
     memory = {
         "queries_or_out": queries,
-        "k_or_out": and_then(blocks(), merged),
-        "v_or_log_sums": and_then(blocks(), merged),
+        "k_or_out": and_then(blocks(), [merged] if splits else []),
+        "v_or_log_sums": and_then(blocks(), after_values if splits else []),
     }
-    if plan.large and config.splits > 1:
-        columns = plan.log_sum_columns + PADDING
-        memory["log_sums"] = plgpu.SMEM((*tile[:2], columns), jnp.float32)
     if plan.partial:
         memory["row_log_sums"] = plgpu.SMEM((config.consumers, ROWS), jnp.float32)
     return memory
