@@ -267,10 +267,6 @@ class Mamba2Config:
             )
 
     @property
-    def heads_per_group(self) -> int:
-        return self.num_heads // self.num_groups
-
-    @property
     def heads(self) -> str:
         """In words."""
         return (

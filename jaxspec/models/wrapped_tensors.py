@@ -12,11 +12,15 @@ from jaxspec.models.tensors import Piece, Source, Split, Tensors
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows of a projection: for each group ``width`` consecutive ones, from row ``first`` on."""
+    """Rows of a projection: for each group ``width`` consecutive ones, from row ``first`` on.
+
+    ``repeats``: number of neighbouring groups that have the same rows.
+    """
 
     name: str
     width: int
     first: int = 0
+    repeats: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +40,24 @@ class Grouped:
             rows, column = block, None
             if block.ndim > 2:
                 rows, column = np.moveaxis(block, 0, -1), start[0]
-            return [
-                Piece(
-                    f"{part.name}.{kind}",
-                    rows[:, end - part.width : end],
-                    part.first + start[-2] * part.width,
-                    column,
-                )
-                for part, end in zip(self.parts, ends, strict=True)
-            ]
+            groups, pieces = len(rows), list[Piece]()
+            for part, end in zip(self.parts, ends, strict=True):
+                name, view = f"{part.name}.{kind}", rows[:, end - part.width : end]
+                step = groups if part.repeats == 1 else 1
+                for group in range(0, groups, step):
+                    row = part.first + (start[-2] + group) // part.repeats * part.width
+                    pieces.append(Piece(name, view[group : group + step], row, column))
+            return pieces
 
         return split
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
         def rows_of(part: Part) -> Array:
-            last = part.first + shape[-2] * part.width
+            groups = shape[-2] // part.repeats
+            last = part.first + groups * part.width
             rows = tensors[f"{part.name}.{kind}"][part.first : last].T
-            return rows.reshape(*shape[:-1], part.width)
+            rows = rows.reshape(*shape[:-2], groups, part.width)
+            return jnp.repeat(rows, part.repeats, axis=-2)
 
         return jnp.concatenate([rows_of(part) for part in self.parts], axis=-1)
 

@@ -85,9 +85,11 @@ BAMBA = {
     "mamba_d_state": 16,
     "mamba_d_head": 8,
 }
-WITHOUT_MTP = ("bamba", "lfm2", "lfm2_moe")
+WITHOUT_MTP = ("bamba", "one group", "two groups", "lfm2", "lfm2_moe")
 CONFIGS = {
     "bamba": BAMBA,
+    "one group": BAMBA | {"model_type": "bamba", "mamba_n_groups": 1},  # devices share it
+    "two groups": BAMBA | {"model_type": "bamba", "mamba_n_groups": 2},
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
@@ -239,6 +241,9 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("bamba", {"tensor_parallel": 2}, TREE),
         slow("bamba", {"tensor_parallel": 4}, CHAIN),
         slow("bamba", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("one group", {"tensor_parallel": 2}, TREE),
+        slow("two groups", {"tensor_parallel": 4}, TREE),
+        slow("two groups", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
         slow("lfm2", {"tensor_parallel": 4}, CHAIN),
         slow("lfm2", {"tensor_parallel": (2, 2)}, TREE),

@@ -85,7 +85,23 @@ def test_what_is_not_supported_is_named(raw: dict[str, Any], change: dict[str, A
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_groups_that_cannot_be_split_are_refused():
-    shards = Shards.over(make_mesh(2), mesh_layout(make_mesh(2)))
-    with pytest.raises(ValueError, match="groups of Mamba heads 1 cannot be split over 2 devices"):
-        mamba2_shape(MAMBA, 32, jnp.dtype(jnp.float32), shards, 32)
+@pytest.mark.parametrize(
+    ("groups", "devices", "message"),
+    [
+        (1, 3, "8 Mamba heads in 1 groups cannot be split over 3 devices; it can over 1, 2, 4"),
+        (4, 3, "8 Mamba heads in 4 groups cannot be split over 3 devices; it can over 1, 2, 4"),
+    ],
+)
+def test_heads_that_cannot_be_split_are_refused(groups: int, devices: int, message: str):
+    mesh = make_mesh(devices)
+    config = dataclasses.replace(MAMBA, num_groups=groups)
+    with pytest.raises(ValueError, match=message):
+        mamba2_shape(config, 32, jnp.dtype(jnp.float32), Shards.over(mesh, mesh_layout(mesh)), 32)
+
+
+def test_groups_are_repeated_where_there_are_more_devices():
+    mesh = make_mesh(4)
+    shards = Shards.over(mesh, mesh_layout(mesh))
+    config = dataclasses.replace(MAMBA, num_groups=2)
+    shape = mamba2_shape(config, 32, jnp.dtype(jnp.float32), shards, 32)
+    assert shape.a_log.shape == (4, 2) and shape.taps.shape == (4, 4, 2 * 256 + 2 * 8)

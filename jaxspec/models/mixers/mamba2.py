@@ -15,7 +15,8 @@ from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
-from jaxspec.parallel import Layout, Shards, check_divides
+from jaxspec.parallel import Axes, Layout, Shards, fitting
+from jaxspec.parallel.collectives import all_gather
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
@@ -24,6 +25,9 @@ class Mamba2(Pytree):
     """Weights of one layer. G groups with r heads of P entries each; c = 2 N + r P channels of the
     convolution in each group: what reads the state, what is written at, and the heads' inputs,
     which papers call C, B and x. What is no matrix is float32, but for the convolution.
+
+    Where there are more devices than groups, each has a part of a group's heads, as a group: what
+    reads and what is written at are repeated, and the norm is of all devices that share the group.
     """
 
     cbxzt: Linear  # [in, G, c + r * P + r]: the channels, the heads' gates, their steps
@@ -48,11 +52,10 @@ class Mamba2(Pytree):
         product = self.cbxzt.product(x, "cbxzt").result(step.layout, step.kernels)
         with jax.named_scope("state_space"):
             width = self.taps.shape[-1]
-            heads = self.config.heads_per_group * self.config.head_dim
-            ends = [width, width + heads]
+            ends = [width, width + self._group_heads * self.config.head_dim]
             channels, gates, steps = jnp.split(product, ends, axis=-1)
             out, state = self._mixed(channels, steps, state, step)
-            out = self._gated(out, gates, step.eps).astype(product.dtype)
+            out = self._gated(out, gates, step).astype(product.dtype)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
     def _mixed(
@@ -85,10 +88,17 @@ class Mamba2(Pytree):
         reads, writes, values = jnp.split(channels, [width, 2 * width], axis=-1)
         return reads, writes, values.reshape(*shape, -1, self.config.head_dim)
 
-    def _gated(self, out: Array, gates: Array, eps: float) -> Array:
+    def _gated(self, out: Array, gates: Array, step: ForwardPass) -> Array:
         """The outputs times SiLU of their gates, normed in each group: float32 [B, T, G, r * P]."""
         out = out.reshape(gates.shape) * jax.nn.silu(gates.astype(jnp.float32))
-        return out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps) * self.norm
+        mean = jnp.mean(out * out, axis=-1, keepdims=True)
+        mean = _of_groups(mean, self.config.num_groups, step.layout.axes("kv_heads"))
+        return out * lax.rsqrt(mean + step.eps) * self.norm
+
+    @property
+    def _group_heads(self) -> int:
+        """Heads of a group, as laid out over devices."""
+        return self.a_log.shape[-1]
 
     @property
     def reader(self) -> AnyLinear | None:
@@ -99,7 +109,7 @@ class Mamba2(Pytree):
         """Rows without tokens. Raises ValueError for a layout that splits sequences."""
         check_whole_sequences(layout)
         config, groups = self.config, self.cbxzt.out_shape[0]
-        heads = groups, config.heads_per_group, config.state_dim, config.head_dim
+        heads = groups, self._group_heads, config.state_dim, config.head_dim
         dtype = jnp.dtype(self.cbxzt.dtype)
         return DeltaState.create(
             geometry, heads, config.taps, config.folded, dtype, layout, kind=SumInputs
@@ -112,16 +122,16 @@ class Mamba2(Pytree):
         """
         module = f"{prefix}mamba"
         config, inside = self.config, f"{module}."
-        heads, size = config.heads_per_group, config.state_dim
-        wide = heads * config.head_dim
-        inner, states = config.num_groups * wide, config.num_groups * size
+        groups, heads = self.a_log.shape
+        size, wide, repeats = config.state_dim, heads * config.head_dim, groups // config.num_groups
+        inner, states = groups * wide, config.num_groups * size
 
         def channels(name: str, first: int) -> tuple[Part, ...]:
             """Of rows from ``first`` on: the inputs of all groups, then what is written at, then
             what reads."""
             return (
-                Part(name, size, first + inner + states),
-                Part(name, size, first + inner),
+                Part(name, size, first + inner + states, repeats),
+                Part(name, size, first + inner, repeats),
                 Part(name, wide, first),
             )
 
@@ -151,10 +161,10 @@ def mamba2_shape(
 ) -> Mamba2:
     """A Mamba2 of ShapeDtypeStructs. ``input_size``: width of the first projection's input.
 
-    Raises ValueError for groups that cannot be split evenly over devices.
+    Raises ValueError for heads that cannot be split evenly over devices.
     """
-    groups, heads = config.num_groups, config.heads_per_group
-    check_divides("groups of Mamba heads", groups, shards.of("kv_heads"))
+    groups = _parallel_groups(config, shards.of("kv_heads"))
+    heads = config.num_heads // groups
     wide = heads * config.head_dim
     channels = 2 * config.state_dim + wide
     outputs = groups, channels + wide + heads
@@ -172,3 +182,34 @@ def mamba2_shape(
         o=linear_shape(("heads", "hidden"), (groups * wide, hidden_size), dtype, bias=config.bias),
         config=config,
     )
+
+
+def _parallel_groups(config: Mamba2Config, devices: int) -> int:
+    """Groups as laid out over the devices: the model's, or one per device if it has fewer.
+
+    Raises ValueError for groups or heads that cannot be split evenly.
+    """
+    if not _fit(config, devices):
+        others = fitting(config.num_heads, devices, lambda count: _fit(config, count))
+        raise ValueError(
+            f"{config.num_heads} Mamba heads in {config.num_groups} groups cannot be split over "
+            f"{devices} devices; {others}"
+        )
+    return max(config.num_groups, devices)
+
+
+def _fit(config: Mamba2Config, devices: int) -> bool:
+    groups = max(config.num_groups, devices)
+    fits = groups % devices == 0 and groups % config.num_groups == 0
+    return fits and config.num_heads % groups == 0
+
+
+def _of_groups(means: Array, num_groups: int, axes: Axes) -> Array:
+    """Means [B, T, G, 1] over the heads of this device's groups -> over all heads of each group,
+    of which several devices may have a part. ``num_groups``: of all devices."""
+    if not axes or lax.axis_size(axes) <= num_groups:
+        return means
+    parts = all_gather(means[..., 0], axes)  # [B, T, devices]: each has a part of one group
+    whole = jnp.mean(parts.reshape(*parts.shape[:-1], num_groups, -1), axis=-1)
+    group = lax.axis_index(axes) // (lax.axis_size(axes) // num_groups)
+    return lax.dynamic_index_in_dim(whole, group, axis=-1)[..., None]
