@@ -123,6 +123,17 @@ def zeros_like_shapes[T](shapes: T, geometry: Geometry, layout: Layout) -> T:
 LayerStates = tuple[Any, ...]  # one LayerState per layer, or None if the layer keeps nothing
 
 
+def commit_all(states: LayerStates, committed: CommittedPath, kernels: Kernels) -> LayerStates:
+    """States of many layers after a path is accepted. Those of one kind are committed together."""
+    result = list(states)
+    for kind in dict.fromkeys(type(state) for state in result if state is not None):
+        places = [index for index, state in enumerate(result) if type(state) is kind]
+        moved = kind.commit([result[index] for index in places], committed, kernels)
+        for index, state in zip(places, moved, strict=True):
+            result[index] = state
+    return tuple(result)
+
+
 @pytree
 class ModelState(Pytree):
     """The states of all layers of one model, sharded as the model is."""
@@ -131,14 +142,8 @@ class ModelState(Pytree):
     layout: Layout = static()
 
     def commit(self, committed: CommittedPath, kernels: Kernels) -> Self:
-        """The state after a path is accepted. States of one kind are committed together."""
-        result = list(self.layers)
-        for kind in dict.fromkeys(type(state) for state in result if state is not None):
-            places = [index for index, state in enumerate(result) if type(state) is kind]
-            moved = kind.commit([result[index] for index in places], committed, kernels)
-            for index, state in zip(places, moved, strict=True):
-                result[index] = state
-        return self.replace(layers=tuple(result))
+        """The state after a path is accepted."""
+        return self.replace(layers=commit_all(self.layers, committed, kernels))
 
     def check_overwritable(self, owner: str) -> None:
         """Raises ValueError unless the entries of every layer may be overwritten."""

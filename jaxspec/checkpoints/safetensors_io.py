@@ -299,6 +299,8 @@ def _read_piece(tensor: CheckpointTensor, piece: Piece) -> None:
         rows = rows.T if piece.inputs_first else rows
         if piece.offset:
             rows = rows.astype(np.float32) + piece.offset
+        if piece.factor != 1:
+            rows = rows.astype(np.float32) * np.float32(piece.factor)
         _copy(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
 
 
@@ -385,6 +387,8 @@ def _fill(tensors: dict[str, np.ndarray], block: np.ndarray, split: Split) -> No
         part = tensors[piece.name][(..., *index)]  # a view, of a number, too
         if piece.offset:
             piece = piece._replace(view=piece.view.astype(np.float32) - piece.offset)
+        if piece.factor != 1:
+            piece = piece._replace(view=piece.view.astype(np.float32) / np.float32(piece.factor))
         if piece.inputs_first:
             part[...] = piece.view.reshape(count, -1).T
         else:

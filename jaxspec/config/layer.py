@@ -4,7 +4,13 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.mixers import AttentionConfig, MixerConfig
+from jaxspec.config.mixers import (
+    AttentionConfig,
+    MixerConfig,
+    RecurrentConfig,
+    SideBySideConfig,
+    SingleMixerConfig,
+)
 from jaxspec.config.mlps import MlpConfig
 
 
@@ -27,6 +33,18 @@ class LayerConfig:
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)
+
+    @property
+    def mixers(self) -> tuple[SingleMixerConfig, ...]:
+        """Its mixer, or both of those that are side by side."""
+        if isinstance(self.mixer, SideBySideConfig):
+            return self.mixer.first, self.mixer.second
+        return (self.mixer,)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it keeps a state of each row."""
+        return any(isinstance(mixer, RecurrentConfig) for mixer in self.mixers)
 
     @property
     def attention(self) -> AttentionConfig:

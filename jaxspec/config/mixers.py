@@ -25,6 +25,7 @@ class AttentionConfig:
         number for each head, of a projection ``g_proj``.
       interleaved: in checkpoints entries 2 i and 2 i + 1 of a head are rotated as a pair. When they
         are read, they become i and i + D / 2.
+      out_multiplier: of the output projection, which is multiplied when it is read.
     """
 
     num_heads: int
@@ -42,9 +43,11 @@ class AttentionConfig:
     gate: Literal["entries", "heads"] | None = None
     interleaved: bool = False
     norm_after_rope: bool = False
+    out_multiplier: float = 1.0
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        check_positive(out_multiplier=self.out_multiplier)
         for name in ("window", "scale", "softcap"):
             value = getattr(self, name)
             if value is not None:
@@ -245,6 +248,11 @@ class Mamba2Config:
       taps: width of the convolution before it. ``taps_bias``: it has a bias.
       bias: of both projections.
       folded: tokens that are folded into the state at once (see cache/recurrent.py).
+      norm: of what is read, in each group: before it is multiplied by SiLU of the gates, after
+        that, or not at all.
+      multipliers: of the rows of the first projection, which are multiplied when they are read: of
+        gates, inputs, what is written at, what reads, and steps (which papers call z, x, B, C, dt).
+      out_multiplier: the same of the output projection.
     """
 
     num_groups: int
@@ -255,10 +263,15 @@ class Mamba2Config:
     taps_bias: bool = True
     bias: bool = False
     folded: int = 32
+    norm: Literal["before gate", "after gate"] | None = "after gate"
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    out_multiplier: float = 1.0
 
     def __post_init__(self):
         check_positive(num_groups=self.num_groups, num_heads=self.num_heads, folded=self.folded)
         check_positive(state_dim=self.state_dim, head_dim=self.head_dim)
+        for factor in (*self.multipliers, self.out_multiplier):
+            check_positive(multipliers=factor)
         if self.taps < 2:
             raise ValueError(f"taps must be at least 2, got {self.taps}")
         if self.num_heads % self.num_groups:
@@ -285,4 +298,30 @@ class Mamba2Config:
 
 # Mixers that keep a state of each row, and nothing in pages.
 RecurrentConfig = GatedDeltaConfig | Mamba2Config | ShortConvConfig
-MixerConfig = AttentionConfig | LatentConfig | RecurrentConfig
+SingleMixerConfig = AttentionConfig | LatentConfig | RecurrentConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SideBySideConfig:
+    """Two mixers that read the same input, and whose outputs are added, as in Falcon-H1."""
+
+    first: SingleMixerConfig
+    second: SingleMixerConfig
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.first.heads} beside {self.second.heads}"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rope configs that both use."""
+        return *self.first.ropes, *self.second.ropes
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Raise ValueError unless both take such trees."""
+        self.first.check_tree_depth(max_depth)
+        self.second.check_tree_depth(max_depth)
+
+
+MixerConfig = SingleMixerConfig | SideBySideConfig

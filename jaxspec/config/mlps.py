@@ -13,16 +13,20 @@ Activation = Literal["silu", "gelu_tanh"] | LimitedSwiglu
 class DenseConfig:
     """A gated MLP: down(activation(gate(x)) * up(x)), or what LimitedSwiglu makes of the two.
 
-    ``fused``: checkpoints have gate and up in one tensor, ``gate_up_proj``.
+    ``fused``: checkpoints have gate and up in one tensor, ``gate_up_proj``. ``gate_multiplier`` and
+    ``down_multiplier``: these projections are multiplied when they are read.
     """
 
     intermediate_size: int
     bias: bool = False
     activation: Activation = "silu"
     fused: bool = False
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
 
     def __post_init__(self):
         check_positive(intermediate_size=self.intermediate_size)
+        check_positive(gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier)
 
 
 @dataclasses.dataclass(frozen=True)

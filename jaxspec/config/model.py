@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.layer import LayerConfig
-from jaxspec.config.mixers import AttentionConfig, RecurrentConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
@@ -61,7 +61,7 @@ class ModelConfig:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state of each row, so that pages do not hold all of a prefix."""
-        return any(isinstance(layer.mixer, RecurrentConfig) for layer in self.layers)
+        return any(layer.is_recurrent for layer in self.layers)
 
     @property
     def centred(self) -> bool:
@@ -71,7 +71,8 @@ class ModelConfig:
     def check_tree_depth(self, max_depth: int) -> None:
         """Raise ValueError unless every layer can verify a tree of ``max_depth``."""
         for layer in self.layers:
-            layer.mixer.check_tree_depth(max_depth)
+            for mixer in layer.mixers:
+                mixer.check_tree_depth(max_depth)
 
     def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> "ModelConfig":
         """The same model with every layer's config changed."""
@@ -86,7 +87,7 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
 
     Raises ValueError for a target without such layers.
     """
-    layers = ((layer.mixer, layer.mlp) for layer in target.layers)
+    layers = ((mixer, layer.mlp) for layer in target.layers for mixer in layer.mixers)
     dense = ((mixer, mlp) for mixer, mlp in layers if isinstance(mixer, AttentionConfig))
     mixer, mlp = next(dense, (None, None))
     if mixer is None or mlp is None:

@@ -293,7 +293,8 @@ def make_pass(
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers with these configs."""
     layers = tuple(layers)
-    ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
+    mixers = (mixer for layer in layers for mixer in layer.mixers)
+    ropes = dict.fromkeys(rope for mixer in mixers for rope in mixer.ropes)
     scalings = dict.fromkeys(rope.query_scaling for rope in ropes if rope.query_scaling)
     angles = [rope_angles(rope, positions) for rope in ropes]
     if isolate_blocks:

@@ -30,6 +30,7 @@ class Piece(NamedTuple):
       row, column: start of the view in the tensor; ``column`` is None for a vector.
       inputs_first: the tensor itself is stored as [columns, rows].
       offset: what the view has more than the tensor, in every entry.
+      factor: what the view is a multiple of the tensor by, in every entry; without an offset.
       depthwise: the tensor itself is stored as [rows, 1, columns].
       scalar: the tensor itself has no dimensions, and the view one entry.
     """
@@ -40,6 +41,7 @@ class Piece(NamedTuple):
     column: int | None
     inputs_first: bool = False
     offset: int = 0
+    factor: float = 1.0
     depthwise: bool = False
     scalar: bool = False
 

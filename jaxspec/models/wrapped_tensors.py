@@ -14,13 +14,15 @@ from jaxspec.models.tensors import Piece, Source, Split, Tensors
 class Part:
     """Rows of a projection: for each group ``width`` consecutive ones, from row ``first`` on.
 
-    ``repeats``: number of neighbouring groups that have the same rows.
+    ``repeats``: number of neighbouring groups that have the same rows. ``factor``: they are
+    multiplied by it.
     """
 
     name: str
     width: int
     first: int = 0
     repeats: int = 1
+    factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Grouped:
                 step = groups if part.repeats == 1 else 1
                 for group in range(0, groups, step):
                     row = part.first + (start[-2] + group) // part.repeats * part.width
-                    pieces.append(Piece(name, view[group : group + step], row, column))
+                    piece = Piece(name, view[group : group + step], row, column)
+                    pieces.append(_times(piece, part.factor, kind))
             return pieces
 
         return split
@@ -57,7 +60,7 @@ class Grouped:
             last = part.first + groups * part.width
             rows = tensors[f"{part.name}.{kind}"][part.first : last].T
             rows = rows.reshape(*shape[:-2], groups, part.width)
-            return jnp.repeat(rows, part.repeats, axis=-2)
+            return jnp.repeat(_times_joined(rows, part.factor), part.repeats, axis=-2)
 
         return jnp.concatenate([rows_of(part) for part in self.parts], axis=-1)
 
@@ -91,6 +94,52 @@ class Wrapped:
     @property
     def names(self) -> tuple[str, ...]:
         return self.source.names
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Wrapped):
+    """Each tensor of the other source times a number, in the order of its names."""
+
+    factors: tuple[float, ...]
+
+    def split(self, kind: str) -> Split:
+        inner, factors = self.source.split(kind), self._by_tensor(kind)
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return [_times(piece, factors[piece.name], kind) for piece in inner(block, start)]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        factors = self._by_tensor(kind)
+        scaled = {name: _times_joined(tensors[name], factor) for name, factor in factors.items()}
+        return self.source.join(kind, scaled, shape)
+
+    def _by_tensor(self, kind: str) -> dict[str, float]:
+        names = (f"{name}.{kind}" for name in self.names)
+        return dict(zip(names, self.factors, strict=True))
+
+
+def scaled(source: Source, *factors: float) -> Source:
+    """The source, or Scaled for factors other than 1."""
+    return source if set(factors) == {1} else Scaled(source, factors)
+
+
+def _times(piece: Piece, factor: float, kind: str) -> Piece:
+    """Raises ValueError for tensors of packed numbers, whose values are not multiplied."""
+    if factor == 1:
+        return piece
+    if kind not in ("weight", "bias"):
+        raise ValueError(
+            f"{piece.name} is quantized, and the config has multipliers of its projection, which "
+            "are read for unquantized checkpoints only: take the original checkpoint"
+        )
+    return piece._replace(factor=factor)
+
+
+def _times_joined(tensor: Array, factor: float) -> Array:
+    """The product in float32, rounded once."""
+    return tensor if factor == 1 else (tensor.astype(jnp.float32) * factor).astype(tensor.dtype)
 
 
 class Depthwise(Wrapped):

@@ -40,7 +40,8 @@ WITH_MTP: dict[str, dict[str, Any]] = {
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-FAMILIES = (*DENSE, *EXPERTS, *(name for name in WITH_MTP if name not in EXPERTS), "lfm2", "bamba")
+RECURRENT = ("lfm2", "bamba", "falcon_h1")
+FAMILIES = (*DENSE, *EXPERTS, *(name for name in WITH_MTP if name not in EXPERTS), *RECURRENT)
 SHAPES = {
     "chain": SpeculationConfig.chain(3),
     "tree": SpeculationConfig(num_nodes=8, max_depth=3, top_k=2),

@@ -17,13 +17,14 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.mixers import GatedDeltaConfig, Mamba2Config
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import NGramDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.mixers import GatedDelta, Mamba2, ShortConv
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
 from jaxspec.quantize.checkpoint import Checkpoint
@@ -85,11 +86,25 @@ BAMBA = {
     "mamba_d_state": 16,
     "mamba_d_head": 8,
 }
-WITHOUT_MTP = ("bamba", "one group", "two groups", "lfm2", "lfm2_moe")
+FALCON = {  # multipliers that change a random model's text
+    "intermediate_size": 48,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_d_head": 8,
+    "ssm_out_multiplier": 1.3,
+    "ssm_multipliers": [0.8, 1.2, 1.1, 0.9, 0.7],
+    "key_multiplier": 0.7,
+    "mlp_multipliers": [1.2, 0.8],
+    "lm_head_multiplier": 1.1,
+}
+DECAYING: Any = (GatedDelta, Mamba2)  # mixers
+WITHOUT_MTP = ("bamba", "one group", "two groups", "falcon_h1", "lfm2", "lfm2_moe")
 CONFIGS = {
     "bamba": BAMBA,
     "one group": BAMBA | {"model_type": "bamba", "mamba_n_groups": 1},  # devices share it
     "two groups": BAMBA | {"model_type": "bamba", "mamba_n_groups": 2},
+    "falcon_h1": FALCON,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
@@ -112,13 +127,7 @@ def raw_config(family: str) -> dict[str, Any]:
 def target(family: str) -> Decoder:
     """Nearly a bigram model, with recurrences that forget slowly."""
     model = random_expert_target(parse_model_config(raw_config(family)))
-
-    def slower(layer: Any) -> Any:
-        if not isinstance(layer.mixer.config, GatedDeltaConfig | Mamba2Config):
-            return layer
-        return layer.replace(mixer=layer.mixer.replace(a_log=layer.mixer.a_log - 2))
-
-    return model.replace(layers=tuple(map(slower, model.layers)))
+    return map_nodes(model, lambda node: node.replace(a_log=node.a_log - 2), *DECAYING)
 
 
 @pytest.fixture(scope="session")
@@ -194,6 +203,8 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("qwen3_5_moe_text", "ngram", TREE),
         slow("bamba", "ngram", CHAIN),
         slow("bamba", "ngram", TREE),
+        slow("falcon_h1", "ngram", CHAIN),
+        slow("falcon_h1", "ngram", TREE),
         slow("lfm2", "ngram", CHAIN),
         slow("lfm2", "ngram", TREE),
         slow("lfm2_moe", "ngram", TREE),
@@ -213,6 +224,7 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
         ("qwen3_next", "mtp", CHAIN),
         ("qwen3_next", "mtp", TREE),
         ("bamba", "ngram", TREE),
+        ("falcon_h1", "ngram", TREE),
         ("lfm2", "none", CHAIN),
         ("lfm2", "ngram", TREE),
     ],
@@ -244,6 +256,9 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("one group", {"tensor_parallel": 2}, TREE),
         slow("two groups", {"tensor_parallel": 4}, TREE),
         slow("two groups", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("falcon_h1", {"tensor_parallel": 2}, TREE),
+        slow("falcon_h1", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("falcon_h1", {"data_parallel": 2}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
         slow("lfm2", {"tensor_parallel": 4}, CHAIN),
         slow("lfm2", {"tensor_parallel": (2, 2)}, TREE),
@@ -282,7 +297,12 @@ def test_caches_of_eight_bits(checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "drafters"),
-    [("qwen3_5_text", ("mtp", "ngram")), ("bamba", ("ngram",)), ("lfm2", ("ngram",))],
+    [
+        ("qwen3_5_text", ("mtp", "ngram")),
+        ("bamba", ("ngram",)),
+        ("falcon_h1", ("ngram",)),
+        ("lfm2", ("ngram",)),
+    ],
 )
 def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: tuple[str, ...]):
     """Plain with one row, then drafted with three."""
@@ -296,16 +316,19 @@ def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "falcon_h1", "lfm2"])
 def test_the_recurrences_matter(checkpoint, family: str):
     """Else the other tests would test little."""
     whole = target(family)
     first, *others = whole.layers
-    mixer: Any = first.mixer
-    silent = first.replace(mixer=mixer.replace(o=mixer.o.replace(weight=0 * mixer.o.weight)))
+
+    def silenced(mixer: Any) -> Any:
+        return mixer.replace(o=mixer.o.replace(weight=0 * mixer.o.weight))
+
+    silent = map_nodes(first, silenced, *DECAYING, ShortConv)
     model = checkpoint(family)
     path = model / "silent"
     changed = whole.replace(layers=(silent, *others))
     save_tree(path, changed, changed.mapped(splitting()), raw_config(family))
     assert plain(path) != plain(model)
-    assert family == "lfm2" or jnp.exp(mixer.a_log).min() < 0.2
+    assert all(jnp.exp(mixer.a_log).min() < 0.2 for mixer in nodes_of(first, *DECAYING))

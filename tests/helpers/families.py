@@ -217,6 +217,28 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"attn_layer_indices": [0], "mamba_proj_bias": True, "mamba_conv_bias": False}
         | {"mamba_n_groups": 1, "mamba_d_conv": 3, "attention_bias": True, "mlp_bias": True},
     ),
+    "falcon_h1": (
+        transformers.FalconH1Config,
+        MAMBA
+        | {"mamba_d_ssm": 128, "mamba_n_groups": 2}
+        | {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.6}
+        | {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7}
+        | {"ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "mlp_multipliers": [0.7, 1.4]}
+        | {"ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]},
+    ),
+    "falcon_h1-norm-before-gate": (
+        transformers.FalconH1Config,
+        MAMBA
+        | {"mamba_d_ssm": None, "mamba_n_groups": 2, "mamba_rms_norm": True}
+        | {"attention_bias": True, "mlp_bias": True, "mlp_multipliers": [0.7, 1.4]}
+        | {"mamba_proj_bias": True, "projectors_bias": True, "key_multiplier": 0.6},
+    ),
+    "falcon_h1-norm-after-gate": (
+        transformers.FalconH1Config,
+        MAMBA
+        | {"mamba_d_ssm": 128, "mamba_n_groups": 1, "mamba_rms_norm": True}
+        | {"mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
     "granite4-experts": (
         transformers.GraniteMoeHybridConfig,
         MAMBA

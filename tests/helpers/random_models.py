@@ -40,6 +40,7 @@ from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes, mtp_head_config
 from jaxspec.models.linear import Linear
+from jaxspec.models.mixers import SideBySide
 from tests.helpers.programs import FAST_COMPILE
 
 
@@ -133,9 +134,14 @@ def scaled(linear: Linear, factor: float) -> Linear:
 def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
     """A Layer whose blocks add less to the residual stream."""
     layer_: Any = layer
+
+    def quiet(mixer_: Any) -> Any:
+        if isinstance(mixer_, SideBySide):
+            return mixer_.replace(first=quiet(mixer_.first), second=quiet(mixer_.second))
+        return mixer_.replace(o=scaled(mixer_.o, mixer))
+
     return layer_.replace(
-        mixer=layer_.mixer.replace(o=scaled(layer_.mixer.o, mixer)),
-        mlp=layer_.mlp.replace(down=scaled(layer_.mlp.down, mlp)),
+        mixer=quiet(layer_.mixer), mlp=layer_.mlp.replace(down=scaled(layer_.mlp.down, mlp))
     )
 
 

@@ -58,6 +58,10 @@ UNUSED_IN = {
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
     ),
     "bamba-9b": words("mamba_chunk_size num_logits_to_keep use_mamba_kernels"),
+    # Without a norm it is before or after nothing, and mamba_d_ssm says the width.
+    "falcon-h1-0.5b-instruct": words(
+        "mamba_chunk_size num_logits_to_keep mamba_norm_before_gate mamba_expand"
+    ),
     "granite-4.0-h-tiny": words("mamba_chunk_size init_method"),
     "granite-4.0-h-350m": words("mamba_chunk_size init_method num_experts_per_tok"),
     "lfm2-1.2b": _OF_TRAINING,
@@ -131,6 +135,7 @@ EXPECTED = {
     "glm-4.7-flash": Facts(47, 154880, 202752, 20, 1, 256, "default", (64, 4)),
     "glm-5-saved-by-transformers": Facts(78, 154880, 2048, 64, 1, 256, "default", (256, 8)),
     "bamba-9b": Facts(32, 128256, 262144, 32, 8, 128, "default", recurrent=29),
+    "falcon-h1-0.5b-instruct": Facts(36, 32784, 16384, 8, 2, 64, "default", recurrent=36),
     "granite-4.0-h-tiny": Facts(40, 100352, 131072, 12, 4, 128, "default", (64, 6), recurrent=36),
     "granite-4.0-h-350m": Facts(32, 100352, 32768, 12, 4, 64, "default", recurrent=28),
     "granite-4.0-micro": Facts(40, 100352, 131072, 40, 8, 64, "default"),
@@ -164,8 +169,9 @@ def published(name: str) -> dict[str, Any]:
 
 
 def facts(config: ModelConfig) -> Facts:
-    recurrent = sum(isinstance(layer.mixer, RecurrentConfig) for layer in config.layers)
-    mixers = [one.mixer for one in config.layers if not isinstance(one.mixer, RecurrentConfig)]
+    recurrent = sum(layer.is_recurrent for layer in config.layers)
+    every = [mixer for layer in config.layers for mixer in layer.mixers]
+    mixers = [mixer for mixer in every if not isinstance(mixer, RecurrentConfig)]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]
     mlp = config.layers[-1].mlp

@@ -21,6 +21,7 @@ from jaxspec.evaluation.benchmarks.chosen_experts import (
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import WHOLE
@@ -104,25 +105,22 @@ def _unread_experts(
 
 def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
-    mixers = (layer.mixer for layer in model.layers)
-    paged = (mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
+    paged = nodes_of(model.layers, Attention, LatentAttention)
     return sum(_cached_bytes(mixer, context) for mixer in paged)
 
 
 def _state_bytes(model: Decoder, committed: float) -> int:
     """Bytes of recurrent states that a round reads and writes for one sequence."""
-    return round(sum(_moved(layer.mixer, committed) for layer in model.layers))
+    recurrent = nodes_of(model.layers, GatedDelta, Mamba2, ShortConv)
+    return round(sum(_moved(mixer, committed) for mixer in recurrent))
 
 
-def _moved(mixer: Any, committed: float) -> float:
-    """Inputs of a short convolution are read and written. Other mixers keep nothing in rows."""
-    match mixer:
-        case GatedDelta() | Mamba2():
-            return _moved_by_delta(mixer, committed)
-        case ShortConv():
-            taps, channels = mixer.taps.sharding.shard_shape(mixer.taps.shape)
-            return 2 * (taps - 1) * channels * 4  # float32
-    return 0
+def _moved(mixer: GatedDelta | Mamba2 | ShortConv, committed: float) -> float:
+    """Inputs of a short convolution are read and written."""
+    if not isinstance(mixer, ShortConv):
+        return _moved_by_delta(mixer, committed)
+    taps, channels = mixer.taps.sharding.shard_shape(mixer.taps.shape)
+    return 2 * (taps - 1) * channels * 4  # float32
 
 
 def _moved_by_delta(mixer: GatedDelta | Mamba2, committed: float) -> float:

@@ -274,7 +274,7 @@ def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> 
     if "paged_attention" in params.kernels or params.sequence_parallel > 1:  # it works in blocks
         return most
     slots = max_length + params.speculation.scratch_slots
-    mixers = [layer.mixer for layer in params.target.config.layers]
+    mixers = [mixer for layer in params.target.config.layers for mixer in layer.mixers]
     heads = max([m.num_heads for m in mixers if not isinstance(m, RecurrentConfig)] or [1])
     fitting = SCORE_BYTES // (4 * workload.batch * heads * slots)
     return min(most, 1 << max(4, fitting.bit_length() - 1))

@@ -267,7 +267,8 @@ def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -
     Sequences are no longer than every layer's rope allows.
     """
     layers = tuple(layers)
-    scalings = (rope.scaling for layer in layers for rope in layer.mixer.ropes)
+    mixers = (mixer for layer in layers for mixer in layer.mixers)
+    scalings = (rope.scaling for mixer in mixers for rope in mixer.ropes)
     limits = (scaling.max_position for scaling in scalings if isinstance(scaling, LongRopeScaling))
     return ModelConfig(
         vocab_size=hf["vocab_size"],

@@ -1,6 +1,7 @@
 """Families of Mamba-2 layers beside attention: Bamba, and Granite 4 with experts or without."""
 
 import dataclasses
+from types import MappingProxyType
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, RoutingConfig
 from jaxspec.config.mixers import AttentionConfig, Mamba2Config
@@ -23,32 +24,39 @@ from jaxspec.models.json.values import is_integer, is_positive_integer, shown
 
 # Names of the kinds of layers, as published and as transformers 5 writes them.
 ATTENTION, MAMBA = ("attention", FULL), ("mamba", "linear_attention")
-_DEFAULTS = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-}
-_FIXED = {  # infinity as transformers writes it, and as other programs do
-    "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, float("inf")])
-}
+MAMBA_DEFAULTS = MappingProxyType(
+    {
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+)
+MAMBA_FIXED = MappingProxyType(
+    {  # infinity as transformers writes it, and as other programs do
+        "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, float("inf")])
+    }
+)
 
 
-def _mamba_of(hf: Keys) -> Mamba2Config:
-    """Raises ValueError for heads that do not fit the width of the layer."""
-    heads, width = hf["mamba_n_heads"], hf["mamba_expand"] * hf["hidden_size"]
+def mamba_of(hf: Keys, width: int | None = None, said: str = "") -> Mamba2Config:
+    """Mamba-2 of this width, which the key ``said`` has; None: of mamba_expand * hidden_size.
+
+    Raises ValueError for heads that do not fit the width of the layer.
+    """
+    heads = hf["mamba_n_heads"]
+    if width is None:
+        width, said = hf["mamba_expand"] * hf["hidden_size"], "mamba_expand * hidden_size"
     if width % heads:
-        raise ValueError(
-            f"mamba_expand * hidden_size ({width}) must be a multiple of mamba_n_heads ({heads})"
-        )
+        raise ValueError(f"{said} ({width}) must be a multiple of mamba_n_heads ({heads})")
     size = hf["mamba_d_head"]
     if size not in (None, "auto", width // heads):
         raise ValueError(
-            f"mamba_d_head = {shown(size)} contradicts mamba_expand * hidden_size / mamba_n_heads "
+            f"mamba_d_head = {shown(size)} contradicts {said} / mamba_n_heads "
             f"(= {width // heads}); correct one of them"
         )
     return Mamba2Config(
@@ -72,7 +80,7 @@ def _read_bamba(hf: Keys) -> ModelConfig:
         raise ValueError(
             f"attn_layer_indices must be a list of indices below {count}, got {shown(given)}"
         )
-    attention, mamba = attention_of(hf, rope_of(hf)), _mamba_of(hf)
+    attention, mamba = attention_of(hf, rope_of(hf)), mamba_of(hf)
     rotated = attention.rope.rotary_dim
     if rotated != attention.head_dim // 2:
         raise ValueError("partial_rotary_factor of rope parameters must be 0.5 in a bamba model")
@@ -86,11 +94,11 @@ BAMBA = Family(
     _read_bamba,
     keys=words("attention_bias mlp_bias mamba_chunk_size num_logits_to_keep z_loss_coefficient")
     | words("use_mamba_kernels"),
-    defaults=_DEFAULTS
+    defaults=dict(MAMBA_DEFAULTS)
     | sizes(128000, 4096, 14336, 32, 32, 8, 262144)
     | {"rms_norm_eps": 1e-5, "attn_layer_indices": None, "attn_rotary_emb": None}
     | {"partial_rotary_factor": 0.5},
-    fixed=_FIXED | {"partial_rotary_factor": (0.5,)},
+    fixed=dict(MAMBA_FIXED) | {"partial_rotary_factor": (0.5,)},
     renames=(
         (r"^model\.final_layernorm\.", "model.norm."),
         (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
@@ -147,7 +155,7 @@ def _read_granite4(hf: Keys) -> ModelConfig:
         mixer = layer.mixer
         assert isinstance(mixer, AttentionConfig)
         if kind in MAMBA:
-            return dataclasses.replace(layer, mixer=_mamba_of(hf), mlp=mlp)
+            return dataclasses.replace(layer, mixer=mamba_of(hf), mlp=mlp)
         if hf["position_embedding_type"] != "rope":
             mixer = dataclasses.replace(mixer, rope=without_rope(mixer.rope))
         return dataclasses.replace(layer, mixer=mixer, mlp=mlp)
@@ -161,10 +169,10 @@ GRANITE4 = Family(
     _read_granite4,
     keys=words("attention_bias layers_block_type mamba_chunk_size init_method"),
     defaults=dict(GRANITE.defaults)
-    | _DEFAULTS
+    | MAMBA_DEFAULTS
     | {"shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None}
     | {"num_local_experts": None, "num_experts_per_tok": None},
-    fixed=_FIXED | {"normalization_function": (None, "rmsnorm")},
+    fixed=dict(MAMBA_FIXED) | {"normalization_function": (None, "rmsnorm")},
     rewrite=_checked,
     renames=(
         (r"\.shared_mlp\.input_linear\.", ".mlp.gate_up_proj."),

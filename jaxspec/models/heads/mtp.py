@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config.mixers import RecurrentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig, MtpStates
 from jaxspec.models.decoder import FINAL_NORM
@@ -34,7 +33,7 @@ def mtp_head_config(
 
     Raises ValueError for a target of recurrent layers only, and as ``mtp_names``.
     """
-    layers = [layer for layer in target.layers if not isinstance(layer.mixer, RecurrentConfig)]
+    layers = [layer for layer in target.layers if not layer.is_recurrent]
     like = mtp.layers[index : index + 1] or tuple(layers[-1:])
     if not like:
         raise ValueError("MTP layers have attention, and the model has none to take sizes from")

@@ -50,12 +50,12 @@ SIZES = words(
     shared_expert_intermediate_size full_attention_interval linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     conv_L_cache block_multiple_of mamba_n_heads mamba_n_groups
-    mamba_d_state mamba_d_conv mamba_expand"""
+    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
     use_qk_norm use_expert_bias conv_bias block_auto_adjust_ff_dim mamba_conv_bias
-    mamba_proj_bias"""
+    mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias"""
 )
 # Flags that may not be null: of norm_topk_prob, transformers reads it as false for DeepSeek-V3,
 # where an absent key means true, and refuses it for other families. Null is the default for the
@@ -65,9 +65,12 @@ NUMBERS = words(  # above 0
     """rms_norm_eps layer_norm_eps logit_scale query_pre_attn_scalar attn_logit_softcapping
     final_logit_softcapping rope_local_base_freq embedding_multiplier logits_scaling
     residual_multiplier attention_multiplier routed_scaling_factor moe_router_scaling_factor
-    swiglu_alpha swiglu_limit"""
+    swiglu_alpha swiglu_limit lm_head_multiplier key_multiplier attention_in_multiplier
+    attention_out_multiplier ssm_in_multiplier ssm_out_multiplier"""
 )
-OPTIONAL = words("attn_logit_softcapping final_logit_softcapping")  # null: there is none
+OPTIONAL = words(
+    "attn_logit_softcapping final_logit_softcapping mamba_d_ssm"
+)  # null: there is none
 
 # Keys that do not change the result: training, labels, defaults of generate(), bookkeeping. How
 # weights are stored is read by quantization.formats.

@@ -13,6 +13,7 @@ from jaxspec.config.mixers import (
     Mamba2Config,
     MixerConfig,
     ShortConvConfig,
+    SideBySideConfig,
 )
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
@@ -21,6 +22,7 @@ from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.models.mixers.mamba2 import Mamba2, mamba2_shape
 from jaxspec.models.mixers.short_conv import ShortConv, short_conv_shape
+from jaxspec.models.mixers.side_by_side import SideBySide
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
@@ -31,6 +33,7 @@ __all__ = [
     "Mamba2",
     "Mixer",
     "ShortConv",
+    "SideBySide",
     "mixer_shape",
 ]
 
@@ -84,4 +87,11 @@ def mixer_shape(
             return mamba2_shape(config, hidden_size, dtype, shards, input_size or hidden_size)
         case ShortConvConfig():
             return short_conv_shape(config, hidden_size, dtype, shards, input_size=input_size)
+        case SideBySideConfig(first, second):
+            sizes = hidden_size, dtype, shards
+            return SideBySide(
+                first=mixer_shape(first, *sizes, input_size=input_size),
+                second=mixer_shape(second, *sizes, input_size=input_size),
+                config=config,
+            )
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")

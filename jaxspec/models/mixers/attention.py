@@ -12,7 +12,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Computed, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import GroupedHeads, One, Source, TensorMap
-from jaxspec.models.wrapped_tensors import Fused
+from jaxspec.models.wrapped_tensors import Fused, scaled
 from jaxspec.parallel import Layout, Shards, fitting
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
@@ -88,7 +88,7 @@ class Attention(Pytree):
         norms = GroupedHeads(f"{module}q_norm", f"{module}k_norm", None, repeats)
         return self.replace(
             qkv=tensor_map.linear(self.qkv, source),
-            o=tensor_map.linear(self.o, One(f"{module}o_proj")),
+            o=tensor_map.linear(self.o, scaled(One(f"{module}o_proj"), config.out_multiplier)),
             gate=tensor_map.linear(self.gate, One(f"{module}g_proj")),
             q_norm=tensor_map.norm(f"{module}q_norm.weight", self.q_norm),
             k_norm=tensor_map.norm(f"{module}k_norm.weight", self.k_norm),

@@ -1,5 +1,5 @@
 """Mamba-2: a state space layer with a causal convolution before it (Dao and Gu, arXiv 2405.21060),
-as in Bamba and Granite 4."""
+as in Bamba, Granite 4 and Falcon-H1."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, TensorMap
-from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
+from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part, scaled
 from jaxspec.parallel import Axes, Layout, Shards, fitting
 from jaxspec.parallel.collectives import all_gather
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -36,7 +36,7 @@ class Mamba2(Pytree):
     dt_bias: Array = array("kv_heads", "group")  # [G, r]
     a_log: Array = array("kv_heads", "group")  # [G, r]
     skip: Array = array("kv_heads", "group")  # [G, r]
-    norm: Array = array("kv_heads", "group")  # [G, r * P]
+    norm: Array | None = array("kv_heads", "group")  # [G, r * P]
     o: Linear  # [G * r * P, H]
     config: Mamba2Config = static()
 
@@ -89,8 +89,17 @@ class Mamba2(Pytree):
         return reads, writes, values.reshape(*shape, -1, self.config.head_dim)
 
     def _gated(self, out: Array, gates: Array, step: ForwardPass) -> Array:
-        """The outputs times SiLU of their gates, normed in each group: float32 [B, T, G, r * P]."""
-        out = out.reshape(gates.shape) * jax.nn.silu(gates.astype(jnp.float32))
+        """The outputs times SiLU of their gates, normed in each group before or after that, or not:
+        float32 [B, T, G, r * P]."""
+        out, opened = out.reshape(gates.shape), jax.nn.silu(gates.astype(jnp.float32))
+        if self.config.norm == "before gate":
+            return self._normed(out, step) * opened
+        return self._normed(out * opened, step)
+
+    def _normed(self, out: Array, step: ForwardPass) -> Array:
+        """Outputs [B, T, G, r * P], normed in each group; as they are without a norm."""
+        if self.norm is None:
+            return out
         mean = jnp.mean(out * out, axis=-1, keepdims=True)
         mean = _of_groups(mean, self.config.num_groups, step.layout.axes("kv_heads"))
         return out * lax.rsqrt(mean + step.eps) * self.norm
@@ -126,23 +135,25 @@ class Mamba2(Pytree):
         size, wide, repeats = config.state_dim, heads * config.head_dim, groups // config.num_groups
         inner, states = groups * wide, config.num_groups * size
 
-        def channels(name: str, first: int) -> tuple[Part, ...]:
+        def channels(name: str, first: int, factors: tuple[float, ...]) -> tuple[Part, ...]:
             """Of rows from ``first`` on: the inputs of all groups, then what is written at, then
-            what reads."""
+            what reads; ``factors`` in this order."""
+            inputs, writes, reads = factors
             return (
-                Part(name, size, first + inner + states, repeats),
-                Part(name, size, first + inner, repeats),
-                Part(name, wide, first),
+                Part(name, size, first + inner + states, repeats, reads),
+                Part(name, size, first + inner, repeats, writes),
+                Part(name, wide, first, factor=inputs),
             )
 
         projection, convolution = f"{inside}in_proj", f"{inside}conv1d"
-        last = 2 * (inner + states)
+        last, (gates, *rest, steps) = 2 * (inner + states), config.multipliers
         parts = (
-            *channels(projection, inner),
-            Part(projection, wide),
-            Part(projection, heads, last),
+            *channels(projection, inner, tuple(rest)),
+            Part(projection, wide, factor=gates),
+            Part(projection, heads, last, factor=steps),
         )
-        taps, by_group = Grouped(channels(convolution, 0)), Grouped((Part(module, heads),))
+        taps = Grouped(channels(convolution, 0, (1.0,) * 3))
+        by_group = Grouped((Part(module, heads),))
         norm = Grouped((Part(f"{inside}norm", wide),))
         return self.replace(
             cbxzt=tensor_map.linear(self.cbxzt, Grouped(parts)),
@@ -152,7 +163,7 @@ class Mamba2(Pytree):
             a_log=tensor_map.of_source(by_group, "A_log", self.a_log),
             skip=tensor_map.of_source(by_group, "D", self.skip),
             norm=tensor_map.of_source(norm, "weight", self.norm),
-            o=tensor_map.linear(self.o, One(f"{inside}out_proj")),
+            o=tensor_map.linear(self.o, scaled(One(f"{inside}out_proj"), config.out_multiplier)),
         )
 
 
@@ -178,7 +189,7 @@ def mamba2_shape(
         dt_bias=own[0],
         a_log=own[1],
         skip=own[2],
-        norm=array_shape(groups, wide, dtype=jnp.float32),
+        norm=array_shape(groups, wide, dtype=jnp.float32, when=config.norm is not None),
         o=linear_shape(("heads", "hidden"), (groups * wide, hidden_size), dtype, bias=config.bias),
         config=config,
     )

@@ -7,8 +7,8 @@ from jax import Array
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
-from jaxspec.models.tensors import One, Source, Stacked, TensorMap
-from jaxspec.models.wrapped_tensors import Fused
+from jaxspec.models.tensors import One, Stacked, TensorMap
+from jaxspec.models.wrapped_tensors import Fused, scaled
 from jaxspec.parallel import Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, pytree, static
 
@@ -39,12 +39,16 @@ class Dense(Pytree):
 
     def mapped_at(self, prefix: str, tensor_map: TensorMap) -> "Dense":
         """``mapped`` where the names of the projections begin with ``prefix``."""
-        source: Source = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
-        if self.config.fused:
-            source = Fused(f"{prefix}gate_up_proj", source, (self.config.intermediate_size,) * 2)
+        config = self.config
+        stacked = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
+        source = scaled(stacked, config.gate_multiplier, 1.0)
+        if config.fused:
+            source = Fused(f"{prefix}gate_up_proj", source, (config.intermediate_size,) * 2)
         return self.replace(
             gate_up=tensor_map.linear(self.gate_up, source),
-            down=tensor_map.linear(self.down, One(f"{prefix}down_proj")),
+            down=tensor_map.linear(
+                self.down, scaled(One(f"{prefix}down_proj"), config.down_multiplier)
+            ),
         )
 
 
