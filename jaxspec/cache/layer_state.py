@@ -120,14 +120,22 @@ def zeros_like_shapes[T](shapes: T, geometry: Geometry, layout: Layout) -> T:
     return jax.tree.map(lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, places)
 
 
+def _kind(state: Any) -> tuple[Any, ...]:
+    """The class of a state, and the shapes and dtypes of its arrays."""
+    return type(state), *((x.shape, x.dtype) for x in jax.tree.leaves(state))
+
+
 LayerStates = tuple[Any, ...]  # one LayerState per layer, or None if the layer keeps nothing
 
 
 def commit_all(states: LayerStates, committed: CommittedPath, kernels: Kernels) -> LayerStates:
-    """States of many layers after a path is accepted. Those of one kind are committed together."""
-    result = list(states)
-    for kind in dict.fromkeys(type(state) for state in result if state is not None):
-        places = [index for index, state in enumerate(result) if type(state) is kind]
+    """States of many layers after a path is accepted. Those of one kind and of equal shapes are
+    committed together."""
+    result, alike = list(states), dict[Any, list[int]]()
+    for index, state in enumerate(result):
+        if state is not None:
+            alike.setdefault(_kind(state), []).append(index)
+    for (kind, *_), places in alike.items():
         moved = kind.commit([result[index] for index in places], committed, kernels)
         for index, state in zip(places, moved, strict=True):
             result[index] = state

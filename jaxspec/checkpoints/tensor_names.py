@@ -25,10 +25,11 @@ TEXT_MODEL = MappingProxyType(
         "language_model.lm_head.": "lm_head.",
     }
 )
-# Prefixes of tensors that read images, with and without the whole model's prefix.
+# Prefixes of tensors that read images and sounds, with and without the whole model's prefix.
 OF_IMAGES = (
     *("visual.", "vision_tower.", "vision_model.", "vision_encoder."),
     *("multi_modal_projector.", "mm_projector.", "patch_merger.", "vit_large_projector."),
+    *("embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder."),
 )
 
 # Prefixes of the tensors of a model without its LM head, as LlamaModel.save_pretrained names them.

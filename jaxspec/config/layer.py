@@ -21,6 +21,7 @@ class LayerConfig:
     Attributes:
       norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
         ``shared``: both read the same norm, and both are added at the end.
+      rescaled: the residual stream after the layer is multiplied by a number of the checkpoint.
       centred: norms subtract the mean first, as LayerNorm without a bias does.
       residual_scale: what mixer and MLP give is multiplied by it.
     """
@@ -30,6 +31,7 @@ class LayerConfig:
     norms: Literal["before", "after", "both", "shared"] = "before"
     residual_scale: float = 1.0
     centred: bool = False
+    rescaled: bool = False
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)

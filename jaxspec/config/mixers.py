@@ -26,6 +26,9 @@ class AttentionConfig:
       interleaved: in checkpoints entries 2 i and 2 i + 1 of a head are rotated as a pair. When they
         are read, they become i and i + D / 2.
       out_multiplier: of the output projection, which is multiplied when it is read.
+      value_norm: values are normed, each head by itself, by a norm without a weight.
+      values_are_keys: values are the keys as they are before their norm and rotation; checkpoints
+        have no ``v_proj``.
     """
 
     num_heads: int
@@ -44,6 +47,8 @@ class AttentionConfig:
     interleaved: bool = False
     norm_after_rope: bool = False
     out_multiplier: float = 1.0
+    value_norm: bool = False
+    values_are_keys: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
@@ -62,6 +67,8 @@ class AttentionConfig:
             raise ValueError("norm_after_rope: yarn and longrope multiply heads, which is not read")
         if self.gate == "entries" and (self.fused or self.whole_qk_norm):
             raise ValueError("gated attention has projections and norms of each head by itself")
+        if (self.value_norm or self.values_are_keys) and (self.fused or self.gate):
+            raise ValueError("value_norm and values_are_keys go with neither fused nor gate")
         if self.interleaved and (self.qk_norm or self.gate or self.rope.rotary_dim is not None):
             raise ValueError("interleaved attention has whole heads rotated, and no norms or gates")
         if self.num_heads % self.num_kv_heads:

@@ -8,7 +8,12 @@ from jaxspec.config.layer import LayerConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
-from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
+from jaxspec.config.rope import (
+    LongRopeScaling,
+    ProportionalRopeScaling,
+    RopeConfig,
+    RopeScaling,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +98,8 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
     if mixer is None or mlp is None:
         raise ValueError("the target has no layer of attention and an MLP to take sizes from")
     rope = mixer.rope
-    scaling = None if isinstance(rope.scaling, LongRopeScaling) else rope.scaling
+    of_model = isinstance(rope.scaling, LongRopeScaling | ProportionalRopeScaling)
+    scaling = None if of_model else rope.scaling
     plain = RopeConfig(mixer.head_dim, rope.theta, scaling)
     attention = AttentionConfig(mixer.num_heads, mixer.num_kv_heads, plain)
     layer = LayerConfig(attention, DenseConfig(width) if width else dense_like(mlp))

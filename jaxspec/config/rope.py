@@ -83,7 +83,24 @@ class LongRopeScaling:
             check_positive(max_position=self.max_position)
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | LongRopeScaling
+@dataclasses.dataclass(frozen=True)
+class ProportionalRopeScaling:
+    """Of the frequencies of a whole head the first ``pairs`` are kept, and the others are 0
+    (``rope_type: proportional``)."""
+
+    pairs: int
+
+    def __post_init__(self):
+        check_positive(pairs=self.pairs)
+
+
+RopeScaling = (
+    Llama3RopeScaling
+    | LinearRopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +139,8 @@ class RopeConfig:
             raise ValueError(
                 f"rotary_dim must be even and below head_dim {self.head_dim}, or None, got {rotary}"
             )
+        if isinstance(self.scaling, ProportionalRopeScaling):
+            self._check_proportional(self.scaling.pairs)
         if isinstance(self.scaling, LongRopeScaling):
             pairs, given = (
                 (self.head_dim if rotary is None else rotary) // 2,
@@ -129,3 +148,10 @@ class RopeConfig:
             )
             if given != pairs:
                 raise ValueError(f"longrope has {given} factors for {pairs} frequencies")
+
+    def _check_proportional(self, pairs: int) -> None:
+        if self.rotary_dim is not None or pairs > self.head_dim // 2:
+            raise ValueError(
+                f"{pairs} proportional frequencies need a head_dim of twice as many at least, and "
+                f"no rotary_dim; got {self.head_dim} and {self.rotary_dim}"
+            )

@@ -162,10 +162,11 @@ def _with_tied_heads(attention: Attention) -> Attention:
     if repeats == 1 or not isinstance(qkv, Linear):
         return attention
     bias, norm = qkv.bias, attention.qk_norm
+    members = 1 if attention.config.values_are_keys else 2
     return attention.replace(
         qkv=qkv.replace(
-            weight=_tied(qkv.weight, repeats, 2),
-            bias=None if bias is None else _tied(bias, repeats, 2),
+            weight=_tied(qkv.weight, repeats, members),
+            bias=None if bias is None else _tied(bias, repeats, members),
         ),
         qk_norm=None if norm is None else _tied(norm, repeats, 1),
     )

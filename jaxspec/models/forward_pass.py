@@ -152,6 +152,18 @@ class ForwardPass:
         value = self.norm(sum_partials(partials, len(x), x.dtype), norm)
         return Computed(value if scale == 1 else value * scale)
 
+    def rescaled(self, x: Array, addend: Addend, factor: Array | None) -> tuple[Array, Addend]:
+        """The residual stream x [B, T, H] and what is added to it, both times a ``factor`` [1];
+        as they are without one."""
+        if factor is None:
+            return x, addend
+        partials = addend.partial_sums(self.layout, self.kernels, takes_none)
+        if self.isolate_blocks:
+            x, partials = lax.optimization_barrier((x, partials))
+        value = sum_partials(partials, len(x), x.dtype)
+        x, value = x * factor, value * factor
+        return (lax.optimization_barrier(x) if self.isolate_blocks else x), Computed(value)
+
     def _axis_of_kernel(self, x: Array, product: Product, weight: Array) -> str | None:
         """The mesh axis over which a kernel sums the product while it adds and norms, if any."""
         axes = product.input_axes(self.layout)

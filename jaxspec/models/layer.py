@@ -30,6 +30,7 @@ class Layer(Pytree):
       post_norm: of what the MLP reads.
       mixer_norm, mlp_norm: of what mixer and MLP give.
       residual_scale: what mixer and MLP give is multiplied by it.
+      rescale: what the residual stream is multiplied by after the layer; None: by nothing.
       parallel: the MLP reads what the mixer reads.
       recomputed: a gradient keeps the hidden states around it only, and computes it again.
     """
@@ -40,6 +41,7 @@ class Layer(Pytree):
     mlp: Mlp
     mixer_norm: Array | None = array("hidden", default=None)
     mlp_norm: Array | None = array("hidden", default=None)
+    rescale: Array | None = array("features", default=None)  # [1]
     residual_scale: float = static(default=1.0)
     parallel: bool = static(default=False)
     recomputed: bool = static(default=False)
@@ -67,6 +69,7 @@ class Layer(Pytree):
             mlp=self.mlp.mapped(prefix, tensor_map),
             mixer_norm=norm("post_attention", self.mixer_norm),
             mlp_norm=norm("post_feedforward", self.mlp_norm),
+            rescale=tensor_map.array(f"{prefix}layer_scalar", self.rescale),
         )
 
 
@@ -117,6 +120,7 @@ def _run_layer(
     x, after = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
     units = layer.mlp(normed if layer.parallel else after, step)
     added = step.scaled(x, units, layer.mlp_norm, layer.residual_scale)
+    x, added = step.rescaled(x, added, layer.rescale)
     return *step.add_norm(x, added, *following), state
 
 
@@ -140,6 +144,7 @@ def layer_shape(
         mlp=mlp_shape(config.mlp, hidden_size, dtype, shards),
         mixer_norm=vector(hidden_size, dtype, when=after),
         mlp_norm=vector(hidden_size, dtype, when=after),
+        rescale=vector(1, dtype, when=config.rescaled),
         residual_scale=config.residual_scale,
         parallel=parallel,
     )

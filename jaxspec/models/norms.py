@@ -23,6 +23,15 @@ def rms_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Arr
 
 
 @jax.named_scope("norm")
+def unweighted_norm(x: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last dimension, which is not split, in float32; it has no
+    weight."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(mean + eps)).astype(x.dtype)
+
+
+@jax.named_scope("norm")
 def layer_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Array:
     """rms_norm of what is left when the mean over the last dimension is subtracted. No weight:
     identity."""

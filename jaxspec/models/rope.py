@@ -11,6 +11,7 @@ from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     QueryScaling,
     RopeConfig,
     YarnRopeScaling,
@@ -34,6 +35,8 @@ def rope_frequencies(rope: RopeConfig) -> np.ndarray:
             return _scale_yarn(frequencies, scaling, rope.theta)
         case LongRopeScaling(factors):
             return frequencies / np.asarray(factors, np.float32)
+        case ProportionalRopeScaling(pairs):
+            return np.where(np.arange(len(frequencies)) < pairs, frequencies, np.float32(0))
     return frequencies
 
 

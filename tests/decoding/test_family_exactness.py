@@ -79,6 +79,7 @@ ALIASES = (
     ("ministral3", "sp2"),
     ("ministral3", "pp2"),
     ("mistral4", "tp2"),
+    *(("gemma4", mesh) for mesh in ("tp2", "tp4", "tp2x2", "sp2", "pp2")),
 )
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [

@@ -1,4 +1,5 @@
-"""Small random checkpoints of families whose layers are those of others under other names.
+"""Small random checkpoints of families whose layers are those of others under other names, and of
+Gemma 4.
 
 They are made with transformers.
 """
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.json.values import read_json
+from tests.helpers import gemma4_checkpoints
 from tests.helpers.checkpoints import TINY, save_random_model, save_tensors
 from tests.helpers.random_experts import random_expert_target
 
@@ -244,6 +246,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
             topk_group=1,
         ),
     ),
+    **gemma4_checkpoints.VARIANTS,
 }
 
 

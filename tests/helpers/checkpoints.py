@@ -60,14 +60,14 @@ def save_random_model(
     max_shard_size: str = "1GB",
 ) -> Path:
     """Save a model of random weights. Norms and biases are random too, unlike a fresh model's, and
-    so are buffers that routers add to their scores."""
+    so are buffers that routers add to their scores, or layers multiply the residual stream by."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = _class_of(config).from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             is_norm = tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter)
-            if is_norm or name.endswith("bias"):
+            if is_norm or name.endswith(("bias", "layer_scalar")):
                 tensor.add_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)

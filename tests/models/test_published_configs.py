@@ -18,6 +18,7 @@ from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     YarnRopeScaling,
 )
 from jaxspec.models.families import FAMILIES
@@ -32,6 +33,7 @@ KINDS = {
     LinearRopeScaling: "linear",
     Llama3RopeScaling: "llama3",
     LongRopeScaling: "longrope",
+    ProportionalRopeScaling: "proportional",
     YarnRopeScaling: "yarn",
 }
 # Keys whose value changes nothing in the published config that has them, though it may elsewhere.
@@ -52,6 +54,8 @@ UNUSED_IN = {
     "apertus-8b-instruct": words("hidden_dropout type"),
     "deepseek-v3.2": _INDEXER,
     "ernie-4.5-21b-a3b-pt": words("num_nextn_predict_layers"),  # named as no other MTP layers are
+    "gemma-4-12b-it": words("vocab_size_per_layer_input"),
+    "gemma-4-31b-it": words("vocab_size_per_layer_input"),
     "glm-5-saved-by-transformers": _INDEXER | {"first_k_dense_replace"},
     "granite-4.0-micro": words(
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
@@ -102,6 +106,8 @@ EXPECTED = {
     "gemma-3-270m-it": Facts(18, 262144, 32768, 4, 1, 256, "default", windows=15),
     "gemma-3-27b-it": Facts(62, 262208, 131072, 32, 16, 128, "linear", windows=52),
     "gemma-3-4b-it": Facts(34, 262208, 131072, 8, 4, 256, "linear", windows=29),
+    "gemma-4-12b-it": Facts(48, 262144, 262144, 16, 1, 512, "proportional", windows=40),
+    "gemma-4-31b-it": Facts(60, 262144, 262144, 32, 4, 512, "proportional", windows=50),
     "gemma-7b": Facts(28, 256000, 8192, 16, 16, 256, "default"),
     "glm-4.5": Facts(92, 151552, 131072, 96, 8, 128, "default", (160, 8)),
     "glm-4.5-air": Facts(46, 151552, 131072, 96, 8, 128, "default", (128, 8)),

@@ -53,7 +53,7 @@ REFUSED_MODELS: dict[str, str] = {
     "aiconfigurator/MiniMaxAI--MiniMax-M3": "model_type 'minimax_m3'",
     "aiconfigurator/XiaomiMiMo--MiMo-V2-Flash": "model_type 'mimo_v2_flash'",
     "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": "model_type 'deepseek_v4'",
-    "aiconfigurator/google--gemma-4-26B-A4B": "model_type 'gemma4'",
+    "aiconfigurator/google--gemma-4-26B-A4B": "enable_moe_block = True is not supported",
     "aiconfigurator/meta-llama--Llama-4-Scout-17B-16E-Instruct": (
         "model_type 'llama4' is not supported: missing are experts whose inputs are multiplied by "
         "their scores, attention inside of chunks, and queries that are multiplied by"

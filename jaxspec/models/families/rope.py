@@ -18,6 +18,7 @@ from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     QueryScaling,
     RopeConfig,
     RopeScaling,
@@ -46,6 +47,7 @@ NEEDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "dynamic": hf_keys.words("rope_theta factor"),
         "llama3": hf_keys.words(f"rope_theta factor low_freq_factor high_freq_factor {ORIGINAL}"),
         "yarn": hf_keys.words(f"rope_theta factor {ORIGINAL}"),
+        "proportional": hf_keys.words("rope_theta"),
         "longrope": hf_keys.words(f"rope_theta factor short_factor long_factor {ORIGINAL}"),
     }
 )
@@ -87,7 +89,7 @@ def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) ->
     return RopeConfig(
         width,
         float(parameters["rope_theta"]),
-        _scaling(parameters),
+        _scaling(parameters, width),
         _rotary_dim(parameters, width),
         _query_scaling(parameters),
     )
@@ -190,12 +192,20 @@ def _check_value(key: str, value: Any) -> None:
         raise ValueError(f"rope parameter {key} must be a number above 0, got {shown(value)}")
 
 
-def _rotary_dim(parameters: Keys, width: int) -> int | None:
+def _share(parameters: Keys) -> float:
+    """Of a head's entries those that are rotated."""
     share = parameters.get(PARTIAL)
-    if share is None or share == 1:
-        return None
+    if share is None:
+        return 1
     if not is_positive_number(share) or share > 1:
         raise ValueError(f"{PARTIAL} must be above 0, at most 1, got {shown(share)}")
+    return share
+
+
+def _rotary_dim(parameters: Keys, width: int) -> int | None:
+    share = _share(parameters)
+    if share == 1 or parameters["rope_type"] == "proportional":
+        return None
     rotary = int(width * share)
     if rotary % 2:
         raise ValueError(
@@ -213,8 +223,10 @@ def _query_scaling(parameters: Keys) -> QueryScaling | None:
     return QueryScaling(float(beta), int(parameters[ORIGINAL]))
 
 
-def _scaling(parameters: Keys) -> RopeScaling | None:
+def _scaling(parameters: Keys, width: int) -> RopeScaling | None:
     match parameters["rope_type"]:
+        case "proportional":
+            return ProportionalRopeScaling(int(_share(parameters) * width // 2))
         case "linear":
             return LinearRopeScaling(float(parameters["factor"]))
         case "llama3":
@@ -278,8 +290,9 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
 
     Raises ValueError for a kind that is not written.
     """
-    if isinstance(rope.scaling, LongRopeScaling):
-        raise ValueError("no config.json is written for models with longrope")
+    if isinstance(rope.scaling, LongRopeScaling | ProportionalRopeScaling):
+        kind = "longrope" if isinstance(rope.scaling, LongRopeScaling) else "proportional rope"
+        raise ValueError(f"no config.json is written for models with {kind}")
     parameters: dict[str, Any] | None = None
     if rope.scaling is not None:
         parameters = {"rope_type": _WRITTEN[type(rope.scaling)], **dataclasses.asdict(rope.scaling)}

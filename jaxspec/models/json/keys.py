@@ -50,11 +50,11 @@ SIZES = words(
     shared_expert_intermediate_size full_attention_interval linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     conv_L_cache block_multiple_of mamba_n_heads mamba_n_groups
-    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm"""
+    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm global_head_dim num_global_key_value_heads"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
-    use_qk_norm use_expert_bias conv_bias block_auto_adjust_ff_dim mamba_conv_bias
+    use_qk_norm use_expert_bias conv_bias attention_k_eq_v block_auto_adjust_ff_dim mamba_conv_bias
     mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias"""
 )
 # Flags that may not be null: of norm_topk_prob, transformers reads it as false for DeepSeek-V3,
@@ -107,7 +107,7 @@ AROUND_KEYS = words(
     boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id auto_map
     projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
     projection_hidden_size projection_layer_norm_eps projector_bias image_token_len patch_token_len
-    understand_projector_stride"""
+    understand_projector_stride audio_config audio_token_id boa_token_id eoa_token_index"""
 )
 
 # Keys that must have one of these values, in families that do not read them.

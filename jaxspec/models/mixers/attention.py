@@ -10,6 +10,7 @@ from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Computed, Linear, Product, linear_shape
+from jaxspec.models.norms import unweighted_norm
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import GroupedHeads, One, Source, TensorMap
 from jaxspec.models.wrapped_tensors import Fused, scaled
@@ -21,8 +22,8 @@ from jaxspec.parallel.pytree import Pytree, array, pytree, static
 class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
     its value. With gates of entries there is one after each query head: R = 2 Q / G + 2; those of
-    whole heads are of ``gate``. With ``kv_scales`` the cache has 8-bit pages (see
-    quantized.kv_cache).
+    whole heads are of ``gate``. Where values are keys, R = Q / G + 1. With ``kv_scales`` the cache
+    has 8-bit pages (see quantized.kv_cache).
 
     ``q_norm`` and ``k_norm`` are norms of each head by itself, ``qk_norm`` [G, R - 1, D] are norms
     of all query heads as one vector and of all key heads."""
@@ -61,6 +62,8 @@ class Attention(Pytree):
         """Queries, keys and values, and the gates of what is attended to: [B, T, G, Q / G, D], or
         [B, T, Q] of heads."""
         product = self.qkv.product(x, "qkv")
+        if self.config.value_norm or self.config.values_are_keys:
+            return self._with_values(product, step), None
         if self.gate is not None:
             return product, self.gate.product(x, "gate").result(step.layout, step.kernels)
         if self.config.gate is None:
@@ -68,6 +71,15 @@ class Attention(Pytree):
         both = product.result(step.layout, step.kernels)
         queries, gates = (both[..., first:-2:2, :] for first in range(2))
         return Computed(jnp.concatenate([queries, both[..., -2:, :]], axis=-2)), gates
+
+    def _with_values(self, product: Product, step: ForwardPass) -> Computed:
+        """Queries, keys and values of the projection, whose values may be the keys."""
+        heads = product.result(step.layout, step.kernels)
+        rest = heads if self.config.values_are_keys else heads[..., :-1, :]
+        values = heads[..., -1:, :]
+        if self.config.value_norm:
+            values = unweighted_norm(values, step.eps)
+        return Computed(jnp.concatenate([rest, values], axis=-2))
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedKV:
         """Empty pages of keys and values."""
@@ -78,8 +90,9 @@ class Attention(Pytree):
         """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""
         module, config = f"{prefix}self_attn.", self.config
         repeats = self.qkv.out_shape[0] // config.num_kv_heads
+        values = None if config.values_are_keys else f"{module}v_proj"
         source: Source = GroupedHeads(
-            f"{module}q_proj", f"{module}k_proj", f"{module}v_proj", repeats, config.interleaved
+            f"{module}q_proj", f"{module}k_proj", values, repeats, config.interleaved
         )
         if config.fused:
             heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
@@ -108,12 +121,13 @@ def attention_shape(
     """An Attention of ShapeDtypeStructs. ``input_size``: width of the qkv projection's input."""
     kv_heads, head_dim = parallel_kv_heads(config, shards.of("heads")), config.head_dim
     group = config.num_heads // kv_heads * (2 if config.gate == "entries" else 1) + 2
+    projected = group - 1 if config.values_are_keys else group
     by_head = config.qk_norm and not config.whole_qk_norm
     gates = linear_shape(("hidden", "heads"), (input_size or hidden_size, config.num_heads), dtype)
     return Attention(
         qkv=linear_shape(
             ("hidden", "kv_heads", "group", "head_dim"),
-            (input_size or hidden_size, kv_heads, group, head_dim),
+            (input_size or hidden_size, kv_heads, projected, head_dim),
             dtype,
             bias=config.qkv_bias,
         ),

@@ -1,0 +1,197 @@
+"""Gemma 4 (text): layers with a window, and full ones with wider heads.
+
+Norms multiply by w. Values are normed, scores are not scaled, and the residual stream after each
+layer is multiplied by a number. Of large models the values of full layers are their keys.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.rope import RopeConfig
+from jaxspec.models.families.family import (
+    Family,
+    Keys,
+    check_agrees,
+    check_keys,
+    check_multiple,
+    model_of,
+    sizes,
+)
+from jaxspec.models.families.rope import PARTIAL, rope_from
+from jaxspec.models.families.windows import FULL, SLIDING, windows_by_kind
+from jaxspec.models.families.with_images import WithImages
+from jaxspec.models.json.keys import words
+from jaxspec.models.json.values import is_positive_integer, shown
+
+_PER_LAYER = "per_layer_config"
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, PARTIAL: 0.25},
+}
+
+
+class _Heads(NamedTuple):
+    """KV heads of a kind of layer, and how wide its heads are."""
+
+    kv_heads: int
+    width: int
+
+
+def _kinds(hf: Keys) -> list[str]:
+    """The kind of each layer. Raises ValueError unless the last one is full, as in transformers."""
+    count, given = hf["num_hidden_layers"], hf["layer_types"]
+    default = [FULL if i % 6 == 0 else SLIDING for i in range(1, count)] + [FULL]
+    kinds = default if given is None else given
+    windows_by_kind(hf, kinds)  # they are checked
+    if kinds[-1] != FULL:
+        raise ValueError(f"layer_types must end with {FULL}, got {shown(kinds[-1])}")
+    return kinds
+
+
+def _heads_by_kind(hf: Keys, kinds: list[str]) -> dict[str, _Heads]:
+    """Published files have the heads of full layers in keys of their own, and those that
+    transformers saves in ``per_layer_config``. Raises ValueError for files that contradict
+    themselves."""
+    sliding = _Heads(hf["num_key_value_heads"], hf["head_dim"])
+    groups = hf["num_global_key_value_heads"] if hf["attention_k_eq_v"] else None
+    full = _Heads(groups or sliding.kv_heads, hf["global_head_dim"] or 512)
+    if hf[_PER_LAYER] is not None:
+        full = _saved_heads(hf, kinds, sliding)
+        check_agrees(hf, "global_head_dim", full.width, f"head_dim of {_PER_LAYER}")
+        if groups is not None and groups != full.kv_heads:
+            raise ValueError(
+                f"num_global_key_value_heads = {groups} contradicts num_key_value_heads of "
+                f"{_PER_LAYER} (= {full.kv_heads}); correct one of them"
+            )
+    for kv_heads in (sliding.kv_heads, full.kv_heads):
+        if hf["num_attention_heads"] % kv_heads:
+            check_multiple(hf, "num_attention_heads", "num_global_key_value_heads")
+            raise ValueError(
+                f"num_attention_heads ({hf['num_attention_heads']}) must be a multiple of the KV "
+                f"heads of {_PER_LAYER} ({kv_heads})"
+            )
+    return {SLIDING: sliding, FULL: full}
+
+
+def _saved_heads(hf: Keys, kinds: list[str], sliding: _Heads) -> _Heads:
+    """Those of full layers in ``per_layer_config``. Raises ValueError unless they are alike, and
+    other layers have none of their own."""
+    given: Any = hf[_PER_LAYER]
+    full = {index for index, kind in enumerate(kinds) if kind == FULL}
+    if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
+        raise ValueError(f"{_PER_LAYER} must be an object of objects, got {shown(given)}")
+    # transformers writes numbers of layers with leading zeros.
+    layers = {int(key) if str(key).isdecimal() else key: given[key] for key in given}
+    if others := [key for key in layers if key not in full]:
+        raise ValueError(f"{_PER_LAYER} may have layers of {FULL} only, got {shown(others)}")
+    each = [layers.get(index, {}) for index in sorted(full)]
+    if any(one != each[0] for one in each):
+        raise ValueError(f"{_PER_LAYER}: layers of {FULL} must be alike, got {shown(given)}")
+    names = words("head_dim num_key_value_heads")
+    check_keys(each[0], names, {}, _PER_LAYER)
+    for name, value in each[0].items():
+        if not is_positive_integer(value):
+            raise ValueError(f"{_PER_LAYER}: {name} must be a positive integer, got {shown(value)}")
+    kv_heads = each[0].get("num_key_value_heads", sliding.kv_heads)
+    return _Heads(kv_heads, each[0].get("head_dim", sliding.width))
+
+
+def _ropes(hf: Keys, heads: dict[str, _Heads]) -> dict[str, RopeConfig]:
+    given: Any = _ROPES if hf["rope_parameters"] is None else hf["rope_parameters"]
+    if isinstance(given, dict):
+        check_keys(given, frozenset({FULL, SLIDING}), {}, "rope_parameters")
+    if not isinstance(given, dict) or len(given) != 2:
+        raise ValueError(f"rope_parameters must have {FULL} and {SLIDING}, got {shown(given)}")
+    return {
+        kind: rope_from(
+            {**hf, "head_dim": heads[kind].width, PARTIAL: None}, given[kind], hf["rope_theta"]
+        )
+        for kind in (SLIDING, FULL)
+    }
+
+
+def _layers(hf: Keys) -> list[LayerConfig]:
+    kinds = _kinds(hf)
+    heads = _heads_by_kind(hf, kinds)
+    ropes, bias = _ropes(hf, heads), hf["attention_bias"]
+
+    def attention(kind: str) -> AttentionConfig:
+        return AttentionConfig(
+            hf["num_attention_heads"],
+            heads[kind].kv_heads,
+            ropes[kind],
+            hf["sliding_window"] if kind == SLIDING else None,
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=True,
+            scale=1.0,
+            value_norm=True,
+            values_are_keys=hf["attention_k_eq_v"] and kind == FULL,
+        )
+
+    mlp = DenseConfig(hf["intermediate_size"], activation="gelu_tanh")
+    mixers = {kind: attention(kind) for kind in (SLIDING, FULL)}
+    return [LayerConfig(mixers[kind], mlp, "both", rescaled=True) for kind in kinds]
+
+
+def _read(hf: Keys) -> ModelConfig:
+    if hf["hidden_size_per_layer_input"]:
+        raise ValueError(
+            f"hidden_size_per_layer_input = {hf['hidden_size_per_layer_input']} is not supported, "
+            "only 0"
+        )
+    model = model_of(hf, _layers(hf))
+    cap = hf["final_logit_softcapping"]
+    return dataclasses.replace(model, embed_scale=math.sqrt(hf["hidden_size"]), logit_softcap=cap)
+
+
+_DEFAULTS = {
+    **sizes(262_144, 2304, 9216, 30, 8, 4, 131_072),
+    **{"head_dim": 256, "global_head_dim": None, "num_global_key_value_heads": None},
+    **{"tie_word_embeddings": True, "eos_token_id": 1, "attention_k_eq_v": False},
+    **{"sliding_window": 512, "layer_types": None, "final_logit_softcapping": None},
+    _PER_LAYER: None,
+}
+_FIXED = {
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "use_bidirectional_attention": (None, "vision"),  # of images; a text is causal
+    # transformers reads rope_parameters alone.
+    "rope_theta": (None,),
+    "rope_scaling": (None,),
+}
+GEMMA4_TEXT = Family(
+    "Gemma4ForCausalLM",
+    _read,
+    keys=words("attention_bias vocab_size_per_layer_input"),
+    defaults=_DEFAULTS | {"hidden_size_per_layer_input": 256},
+    fixed=_FIXED
+    | {
+        "num_kv_shared_layers": (0,),
+        "use_double_wide_mlp": (False,),
+        "enable_moe_block": (False,),
+        "num_experts": (None,),
+        "top_k_experts": (None,),
+        "moe_intermediate_size": (None,),
+    },
+)
+GEMMA4_UNIFIED_TEXT = dataclasses.replace(
+    GEMMA4_TEXT,
+    architecture="Gemma4UnifiedForCausalLM",
+    defaults=_DEFAULTS
+    | {"max_position_embeddings": 262_144, "sliding_window": 1024}
+    | {"hidden_size_per_layer_input": 0},
+)
+GEMMA4 = WithImages(
+    "Gemma4ForConditionalGeneration",
+    {"gemma4_text": GEMMA4_TEXT},
+    defaults={"tie_word_embeddings": True},
+)
+GEMMA4_UNIFIED = WithImages(
+    "Gemma4UnifiedForConditionalGeneration",
+    {"gemma4_unified_text": GEMMA4_UNIFIED_TEXT},
+    defaults={"tie_word_embeddings": True},
+)

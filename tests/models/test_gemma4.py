@@ -1,0 +1,129 @@
+"""Gemma 4: what its configs say, and what is refused. Logits are compared with transformers' in
+test_parity.py, and texts with plain decoding in tests/decoding/test_families_under_load.py."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from jaxspec.config.rope import ProportionalRopeScaling, RopeConfig
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.rope import rope_frequencies
+from tests.helpers.alias_checkpoints import raw_config
+from tests.helpers.gemma4_checkpoints import DENSE, VARIANTS
+
+TEXT: dict[str, Any] = DENSE | {"model_type": "gemma4_text"}
+SLIDES, FULL = "sliding_attention", "full_attention"
+
+
+def test_heads_of_full_layers_are_in_keys_of_their_own_or_by_layer():
+    saved = VARIANTS["gemma4"][0](text_config=DENSE).to_dict()["text_config"]
+    assert "global_head_dim" not in saved
+    published, read = parse_model_config(TEXT), parse_model_config(saved)
+    assert published == read
+    sliding, full, _ = (layer.attention for layer in read.layers)
+    assert (sliding.num_kv_heads, sliding.head_dim, sliding.window) == (2, 16, 7)
+    assert (full.num_kv_heads, full.head_dim, full.window) == (1, 32, None)
+    assert full.values_are_keys and not sliding.values_are_keys
+
+
+def test_kv_heads_of_full_layers_are_as_many_unless_values_are_keys():
+    model = parse_model_config(TEXT | {"attention_k_eq_v": False})
+    assert [layer.attention.num_kv_heads for layer in model.layers] == [2, 2, 2]
+
+
+def test_every_sixth_layer_and_the_last_are_full():
+    model = parse_model_config(TEXT | {"layer_types": None, "num_hidden_layers": 8})
+    assert [i for i, layer in enumerate(model.layers) if not layer.attention.window] == [5, 7]
+
+
+def test_proportional_frequencies_are_those_of_transformers():
+    config = VARIANTS["gemma4"][0](text_config=DENSE).text_config
+    expected, _ = ROPE_INIT_FUNCTIONS["proportional"](config, layer_type=FULL)
+    rope = parse_model_config(TEXT).layers[1].attention.rope
+    assert rope == RopeConfig(32, 1e6, ProportionalRopeScaling(4))
+    np.testing.assert_allclose(rope_frequencies(rope), expected.numpy(), rtol=1e-6)
+
+
+def per_layer(**changes: Any) -> dict[str, Any]:
+    """The config with the heads of its full layers by layer."""
+    rest = {key: value for key, value in TEXT.items() if "global" not in key}
+    full = {"head_dim": 32, "num_key_value_heads": 1}
+    return rest | {"per_layer_config": {"1": full, "2": full} | changes}
+
+
+def both(**heads: int) -> dict[str, Any]:
+    """The same with other heads of both full layers."""
+    return per_layer(**{"1": heads, "2": heads})
+
+
+def test_keys_by_layer_are_read():
+    assert parse_model_config(per_layer()) == parse_model_config(TEXT)
+    zeros = {"per_layer_config": {"01": {"head_dim": 32}, "02": {"head_dim": 32}}}
+    assert parse_model_config(per_layer() | zeros).layers[2].attention.num_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            per_layer(**{"0": {}}),
+            "per_layer_config may have layers of full_attention only",
+        ),
+        (per_layer(**{"2": {}}), "per_layer_config: layers of full_attention must be alike"),
+        (per_layer(**{"2": 1}), "per_layer_config must be an object of objects"),
+        (
+            per_layer() | {"global_head_dim": 48},
+            "global_head_dim = 48 contradicts head_dim of",
+        ),
+        (
+            per_layer() | {"num_global_key_value_heads": 2},
+            "num_global_key_value_heads = 2 contradicts num_key_value_heads of per_layer_config",
+        ),
+        (
+            both(head_dim=0),
+            "per_layer_config: head_dim must be a positive integer, got 0",
+        ),
+        (
+            both(sliding_window=3),
+            "per_layer_config: unknown key 'sliding_window' (= 3)",
+        ),
+        (
+            both(num_key_value_heads=3),
+            "num_attention_heads (4) must be a multiple of the KV heads of per_layer_config (3)",
+        ),
+        (
+            TEXT | {"num_global_key_value_heads": 3},
+            "num_attention_heads (4) must be a multiple of num_global_key_value_heads (3)",
+        ),
+        (TEXT | {"layer_types": [FULL, FULL, SLIDES]}, "layer_types must end with full_attention"),
+        (TEXT | {"layer_types": [FULL]}, "layer_types has 1 entries for 3 layers"),
+        (
+            TEXT | {"rope_parameters": {FULL: {"rope_type": "default"}}},
+            "rope_parameters must have full_attention and sliding_attention",
+        ),
+        (
+            TEXT
+            | {
+                "rope_parameters": {
+                    SLIDES: {"rope_type": "default"},
+                    FULL: {"rope_type": "proportional", "partial_rotary_factor": 2},
+                }
+            },
+            "partial_rotary_factor must be above 0, at most 1, got 2",
+        ),
+        (TEXT | {"rope_theta": 5.0}, "rope_theta = 5.0 is not supported, only None"),
+        (TEXT | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is"),
+        (TEXT | {"attention_k_eq_v": 1}, "attention_k_eq_v must be true or false, got 1"),
+        (TEXT | {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(raw: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(raw)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_configs_of_tests_are_read():
+    assert all(parse_model_config(raw_config(name)).num_layers for name in VARIANTS)
