@@ -107,7 +107,8 @@ AROUND_KEYS = words(
     boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id auto_map
     projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
     projection_hidden_size projection_layer_norm_eps projector_bias image_token_len patch_token_len
-    understand_projector_stride audio_config audio_token_id boa_token_id eoa_token_index"""
+    understand_projector_stride audio_config audio_token_id boa_token_id eoa_token_index
+    vision_soft_tokens_per_image"""
 )
 
 # Keys that must have one of these values, in families that do not read them.
