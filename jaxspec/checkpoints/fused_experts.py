@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.config.experts import ExpertsConfig, Fused
+from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.tensors import CheckpointTensor
 
@@ -101,7 +102,7 @@ def unfused(
     stored: Mapping[str, CheckpointTensor], config: ModelConfig
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint, those of all experts replaced by one for each."""
-    experts = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)]
+    experts = [mlp for layer in config.layers if (mlp := experts_of(layer.mlp))]
     tensors = dict(stored)
     if not experts:
         return tensors

@@ -156,7 +156,15 @@ def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Tensors that a checkpoint may have, and that are not read. ``config``: as with_stored_head
     gives it, which has compared an LM head of a tied model with the embeddings."""
     head = {HEAD} if config.tie_word_embeddings else set()
-    return head | mtp_tensors(config, names)
+    return head | mtp_tensors(config, names) | _keys_of_none(config)
+
+
+def _keys_of_none(config: ModelConfig) -> set[str]:
+    """Tensors of keys and values of layers that read those of another layer. Published files have
+    them."""
+    layers = (index for index, layer in enumerate(config.layers) if layer.source is not None)
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return {f"model.layers.{layer}.self_attn.{name}.weight" for layer in layers for name in names}
 
 
 def save_decoder(

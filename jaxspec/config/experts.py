@@ -85,6 +85,10 @@ class LimitedSwiglu:
         check_positive(limit=self.limit)
 
 
+# What experts make of gate and up, where it is not SwiGLU. gelu_tanh: as Activation has it.
+ExpertActivation = ClampedSwiglu | LimitedSwiglu | Literal["gelu_tanh"]
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
     """Names of a checkpoint's modules inside a layer. ``shared`` empty: projections of the shared
@@ -119,7 +123,7 @@ class ExpertsConfig:
     routing: RoutingConfig
     shared_size: int = 0
     shared_gate: bool = False
-    activation: ClampedSwiglu | LimitedSwiglu | None = None
+    activation: ExpertActivation | None = None
     shared_activation: LimitedSwiglu | None = None
     shared_fused: bool = False
     bias: bool = False

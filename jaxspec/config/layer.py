@@ -8,10 +8,11 @@ from jaxspec.config.mixers import (
     AttentionConfig,
     MixerConfig,
     RecurrentConfig,
+    SharedAttentionConfig,
     SideBySideConfig,
     SingleMixerConfig,
 )
-from jaxspec.config.mlps import MlpConfig
+from jaxspec.config.mlps import DenseAndExpertsConfig, MlpConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,8 @@ class LayerConfig:
       norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
         ``shared``: both read the same norm, and both are added at the end.
       rescaled: the residual stream after the layer is multiplied by a number of the checkpoint.
+      token_input: entries that the layer reads of its token besides the residual stream, after the
+        MLP (see models/token_inputs.py); 0: none.
       centred: norms subtract the mean first, as LayerNorm without a bias does.
       residual_scale: what mixer and MLP give is multiplied by it.
     """
@@ -32,6 +35,7 @@ class LayerConfig:
     residual_scale: float = 1.0
     centred: bool = False
     rescaled: bool = False
+    token_input: int = 0
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)
@@ -47,6 +51,18 @@ class LayerConfig:
     def is_recurrent(self) -> bool:
         """Whether it keeps a state of each row."""
         return any(isinstance(mixer, RecurrentConfig) for mixer in self.mixers)
+
+    @property
+    def source(self) -> int | None:
+        """Index of the layer whose keys and values the mixer reads; None: it has its own."""
+        return self.mixer.source if isinstance(self.mixer, SharedAttentionConfig) else None
+
+    @property
+    def norms_for_mlp(self) -> bool:
+        """Whether the MLP reads a norm of the layer: not that of the mixer, and not the residual
+        stream itself, which it norms by its own norms."""
+        of_layer = self.norms in ("before", "both")
+        return of_layer and not isinstance(self.mlp, DenseAndExpertsConfig)
 
     @property
     def attention(self) -> AttentionConfig:

@@ -101,6 +101,38 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedAttentionConfig:
+    """Attention whose queries read the keys and values of another layer, and that has none.
+
+    Attributes:
+      attention: as that layer's, whose KV heads these are.
+      source: index of that layer in the model.
+    """
+
+    attention: AttentionConfig
+    source: int
+
+    def __post_init__(self):
+        others = ["gate", "fused", "whole_qk_norm", "interleaved", "norm_after_rope", "sinks"]
+        if wrong := [name for name in others if getattr(self.attention, name)]:
+            raise ValueError(f"attention without keys of its own goes without {', '.join(wrong)}")
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.attention.heads} of layer {self.source}"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rope configs that this mixer uses."""
+        return self.attention.ropes
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Raise ValueError unless the window shows every node of a tree all its ancestors."""
+        self.attention.check_tree_depth(max_depth)
+
+
+@dataclasses.dataclass(frozen=True)
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are
     projections of one vector of a token, which is all that is kept of it.
@@ -305,7 +337,7 @@ class Mamba2Config:
 
 # Mixers that keep a state of each row, and nothing in pages.
 RecurrentConfig = GatedDeltaConfig | Mamba2Config | ShortConvConfig
-SingleMixerConfig = AttentionConfig | LatentConfig | RecurrentConfig
+SingleMixerConfig = AttentionConfig | SharedAttentionConfig | LatentConfig | RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,10 +39,30 @@ class XieluConfig:
         check_positive(intermediate_size=self.intermediate_size)
 
 
-MlpConfig = DenseConfig | ExpertsConfig | XieluConfig
+@dataclasses.dataclass(frozen=True)
+class DenseAndExpertsConfig:
+    """A gated MLP and experts that read the residual stream side by side, each by its norm; what
+    they give is normed, too, and added (Gemma 4). Checkpoints have the gated MLP in ``mlp``."""
+
+    dense: DenseConfig
+    experts: ExpertsConfig
+
+    @property
+    def active_size(self) -> int:
+        """Hidden units that a token goes through."""
+        return self.dense.intermediate_size + self.experts.active_size
+
+
+MlpConfig = DenseConfig | ExpertsConfig | XieluConfig | DenseAndExpertsConfig
+
+
+def experts_of(mlp: MlpConfig) -> ExpertsConfig | None:
+    """The experts of an MLP, if it has any."""
+    mlp = mlp.experts if isinstance(mlp, DenseAndExpertsConfig) else mlp
+    return mlp if isinstance(mlp, ExpertsConfig) else None
 
 
 def dense_like(mlp: MlpConfig) -> DenseConfig:
     """Without biases, and with as many hidden units as a token goes through: for draft heads."""
-    size = mlp.active_size if isinstance(mlp, ExpertsConfig) else mlp.intermediate_size
-    return DenseConfig(size)
+    has_experts = isinstance(mlp, ExpertsConfig | DenseAndExpertsConfig)
+    return DenseConfig(mlp.active_size if has_experts else mlp.intermediate_size)

@@ -51,6 +51,15 @@ class ModelConfig:
             check_positive(logit_softcap=self.logit_softcap)
         if len({layer.centred for layer in self.layers}) > 1:
             raise ValueError("the norms of all layers subtract the mean, or those of none")
+        if len({layer.token_input for layer in self.layers}) > 1:
+            raise ValueError("all layers read as many entries of a token, or none does")
+        for index, layer in enumerate(self.layers):
+            if layer.source is not None and not self._has_keys_before(layer.source, index):
+                raise ValueError(f"layer {index} reads keys and values of layer {layer.source}, "
+                    "which must be one before it with keys of its own")  # fmt: skip
+
+    def _has_keys_before(self, source: int, index: int) -> bool:
+        return source < index and isinstance(self.layers[source].mixer, AttentionConfig)
 
     def check_length(self, max_length: int) -> None:
         """Raise ValueError for sequences of more tokens than the model has positions."""
@@ -67,6 +76,16 @@ class ModelConfig:
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a state of each row, so that pages do not hold all of a prefix."""
         return any(layer.is_recurrent for layer in self.layers)
+
+    @property
+    def token_input(self) -> int:
+        """Entries that each layer reads of its token besides the residual stream."""
+        return self.layers[0].token_input
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The layers whose keys and values others read."""
+        return frozenset(layer.source for layer in self.layers if layer.source is not None)
 
     @property
     def centred(self) -> bool:

@@ -138,12 +138,12 @@ def round_work(target: Decoder, drafter: Drafter) -> RoundWork:
     """What their weights say."""
     lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
     shapes = jax.tree.map(_shape, drafter)  # weights that are replaced must not stay in memory
-    table = 0 if target.lm_head is None else local_bytes(target.embed)
-    operations = 2 * (_elements(target) - _idle_elements(target.layers))
-    if target.lm_head is not None:
-        operations -= 2 * _elements(target.embed)
+    tables = [] if target.lm_head is None else [target.embed]  # of which rows are gathered
+    if target.tokens is not None:
+        tables.append(target.tokens.embed)
+    operations = 2 * (_elements(target) - _idle_elements(target.layers) - _elements(tables))
     return RoundWork(
-        weights=local_bytes(target) - table,
+        weights=local_bytes(target) - local_bytes(tables),
         operations=operations,
         layers=len(target.layers),
         width=target.config.hidden_size,
@@ -169,9 +169,8 @@ def _elements(tree: Any) -> int:
 def _idle_elements(layers: Iterable[Layer]) -> int:
     """Weights of the experts that a token does not choose."""
     idle = 0.0
-    for layer in layers:
-        if isinstance(layer.mlp, Experts):
-            routing = layer.mlp.config.routing
-            share = 1 - routing.top_k / routing.num_experts
-            idle += share * _elements((layer.mlp.gate_up, layer.mlp.down))
+    for experts in nodes_of(layers, Experts):
+        routing = experts.config.routing
+        share = 1 - routing.top_k / routing.num_experts
+        idle += share * _elements((experts.gate_up, experts.down))
     return round(idle)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
 from jaxspec.config.mixers import LatentConfig
-from jaxspec.models.attention_heads import Heads, LatentHeads
+from jaxspec.models.attention_heads import Heads, LatentHeads, PassKV, QueryHeads
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -67,19 +67,23 @@ class PagedAttend(Pytree):
         lens, ends = self.context_lens, self.kv_lens
         return QueryContext(self.page_table, lens, self.positions, self.ancestors, ends)
 
-    def _options(self, heads: Heads, window: int | None) -> AttentionOptions:
+    def _options(self, heads: Heads | QueryHeads, window: int | None) -> AttentionOptions:
         return AttentionOptions(window, heads.scale, heads.softcap, self.first_slot)
 
     def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Array, Any]:
         if isinstance(heads, LatentHeads):
             return self._latent(state, heads)
+        if isinstance(heads, QueryHeads):
+            return self.attended(heads.rotated, state, heads, window), state
         return self._of_heads(state, heads, window)
 
     def _of_heads(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         queries, state = write_heads(state, heads, self.slots)
         return self.attended(queries, state, heads, window), state
 
-    def attended(self, queries: Array, state: PagedKV, heads: Heads, window: int | None) -> Array:
+    def attended(
+        self, queries: Array, state: PagedKV, heads: Heads | QueryHeads, window: int | None
+    ) -> Array:
         """What the pass's tokens attend to, whose keys and values are written: queries and result
         [B, T, Q, D]. ``heads`` are those that ``queries`` are of."""
         if state.spread:
@@ -131,7 +135,9 @@ class PagedAttend(Pytree):
             return False
         return config.expands(self.slots.shape[1], self.page_table.shape[1] * page_size)
 
-    def _spread(self, queries: Array, state: PagedKV, heads: Heads, window: int | None) -> Array:
+    def _spread(
+        self, queries: Array, state: PagedKV, heads: Heads | QueryHeads, window: int | None
+    ) -> Array:
         """``attended`` where devices have a part of every page each: all queries attend to each
         part, and the parts of their softmaxes are merged.
 
@@ -152,8 +158,7 @@ class PagedAttend(Pytree):
             options=self._options(heads, window),
             implementation=heads.kernels.over_pages("partial_attention", state.k),
         )
-        count = heads.partials.shape[2] if heads.tokens else None
-        return _merged(part, axes, count, heads.sinks).astype(queries.dtype)
+        return _merged(part, axes, heads.local_count, heads.sinks).astype(queries.dtype)
 
 
 def layout_of_pass(layout: Layout, attend: Any) -> Layout:
@@ -203,16 +208,22 @@ def _merged(
 
 
 def dense_causal_attend(
-    state: None,
-    heads: Heads | LatentHeads,
+    state: PassKV | None,
+    heads: Heads | LatentHeads | QueryHeads,
     window: int | None,
     implementation: Literal["xla", "cudnn"] = "xla",
-) -> tuple[Array, None]:
-    """An Attend function over the pass's own T tokens, without a cache."""
+) -> tuple[Array, PassKV | None]:
+    """An Attend function over the pass's own T tokens, without a cache. Keys and values are kept
+    for layers that read those of another one: in a PassKV."""
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
     how = window, implementation, heads.scale, heads.softcap, heads.sinks
-    return dense_causal_attention(*heads.rotated(), *how), state
+    if isinstance(heads, QueryHeads):
+        assert state is not None and state.k is not None and state.v is not None
+        return dense_causal_attention(heads.rotated, state.k, state.v, *how), state
+    queries, k, v = heads.rotated()
+    kept = None if state is None else PassKV(k=k, v=v)
+    return dense_causal_attention(queries, k, v, *how), kept
 
 
 def _dense_latent_attention(

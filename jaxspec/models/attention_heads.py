@@ -4,6 +4,7 @@ An Attend function (see forward_pass.py) takes them. They call no kernel by name
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxspec.cache import KVScales
 from jaxspec.config.mixers import LatentConfig
 from jaxspec.parallel import Axes
 from jaxspec.parallel.collectives import all_tokens
+from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.products import einsum_f32, sum_partials
 from pallas_kernels.rope_kv_write.reference import rotated_heads
 from pallas_kernels.selection import Kernels
@@ -57,6 +59,11 @@ class Heads:
         kv_scales = self.kv_scales
         return (None, None) if kv_scales is None else (kv_scales.k, kv_scales.v)
 
+    @property
+    def local_count(self) -> int | None:
+        """Tokens of this device, where they are split; else None."""
+        return self.partials.shape[2] if self.tokens else None
+
     def of_all_tokens(self) -> "Heads":
         """The heads of all tokens, on every device."""
         if not self.tokens:
@@ -74,6 +81,52 @@ class Heads:
     def scaled(self, queries: Array) -> Array:
         """Rotated queries [B, T, Q, D], multiplied by ``query_scale``."""
         return queries if self.query_scale is None else times(queries, self.query_scale)
+
+
+@pytree
+class PassKV(Pytree):
+    """Keys and values of a pass without a cache, for layers that read those of another one: the
+    state of that one. None before it has run."""
+
+    k: Array | None = array("batch", "length", "kv_heads", "head_dim", default=None)
+    v: Array | None = array("batch", "length", "kv_heads", "head_dim", default=None)
+
+
+@pytree
+class LentKV(Pytree):
+    """Keys and values of another layer, those of the pass's tokens included.
+
+    ``state``: that layer's, a PagedKV or a PassKV. ``kv_scales``: of 8-bit pages.
+    """
+
+    state: Any
+    kv_scales: KVScales | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryHeads:
+    """The input of attention to keys and values that another layer has written.
+
+    Attributes:
+      rotated: queries [B, T, Q, D] of all tokens.
+      local_count: tokens of this device, where what is attended to is split over devices by tokens;
+        None: it is not.
+      kernels, kv_scales, scale, softcap: as in Heads.
+    """
+
+    rotated: Array
+    kernels: Kernels
+    kv_scales: KVScales | None
+    scale: float | None
+    softcap: float | None
+    local_count: int | None = None
+    sinks: None = None
+
+    @property
+    def scales(self) -> tuple[Array | None, Array | None]:
+        """The scales [G] of keys and of values in 8-bit pages, or None."""
+        kv_scales = self.kv_scales
+        return (None, None) if kv_scales is None else (kv_scales.k, kv_scales.v)
 
 
 def times(x: Array, factor: Array) -> Array:

@@ -14,13 +14,15 @@ from jax import Array, lax
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.attention import PagedAttend, layout_of_pass
-from jaxspec.models.forward_pass import Attend, make_pass
+from jaxspec.models.attention_heads import PassKV
+from jaxspec.models.forward_pass import Attend, ForwardPass, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.pipeline_stage import Passage, new_passage
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
-from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
+from jaxspec.models.token_inputs import TokenTable, token_table_shape
+from jaxspec.parallel import ONE_SHARD, WHOLE, Axes, Layout, Shards, check_divides
 from jaxspec.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -46,6 +48,7 @@ class Decoder(Pytree):
 
     Attributes:
       layers: all of them; in a pipeline the last ones (see pipeline_stage.py).
+      tokens: makes what layers read of a token besides the residual stream; None: nothing.
       exchange: memory in which devices add up row-parallel products.
     """
 
@@ -53,6 +56,7 @@ class Decoder(Pytree):
     layers: tuple[Layer, ...]
     norm: Array = array("hidden")
     lm_head: Linear | None  # [H, V]; None: tied to embed
+    tokens: TokenTable | None = None
     config: ModelConfig = static()
     layout: Layout = static(default=WHOLE)
     exchange: Array | None = array("peers", "cells", default=None)
@@ -72,8 +76,9 @@ class Decoder(Pytree):
         return ModelState(layers=tuple(states), layout=self.layout)
 
     def no_states(self) -> LayerStates:
-        """States for passes that keep nothing."""
-        return (None,) * len(self.layers)
+        """States for passes without a cache, which keep only what other layers read."""
+        sources = self.config.sources
+        return tuple(PassKV() if i in sources else None for i in range(len(self.layers)))
 
     def mapped(self, tensor_map: TensorMap) -> "Decoder":
         """The same, with every array replaced by ``tensor_map``'s result."""
@@ -87,6 +92,7 @@ class Decoder(Pytree):
             ),
             norm=tensor_map.norm("model.norm.weight", self.norm),
             lm_head=tensor_map.linear(self.lm_head, head),
+            tokens=self.tokens and self.tokens.mapped(tensor_map),
         )
 
 
@@ -109,6 +115,9 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
         layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
         lm_head=head,
+        tokens=token_table_shape(vocab, config.num_layers, config.token_input, hidden, dtype)
+        if config.token_input
+        else None,
         config=config,
         layout=shards.layout,
     )
@@ -123,7 +132,8 @@ def embed(decoder: Decoder, tokens: Array) -> Array:
 @jax.named_scope("embed")
 def plain_embed(decoder: Decoder, tokens: Array) -> Array:
     """Token embeddings as checkpoints have them, and draft heads read them: [B, T] -> [B, T, H]."""
-    return all_reduce(_local_rows(decoder, tokens), decoder.layout.vocab)
+    axes = decoder.layout.vocab
+    return all_reduce(_local_rows(decoder.embed, tokens, axes), axes)
 
 
 def _scaled(decoder: Decoder, embedded: Array) -> Array:
@@ -135,27 +145,32 @@ def _scaled(decoder: Decoder, embedded: Array) -> Array:
 def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
     """Token embeddings as the layers read them: this device's part of the hidden states, and of
     tokens [B, T] where ``layout`` splits them."""
+    return _scaled(decoder, _rows_split(decoder.embed, tokens, layout, layout.hidden))
+
+
+def _rows_split(table: Array, tokens: Array, layout: Layout, columns: Axes) -> Array:
+    """Rows of a table [V, C], split over the vocabulary, of tokens [B, T]: this device's part of
+    the tokens, where ``layout`` splits them, and of the columns, which are split over mesh axes."""
     if layout.tokens:  # the sequence first, then the model
         tokens = padded_tokens(tokens, layout.tokens)
         tokens = local_tokens(tokens, layout.sequence)
-    rows = _local_rows(decoder, tokens)
+    rows = _local_rows(table, tokens, layout.vocab)
     over = tuple(axis for axis in layout.vocab if axis in layout.tokens)
     rows = reduce_scatter(rows, over, dimension=1)
-    rows = reduce_scatter(rows, layout.hidden, dimension=2)
-    rest = {*over, *layout.hidden}
-    whole = all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in rest))
-    return _scaled(decoder, whole)
+    rows = reduce_scatter(rows, columns, dimension=2)
+    rest = {*over, *columns}
+    return all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in rest))
 
 
-def _local_rows(decoder: Decoder, tokens: Array) -> Array:
-    """Embeddings of the tokens that this device has, zeros for the others: [B, T, H]."""
-    axes = decoder.layout.vocab
+def _local_rows(table: Array, tokens: Array, axes: Axes) -> Array:
+    """Rows of the tokens that this device has of a table [V, C] that is split over mesh axes, zeros
+    for the others: [B, T, C]."""
     if not axes:
-        return decoder.embed[tokens]
-    size = decoder.embed.shape[0]
+        return table[tokens]
+    size = table.shape[0]
     local = tokens - shard_offset(size, axes)
     here = (local >= 0) & (local < size)
-    rows = decoder.embed[jnp.clip(local, 0, size - 1)]
+    rows = table[jnp.clip(local, 0, size - 1)]
     return jnp.where(here[..., None], rows, 0)
 
 
@@ -199,7 +214,15 @@ def run(
     x = tokens.x if isinstance(tokens, Passage) else _embed_split(decoder, tokens, layout)
     norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
     first = step.norm(x, norms[0])
-    after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
+    after, normed, states = run_layers(
+        decoder.layers,
+        x,
+        first,
+        states,
+        step,
+        decoder.norm,
+        token_inputs=_token_inputs(decoder, tokens, x, step),
+    )
     residuals: dict[int, Any] = tokens.residuals if isinstance(tokens, Passage) else {}
     numbered = enumerate([x, *after], config.num_layers - len(decoder.layers))
     residuals |= dict(numbered) | {FINAL_NORM: normed}
@@ -209,6 +232,20 @@ def run(
     if captured is not None:
         captured = all_tokens(captured, layout.tokens, num_tokens)
     return whole, states, captured
+
+
+@jax.named_scope("embed")
+def _token_inputs(
+    decoder: Decoder, tokens: Array | Passage, x: Array, step: ForwardPass
+) -> list[Array] | None:
+    """What each layer reads of tokens [B, T] besides the residual stream, whose embeddings are x
+    [B, T, H]; None: layers read nothing."""
+    table = decoder.tokens
+    if table is None:
+        return None
+    assert not isinstance(tokens, Passage)  # no such model is split into stages
+    rows = _rows_split(table.embed, tokens, step.layout, ())
+    return table.inputs(rows, x, decoder.config.hidden_size, step)
 
 
 def _side_by_side(states: list[Array], layout: Layout) -> Array:

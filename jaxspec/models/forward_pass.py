@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import KVScales
-from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu
+from jaxspec.config.experts import ClampedSwiglu, ExpertActivation, LimitedSwiglu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import QueryScaling, RopeConfig
-from jaxspec.models.attention_heads import Heads, times
+from jaxspec.models.attention_heads import Heads, QueryHeads, times
 from jaxspec.models.linear import (
     Addend,
     AnyLinear,
@@ -34,6 +34,7 @@ from jaxspec.models.linear import (
 from jaxspec.models.norms import layer_norm, norm_all_heads, norms_before_rope, rms_norm
 from jaxspec.models.rope import query_factors, rope_angles
 from jaxspec.parallel import Layout
+from jaxspec.parallel.collectives import all_tokens
 from pallas_kernels.activations import Clamp, Limit, units_of
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
@@ -146,23 +147,26 @@ class ForwardPass:
         without a norm and with a scale of 1."""
         if norm is None and scale == 1:
             return addend
+        value = self.normed(x, addend, norm)
+        return Computed(value if scale == 1 else value * scale)
+
+    def normed(self, x: Array, addend: Addend, norm: Array | None) -> Array:
+        """The sum of what is added to the residual stream x [B, T, H], normed; as it is without a
+        norm."""
         partials = addend.partial_sums(self.layout, self.kernels, takes_none)
         if self.isolate_blocks:
             partials = lax.optimization_barrier(partials)
-        value = self.norm(sum_partials(partials, len(x), x.dtype), norm)
-        return Computed(value if scale == 1 else value * scale)
+        return self.norm(sum_partials(partials, len(x), x.dtype), norm)
 
     def rescaled(self, x: Array, addend: Addend, factor: Array | None) -> tuple[Array, Addend]:
         """The residual stream x [B, T, H] and what is added to it, both times a ``factor`` [1];
         as they are without one."""
         if factor is None:
             return x, addend
-        partials = addend.partial_sums(self.layout, self.kernels, takes_none)
+        value = self.normed(x, addend, None) * factor
         if self.isolate_blocks:
-            x, partials = lax.optimization_barrier((x, partials))
-        value = sum_partials(partials, len(x), x.dtype)
-        x, value = x * factor, value * factor
-        return (lax.optimization_barrier(x) if self.isolate_blocks else x), Computed(value)
+            return lax.optimization_barrier(lax.optimization_barrier(x) * factor), Computed(value)
+        return x * factor, Computed(value)
 
     def _axis_of_kernel(self, x: Array, product: Product, weight: Array) -> str | None:
         """The mesh axis over which a kernel sums the product while it adds and norms, if any."""
@@ -230,6 +234,25 @@ class ForwardPass:
             query_scale=query_scale,
         )
 
+    def queries(
+        self,
+        product: Product,
+        config: AttentionConfig,
+        q_norm: Array | None,
+        kv_scales: KVScales | None,
+    ) -> QueryHeads:
+        """The heads of a projection to queries alone [B, T, Q, D], normed and rotated, which attend
+        to keys and values of another layer."""
+        angles = self.ropes[config.rope]
+        queries = product.result(self.layout, self.kernels)
+        count = queries.shape[1] if self.layout.tokens else None
+        if count is not None:
+            queries = all_tokens(queries, self.layout.sequence, angles.shape[1])
+        queries = self.rotated(rms_norm(queries, q_norm, self.eps), config.rope)
+        queries = self.scaled_queries(queries, config.rope)
+        how = self.kernels, kv_scales, config.scale, config.softcap
+        return QueryHeads(queries, *how, count)
+
     def _query_scale(self, rope: RopeConfig) -> Array | None:
         """[B, T, 1, 1]"""
         scaling = rope.query_scaling
@@ -256,11 +279,13 @@ class ForwardPass:
         gate_up: Array,
         down: Array,
         bias: Array | None,
-        activation: ClampedSwiglu | LimitedSwiglu | None,
+        activation: ExpertActivation | None,
     ) -> Array | None:
         """What each chosen expert makes of rows x [N, H], see pallas_kernels.expert_product; None
         where no kernel does it."""
         if "expert_product" not in self.kernels or expert_misfit(x, gate_up, down, bias):
+            return None
+        if isinstance(activation, str):
             return None
         clamp = activation and clamp_of(activation)
         how = self.kernels.implementation("expert_product")

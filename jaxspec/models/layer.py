@@ -4,6 +4,7 @@ The MLP may also read what the mixer reads.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
+from jaxspec.models.token_inputs import TokenInput, token_input_shape
 from jaxspec.parallel import ONE_SHARD, Shards
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
@@ -30,6 +32,9 @@ class Layer(Pytree):
       post_norm: of what the MLP reads.
       mixer_norm, mlp_norm: of what mixer and MLP give.
       residual_scale: what mixer and MLP give is multiplied by it.
+      token_input: adds what the layer reads of its token, after the MLP; None: nothing.
+      source: index in the model of the layer whose keys and values the mixer reads; None: it has
+        its own.
       rescale: what the residual stream is multiplied by after the layer; None: by nothing.
       parallel: the MLP reads what the mixer reads.
       recomputed: a gradient keeps the hidden states around it only, and computes it again.
@@ -41,7 +46,9 @@ class Layer(Pytree):
     mlp: Mlp
     mixer_norm: Array | None = array("hidden", default=None)
     mlp_norm: Array | None = array("hidden", default=None)
+    token_input: TokenInput | None = None
     rescale: Array | None = array("features", default=None)  # [1]
+    source: int | None = static(default=None)
     residual_scale: float = static(default=1.0)
     parallel: bool = static(default=False)
     recomputed: bool = static(default=False)
@@ -69,6 +76,7 @@ class Layer(Pytree):
             mlp=self.mlp.mapped(prefix, tensor_map),
             mixer_norm=norm("post_attention", self.mixer_norm),
             mlp_norm=norm("post_feedforward", self.mlp_norm),
+            token_input=self.token_input and self.token_input.mapped(prefix, tensor_map),
             rescale=tensor_map.array(f"{prefix}layer_scalar", self.rescale),
         )
 
@@ -81,23 +89,31 @@ def run_layers(
     step: ForwardPass,
     last_norm: Array | None,
     beside: Array | None = None,  # [1, R, H]
+    token_inputs: Sequence[Array | None] | None = None,  # [B, T, P] of each layer
 ) -> tuple[list[Array], Array, tuple]:
     """Run the layers one after the other.
 
     The input of each mixer and MLP is the residual stream, normed where the layer has a norm for
     it. That norm is computed together with the addition before it. ``beside``: rows that each mixer
     reads after the norm, as it reads them in ``mixer_input``; it gives those of x only.
+    ``token_inputs``: see models/token_inputs.py.
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
     inputs = [(layer.input_norm, layer.reader, beside) for layer in layers]
     following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
     residuals, new_states, normed = [], [], mixer_input
-    for layer, state, following in zip(layers, states, following_norms, strict=True):
+    given = token_inputs or (None,) * len(layers)
+    for layer, state, following, of_token in zip(
+        layers, states, following_norms, given, strict=True
+    ):
         run_layer = functools.partial(_run_layer, step, following)
         if layer.recomputed:
             run_layer = jax.checkpoint(run_layer)
-        x, normed, state = run_layer(layer, x, normed, state)
+        if layer.source is not None:
+            source: Any = layers[layer.source].mixer
+            state = source.lent(new_states[layer.source])
+        x, normed, state = run_layer(layer, x, normed, state, of_token)
         residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
@@ -110,6 +126,7 @@ def _run_layer(
     x: Array,
     normed: Any,
     state: Any,
+    of_token: Any,
 ) -> tuple[Array, Any, Any]:
     """The residual stream after a layer, what reads it next, and the layer's state.
 
@@ -120,6 +137,10 @@ def _run_layer(
     x, after = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
     units = layer.mlp(normed if layer.parallel else after, step)
     added = step.scaled(x, units, layer.mlp_norm, layer.residual_scale)
+    if layer.token_input is not None:
+        x, stream = step.add_norm(x, added, None)
+        product = layer.token_input(stream, of_token, step)
+        added = step.scaled(x, product, layer.token_input.norm, 1)
     x, added = step.rescaled(x, added, layer.rescale)
     return *step.add_norm(x, added, *following), state
 
@@ -136,15 +157,18 @@ def layer_shape(
     """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input; ``input_norm``
     False: without a norm of it, whatever the config says."""
     before, after = config.norms != "after", config.norms in ("after", "both")
-    parallel = config.norms == "shared"
     return Layer(
         input_norm=vector(hidden_size, dtype, when=before and input_norm),
         mixer=mixer_shape(config.mixer, hidden_size, dtype, shards, input_size=input_size),
-        post_norm=vector(hidden_size, dtype, when=before and not parallel),
+        post_norm=vector(hidden_size, dtype, when=config.norms_for_mlp),
         mlp=mlp_shape(config.mlp, hidden_size, dtype, shards),
         mixer_norm=vector(hidden_size, dtype, when=after),
         mlp_norm=vector(hidden_size, dtype, when=after),
+        token_input=token_input_shape(config.token_input, hidden_size, dtype)
+        if config.token_input
+        else None,
+        source=config.source,
         rescale=vector(1, dtype, when=config.rescaled),
         residual_scale=config.residual_scale,
-        parallel=parallel,
+        parallel=config.norms == "shared",
     )

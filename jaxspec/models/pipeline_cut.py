@@ -31,10 +31,16 @@ def pipeline_shapes(
     """A pipeline of ShapeDtypeStructs, with so many layers on each mesh.
 
     Raises ValueError for sizes that cannot be split evenly, and for recurrent layers: they keep the
-    nodes of one tree at a time, and the rounds of several groups are under way in a pipeline.
+    nodes of one tree at a time, and the rounds of several groups are under way in a pipeline. Also
+    for layers that read what no stage before them sends: keys and values, and tokens.
     """
     if config.is_recurrent:
         raise ValueError("recurrent layers cannot be split into stages: take pp 1")
+    if config.sources or config.token_input:
+        raise ValueError(
+            "layers that read keys and values of another layer, or more of a token than the "
+            "residual stream, cannot be split into stages: take pp 1"
+        )
     stages, first = [], 0
     for mesh, count in zip(meshes, layers, strict=True):
         layout = mesh_layout(mesh)

@@ -21,8 +21,8 @@ from jaxspec.checkpoints.formats.to_linear import as_stored
 from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.safetensors_io import check_tensors, load_tree, placements
 from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
-from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.block_layouts import says_block
@@ -87,7 +87,7 @@ class Checkpoint:
             if self.config != config:  # readers of what is written need not compare
                 self.raw["tie_word_embeddings"] = False
         layers = () if self.config is None else self.config.layers
-        if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
+        if any(experts_of(layer.mlp) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")
         mixers = [layer.mixer for layer in layers]
         if any(not isinstance(mixer, AttentionConfig) or mixer.gate for mixer in mixers):

@@ -27,8 +27,8 @@ EXPERTS = tuple(test_experts.FAMILIES)
 # Layers of other families under other names.
 ALIASES = tuple(alias_checkpoints.VARIANTS)
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
-# gate, mixer and MLP side by side, KV heads that differ from layer to layer.
-RARE = ("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4")
+# gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer.
+RARE = ("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small")
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},

@@ -80,6 +80,8 @@ ALIASES = (
     ("ministral3", "pp2"),
     ("mistral4", "tp2"),
     *(("gemma4", mesh) for mesh in ("tp2", "tp4", "tp2x2", "sp2", "pp2")),
+    *(("gemma4-small", mesh) for mesh in ("tp2", "tp4", "tp2x2", "sp2")),
+    *(("gemma4-experts", mesh) for mesh in ("tp2", "tp2x2", "sp2", "pp2")),
 )
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [

@@ -258,8 +258,8 @@ def raw_config(name: str) -> dict[str, Any]:
     raw = kind(**given | {"tie_word_embeddings": False}).to_dict()
     for keys in (raw, raw.get("text_config", {})):
         keys["eos_token_id"] = None
-        if "vocab_size" in keys:
-            keys["vocab_size"] = 96
+        for key in keys.keys() & {"vocab_size", "vocab_size_per_layer_input"}:
+            keys[key] = 96
     absent = {key for key, value in raw.items() if value is None} - {"sliding_window"}
     return {key: value for key, value in raw.items() if key not in absent} | {"eos_token_id": None}
 

@@ -26,6 +26,21 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
 }
 DENSE = SIZES | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+EXPERTS = DENSE | {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+# Two of each kind have keys of their own. The last layers read those of layers 2 and 3.
+SMALL: dict[str, Any] = SIZES | {
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2
+    + ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "use_double_wide_mlp": True,
+}
 UNIFIED = {key: value for key, value in DENSE.items() if "per_layer_input" not in key}
 VISION = {
     "hidden_size": 32,
@@ -52,6 +67,8 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4-experts": (transformers.Gemma4TextConfig, EXPERTS),
+    "gemma4-small": (transformers.Gemma4TextConfig, SMALL),
     "gemma4_unified": (
         transformers.Gemma4UnifiedConfig,
         {"text_config": UNIFIED, "vision_config": UNIFIED_VISION},

@@ -7,12 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
+from jaxspec.config.experts import (
+    ClampedSwiglu,
+    ExpertActivation,
+    ExpertsConfig,
+    LimitedSwiglu,
+    RoutingConfig,
+)
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.mlps import Experts
 from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.mix import LocalExperts
 from jaxspec.models.mlps.routing import Routes
+from jaxspec.models.nodes import map_nodes
 from tests.helpers.random_models import as_dtype, random_target, tiny_config
 
 EXPERTS = ExpertsConfig(16, RoutingConfig(8, 2, normalize=True))
@@ -37,20 +45,17 @@ def random_expert_target(
         experts, inputs = linear.weight.shape[:2]
         return linear.replace(weight=linear.weight * math.sqrt(experts / inputs))
 
-    def changed(layer: Any) -> Any:
-        mlp = layer.mlp
-        if not isinstance(mlp.config, ExpertsConfig):
-            return layer
-        return layer.replace(mlp=mlp.replace(gate_up=grown(mlp.gate_up), down=grown(mlp.down)))
+    def changed(experts: Any) -> Any:
+        return experts.replace(gate_up=grown(experts.gate_up), down=grown(experts.down))
 
-    return target.replace(layers=tuple(map(changed, target.layers)))
+    return target.replace(layers=map_nodes(target.layers, changed, Experts))
 
 
 def random_own(
     num_experts: int,
     hidden: int,
     units: int,
-    activation: ClampedSwiglu | LimitedSwiglu | None,
+    activation: ExpertActivation | None,
     seed: int = 0,
 ) -> LocalExperts:
     """Random experts; with biases if they have an activation of their own."""
@@ -94,13 +99,15 @@ def _product(linear: ExpertLinear, expert: int, x: np.ndarray) -> np.ndarray:
     return product if linear.bias is None else product + np.asarray(linear.bias[expert])
 
 
-def _activated(
-    activation: ClampedSwiglu | LimitedSwiglu | None, gate: np.ndarray, up: np.ndarray
-) -> np.ndarray:
+def _activated(activation: ExpertActivation | None, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if activation is None:
         return gate / (1 + np.exp(-gate)) * up
+    if activation == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return gate * (1 + np.tanh(inner)) / 2 * up
     if isinstance(activation, LimitedSwiglu):
         limit, opened = activation.limit, gate / (1 + np.exp(-gate))
         return np.minimum(opened, limit) * np.clip(up, -limit, limit)
+    assert isinstance(activation, ClampedSwiglu)
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
     return (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))

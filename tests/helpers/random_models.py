@@ -41,6 +41,8 @@ from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes, mtp_head_config
 from jaxspec.models.linear import Linear
 from jaxspec.models.mixers import SideBySide
+from jaxspec.models.mlps import Dense, Experts, Xielu
+from jaxspec.models.nodes import map_nodes
 from tests.helpers.programs import FAST_COMPILE
 
 
@@ -140,8 +142,12 @@ def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
             return mixer_.replace(first=quiet(mixer_.first), second=quiet(mixer_.second))
         return mixer_.replace(o=scaled(mixer_.o, mixer))
 
+    def quieted(node: Any) -> Any:
+        return node.replace(down=scaled(node.down, mlp))
+
     return layer_.replace(
-        mixer=quiet(layer_.mixer), mlp=layer_.mlp.replace(down=scaled(layer_.mlp.down, mlp))
+        mixer=quiet(layer_.mixer),
+        mlp=map_nodes(layer_.mlp, quieted, Dense, Experts, Xielu),
     )
 
 

@@ -23,7 +23,12 @@ from tests.helpers.random_experts import random_own, random_rows, written_out
 WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.blocks_of_experts))
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=1.0)
 # experts, chosen, rows, units, activation
-CASES = [(8, 2, 24, 40, None), (16, 4, 37, 24, CLAMPED), (6, 3, 1, 8, LimitedSwiglu(0.2))]
+CASES = [
+    (8, 2, 24, 40, None),
+    (16, 4, 37, 24, CLAMPED),
+    (6, 3, 1, 8, LimitedSwiglu(0.2)),
+    (4, 2, 5, 8, "gelu_tanh"),
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.rope import ProportionalRopeScaling, RopeConfig
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.rope import rope_frequencies
 from tests.helpers.alias_checkpoints import raw_config
-from tests.helpers.gemma4_checkpoints import DENSE, VARIANTS
+from tests.helpers.gemma4_checkpoints import DENSE, SMALL, VARIANTS
 
 TEXT: dict[str, Any] = DENSE | {"model_type": "gemma4_text"}
+SHARED: dict[str, Any] = SMALL | {"model_type": "gemma4_text"}
 SLIDES, FULL = "sliding_attention", "full_attention"
 
 
@@ -44,6 +46,15 @@ def test_proportional_frequencies_are_those_of_transformers():
     rope = parse_model_config(TEXT).layers[1].attention.rope
     assert rope == RopeConfig(32, 1e6, ProportionalRopeScaling(4))
     np.testing.assert_allclose(rope_frequencies(rope), expected.numpy(), rtol=1e-6)
+
+
+def test_the_last_layers_read_keys_of_the_last_ones_of_their_kind_before_them():
+    model = parse_model_config(SHARED)
+    assert [layer.source for layer in model.layers] == [None] * 4 + [2, 2, 3]
+    assert [layer.mlp for layer in model.layers] == [
+        DenseConfig(width, activation="gelu_tanh") for width in [96] * 4 + [192] * 3
+    ]
+    assert model.token_input == 8 and model.sources == {2, 3}
 
 
 def per_layer(**changes: Any) -> dict[str, Any]:
@@ -116,6 +127,27 @@ def test_keys_by_layer_are_read():
         (TEXT | {"rope_theta": 5.0}, "rope_theta = 5.0 is not supported, only None"),
         (TEXT | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is"),
         (TEXT | {"attention_k_eq_v": 1}, "attention_k_eq_v must be true or false, got 1"),
+        (
+            TEXT | {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers must be 0 or more, and below num",
+        ),
+        (
+            TEXT | {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers = 2 leaves no layer of full_attention with keys",
+        ),
+        (
+            SHARED | {"vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input = 9 contradicts vocab_size (= 320)",
+        ),
+        (
+            SHARED | {"hidden_size_per_layer_input": -1},
+            "hidden_size_per_layer_input must be 0 or a positive integer, got -1",
+        ),
+        (SHARED | {"use_double_wide_mlp": 2}, "use_double_wide_mlp must be true or false, got 2"),
+        (
+            TEXT | {"enable_moe_block": True, "num_experts": 4},
+            "enable_moe_block needs top_k_experts, moe_intermediate_size",
+        ),
         (TEXT | {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
     ],
 )

@@ -322,8 +322,6 @@ def test_declared_keys_are_the_fields_of_the_config_class(kind: str):
 # size, or layers are recurrent.
 GIVEN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
-    "gemma4": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
 }
 

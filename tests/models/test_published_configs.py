@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import LatentConfig, RecurrentConfig
+from jaxspec.config.mixers import LatentConfig, RecurrentConfig, SharedAttentionConfig
+from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.rope import (
     LinearRopeScaling,
@@ -49,13 +50,15 @@ _INDEXER = words("max_position_embeddings index_head_dim index_n_heads")
 _OF_TRAINING = words(
     "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
 )
+_OF_E_MODELS = words("vocab_size_per_layer_input use_double_wide_mlp")
 # The same of single files.
 UNUSED_IN = {
     "apertus-8b-instruct": words("hidden_dropout type"),
     "deepseek-v3.2": _INDEXER,
     "ernie-4.5-21b-a3b-pt": words("num_nextn_predict_layers"),  # named as no other MTP layers are
-    "gemma-4-12b-it": words("vocab_size_per_layer_input"),
-    "gemma-4-31b-it": words("vocab_size_per_layer_input"),
+    "gemma-4-12b-it": _OF_E_MODELS,
+    "gemma-4-26b-a4b-it": _OF_E_MODELS,
+    "gemma-4-31b-it": _OF_E_MODELS,
     "glm-5-saved-by-transformers": _INDEXER | {"first_k_dense_replace"},
     "granite-4.0-micro": words(
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
@@ -107,6 +110,11 @@ EXPECTED = {
     "gemma-3-27b-it": Facts(62, 262208, 131072, 32, 16, 128, "linear", windows=52),
     "gemma-3-4b-it": Facts(34, 262208, 131072, 8, 4, 256, "linear", windows=29),
     "gemma-4-12b-it": Facts(48, 262144, 262144, 16, 1, 512, "proportional", windows=40),
+    "gemma-4-26b-a4b-it": Facts(
+        30, 262144, 262144, 16, 2, 512, "proportional", (128, 8), windows=25
+    ),
+    "gemma-4-e2b-it": Facts(35, 262144, 131072, 8, 1, 512, "proportional", windows=28),
+    "gemma-4-e4b-it": Facts(42, 262144, 131072, 8, 2, 512, "proportional", windows=35),
     "gemma-4-31b-it": Facts(60, 262144, 262144, 32, 4, 512, "proportional", windows=50),
     "gemma-7b": Facts(28, 256000, 8192, 16, 16, 256, "default"),
     "glm-4.5": Facts(92, 151552, 131072, 96, 8, 128, "default", (160, 8)),
@@ -178,10 +186,11 @@ def facts(config: ModelConfig) -> Facts:
     recurrent = sum(layer.is_recurrent for layer in config.layers)
     every = [mixer for layer in config.layers for mixer in layer.mixers]
     mixers = [mixer for mixer in every if not isinstance(mixer, RecurrentConfig)]
+    mixers = [one.attention if isinstance(one, SharedAttentionConfig) else one for one in mixers]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]
-    mlp = config.layers[-1].mlp
-    routing = mlp.routing if isinstance(mlp, ExpertsConfig) else None
+    experts = experts_of(config.layers[-1].mlp)
+    routing = experts and experts.routing
     return Facts(
         layers=config.num_layers,
         vocabulary=config.vocab_size,

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[int, ...]] = {
     "aiconfigurator/Qwen--Qwen3.5-397B-A17B": (60, 32, 2, 256, 248320),
     "aiconfigurator/XiaomiMiMo--MiMo-7B-Base": (36, 32, 8, 128, 151680),
     "aiconfigurator/deepseek-ai--DeepSeek-R1": (61, 128, 1, 192, 129280),
+    "aiconfigurator/google--gemma-4-26B-A4B": (30, 16, 8, 256, 262144),
     "aiconfigurator/meta-llama--Meta-Llama-3.1-405B": (126, 128, 8, 128, 128256),
     "aiconfigurator/meta-llama--Meta-Llama-3.1-70B": (80, 64, 8, 128, 128256),
     "aiconfigurator/meta-llama--Meta-Llama-3.1-8B": (32, 32, 8, 128, 128256),
@@ -53,7 +54,6 @@ REFUSED_MODELS: dict[str, str] = {
     "aiconfigurator/MiniMaxAI--MiniMax-M3": "model_type 'minimax_m3'",
     "aiconfigurator/XiaomiMiMo--MiMo-V2-Flash": "model_type 'mimo_v2_flash'",
     "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": "model_type 'deepseek_v4'",
-    "aiconfigurator/google--gemma-4-26B-A4B": "enable_moe_block = True is not supported",
     "aiconfigurator/meta-llama--Llama-4-Scout-17B-16E-Instruct": (
         "model_type 'llama4' is not supported: missing are experts whose inputs are multiplied by "
         "their scores, attention inside of chunks, and queries that are multiplied by"
@@ -153,6 +153,7 @@ def sizes(config: ModelConfig) -> tuple[int, ...]:
     mixer = next(one for one in mixers if not isinstance(one, RecurrentConfig))
     if isinstance(mixer, LatentConfig):
         return config.num_layers, mixer.num_heads, 1, mixer.key_dim + mixer.rope.head_dim
+    assert isinstance(mixer, AttentionConfig)
     return config.num_layers, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
 
 

@@ -6,7 +6,7 @@ counts the distinct ones that its tokens chose. What is timed is not changed by 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
 from jaxspec.models.mlps.routing import Routes
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.parallel.bytes import local_bytes
 from jaxspec.parallel.pytree import pytree, static
 
@@ -68,13 +69,13 @@ def unread_bytes(experts: Iterable[Experts], chosen: Iterable[float]) -> int:
     return round(total)
 
 
-def layers_of_experts(layers: Iterable[Layer]) -> Iterator[Experts]:
-    return (layer.mlp for layer in layers if isinstance(layer.mlp, Experts))
+def layers_of_experts(layers: tuple[Layer, ...]) -> list[Experts]:
+    return nodes_of(layers, Experts)
 
 
 def can_count(params: EngineParams) -> bool:
     """Whether ``count_rounds`` takes these parameters: a target with experts, on one device."""
-    return params.mesh is None and any(True for _ in layers_of_experts(params.target.layers))
+    return params.mesh is None and bool(layers_of_experts(params.target.layers))
 
 
 def count_rounds(
@@ -137,14 +138,11 @@ def _counting(
 def _counting_layers(
     layers: tuple[Layer, ...], record: Callable[[Array], None]
 ) -> tuple[Layer, ...]:
-    def counting(layer: Layer) -> Layer:
-        mlp = layer.mlp
-        if not isinstance(mlp, Experts):
-            return layer
-        fields = {field.name: getattr(mlp, field.name) for field in dataclasses.fields(Experts)}
-        return layer.replace(mlp=_CountingExperts(**fields, record=record))
+    def counting(experts: Experts) -> Experts:
+        fields = {field.name: getattr(experts, field.name) for field in dataclasses.fields(Experts)}
+        return _CountingExperts(**fields, record=record)
 
-    return tuple(counting(layer) for layer in layers)
+    return map_nodes(layers, counting, Experts)
 
 
 def _stacked(counts: list[Array]) -> Array:

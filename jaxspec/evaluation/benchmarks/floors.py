@@ -68,6 +68,8 @@ def floor_bytes(
     weights -= _unread_experts(target, batch // params.data_parallel * verified(params), numbers)
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
+    if target.tokens is not None:
+        weights -= local_bytes(target.tokens.embed)
     kv = round(rows * _kv_bytes(target, context))
     state = round(rows * _state_bytes(target, committed))
     if not isinstance(drafter, EagleDrafter | BlockDrafter):
@@ -105,7 +107,9 @@ def _unread_experts(
 
 def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
-    paged = nodes_of(model.layers, Attention, LatentAttention)
+    layers = model.layers
+    sources = [layer if layer.source is None else layers[layer.source] for layer in layers]
+    paged = nodes_of([layer.mixer for layer in sources], Attention, LatentAttention)
     return sum(_cached_bytes(mixer, context) for mixer in paged)
 
 

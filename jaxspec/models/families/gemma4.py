@@ -1,15 +1,17 @@
 """Gemma 4 (text): layers with a window, and full ones with wider heads.
 
 Norms multiply by w. Values are normed, scores are not scaled, and the residual stream after each
-layer is multiplied by a number. Of large models the values of full layers are their keys.
+layer is multiplied by a number. Of large models the values of full layers are their keys. In the E
+models the last layers read keys and values of others, and all layers read embeddings of their own.
 """
 
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from jaxspec.config.mixers import AttentionConfig
-from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.experts import ExpertNames, ExpertsConfig, RoutingConfig
+from jaxspec.config.mixers import AttentionConfig, MixerConfig, SharedAttentionConfig
+from jaxspec.config.mlps import DenseAndExpertsConfig, DenseConfig, MlpConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.rope import RopeConfig
 from jaxspec.models.families.family import (
@@ -25,9 +27,10 @@ from jaxspec.models.families.rope import PARTIAL, rope_from
 from jaxspec.models.families.windows import FULL, SLIDING, windows_by_kind
 from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.keys import words
-from jaxspec.models.json.values import is_positive_integer, shown
+from jaxspec.models.json.values import is_integer, is_positive_integer, shown
 
 _PER_LAYER = "per_layer_config"
+_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, PARTIAL: 0.25},
@@ -114,6 +117,55 @@ def _ropes(hf: Keys, heads: dict[str, _Heads]) -> dict[str, RopeConfig]:
     }
 
 
+def _sources(hf: Keys, kinds: list[str]) -> list[int | None]:
+    """For each layer the one whose keys and values it reads: of the last layers, the last layer of
+    their kind before these. Raises ValueError where there is none."""
+    shared = hf["num_kv_shared_layers"]
+    if not is_integer(shared) or not 0 <= shared < len(kinds):
+        raise ValueError(
+            f"num_kv_shared_layers must be 0 or more, and below num_hidden_layers ({len(kinds)}), "
+            f"got {shown(shared)}"
+        )
+    first = len(kinds) - shared
+    last = {kind: index for index, kind in enumerate(kinds[:first])}
+    if missing := {*kinds} - {*last}:
+        raise ValueError(
+            f"num_kv_shared_layers = {shared} leaves no layer of {missing.pop()} with keys"
+        )
+    return [None if index < first else last[kind] for index, kind in enumerate(kinds)]
+
+
+def _token_input(hf: Keys) -> int:
+    """Entries of per-layer embeddings. Raises ValueError for what is no number of them."""
+    width = hf["hidden_size_per_layer_input"] or 0
+    if not is_integer(width) or width < 0:
+        raise ValueError(
+            f"hidden_size_per_layer_input must be 0 or a positive integer, got {shown(width)}"
+        )
+    if width:
+        check_agrees(hf, "vocab_size_per_layer_input", hf["vocab_size"], "vocab_size")
+    return width
+
+
+def _mlp(hf: Keys, *, shares: bool) -> MlpConfig:
+    """``shares``: of a layer without keys and values of its own. Raises ValueError for experts of
+    which a size is not given."""
+    size = hf["intermediate_size"] * (2 if shares and hf["use_double_wide_mlp"] else 1)
+    dense = DenseConfig(size, activation="gelu_tanh")
+    if not hf["enable_moe_block"]:
+        return dense
+    if missing := [key for key in _EXPERTS if hf[key] is None]:
+        raise ValueError(f"enable_moe_block needs {', '.join(missing)}")
+    experts = ExpertsConfig(
+        hf["moe_intermediate_size"],
+        RoutingConfig(hf["num_experts"], hf["top_k_experts"], normalize=True),
+        activation="gelu_tanh",
+        names=ExpertNames(block="moe", router="router.proj"),
+        fused="stacked",
+    )
+    return DenseAndExpertsConfig(dense, experts)
+
+
 def _layers(hf: Keys) -> list[LayerConfig]:
     kinds = _kinds(hf)
     heads = _heads_by_kind(hf, kinds)
@@ -133,17 +185,20 @@ def _layers(hf: Keys) -> list[LayerConfig]:
             values_are_keys=hf["attention_k_eq_v"] and kind == FULL,
         )
 
-    mlp = DenseConfig(hf["intermediate_size"], activation="gelu_tanh")
     mixers = {kind: attention(kind) for kind in (SLIDING, FULL)}
-    return [LayerConfig(mixers[kind], mlp, "both", rescaled=True) for kind in kinds]
+    width = _token_input(hf)
+
+    def layer(kind: str, source: int | None) -> LayerConfig:
+        mixer: MixerConfig = mixers[kind]
+        if source is not None:
+            mixer = SharedAttentionConfig(mixers[kind], source)
+        mlp = _mlp(hf, shares=source is not None)
+        return LayerConfig(mixer, mlp, "both", rescaled=True, token_input=width)
+
+    return list(map(layer, kinds, _sources(hf, kinds)))
 
 
 def _read(hf: Keys) -> ModelConfig:
-    if hf["hidden_size_per_layer_input"]:
-        raise ValueError(
-            f"hidden_size_per_layer_input = {hf['hidden_size_per_layer_input']} is not supported, "
-            "only 0"
-        )
     model = model_of(hf, _layers(hf))
     cap = hf["final_logit_softcapping"]
     return dataclasses.replace(model, embed_scale=math.sqrt(hf["hidden_size"]), logit_softcap=cap)
@@ -154,7 +209,9 @@ _DEFAULTS = {
     **{"head_dim": 256, "global_head_dim": None, "num_global_key_value_heads": None},
     **{"tie_word_embeddings": True, "eos_token_id": 1, "attention_k_eq_v": False},
     **{"sliding_window": 512, "layer_types": None, "final_logit_softcapping": None},
-    _PER_LAYER: None,
+    **{"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    **{"vocab_size_per_layer_input": None, "hidden_size_per_layer_input": 256},
+    **{_PER_LAYER: None, "enable_moe_block": False, **dict.fromkeys(_EXPERTS)},
 }
 _FIXED = {
     "hidden_activation": (None, "gelu_pytorch_tanh"),
@@ -166,17 +223,10 @@ _FIXED = {
 GEMMA4_TEXT = Family(
     "Gemma4ForCausalLM",
     _read,
-    keys=words("attention_bias vocab_size_per_layer_input"),
-    defaults=_DEFAULTS | {"hidden_size_per_layer_input": 256},
-    fixed=_FIXED
-    | {
-        "num_kv_shared_layers": (0,),
-        "use_double_wide_mlp": (False,),
-        "enable_moe_block": (False,),
-        "num_experts": (None,),
-        "top_k_experts": (None,),
-        "moe_intermediate_size": (None,),
-    },
+    keys=words("attention_bias"),
+    defaults=_DEFAULTS,
+    fixed=_FIXED,
+    renames=((r"(\.layers\.\d+\.)(experts|router)\.", r"\1moe.\2."),),
 )
 GEMMA4_UNIFIED_TEXT = dataclasses.replace(
     GEMMA4_TEXT,

@@ -50,12 +50,14 @@ SIZES = words(
     shared_expert_intermediate_size full_attention_interval linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     conv_L_cache block_multiple_of mamba_n_heads mamba_n_groups
-    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm global_head_dim num_global_key_value_heads"""
+    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm top_k_experts global_head_dim
+    num_global_key_value_heads"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
-    use_qk_norm use_expert_bias conv_bias attention_k_eq_v block_auto_adjust_ff_dim mamba_conv_bias
-    mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias"""
+    use_qk_norm use_expert_bias conv_bias block_auto_adjust_ff_dim mamba_conv_bias
+    mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias attention_k_eq_v
+    enable_moe_block use_double_wide_mlp"""
 )
 # Flags that may not be null: of norm_topk_prob, transformers reads it as false for DeepSeek-V3,
 # where an absent key means true, and refuses it for other families. Null is the default for the

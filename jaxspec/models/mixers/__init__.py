@@ -12,6 +12,7 @@ from jaxspec.config.mixers import (
     LatentConfig,
     Mamba2Config,
     MixerConfig,
+    SharedAttentionConfig,
     ShortConvConfig,
     SideBySideConfig,
 )
@@ -21,6 +22,7 @@ from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.models.mixers.mamba2 import Mamba2, mamba2_shape
+from jaxspec.models.mixers.shared_attention import SharedAttention, shared_attention_shape
 from jaxspec.models.mixers.short_conv import ShortConv, short_conv_shape
 from jaxspec.models.mixers.side_by_side import SideBySide
 from jaxspec.models.tensors import TensorMap
@@ -32,6 +34,7 @@ __all__ = [
     "LatentAttention",
     "Mamba2",
     "Mixer",
+    "SharedAttention",
     "ShortConv",
     "SideBySide",
     "mixer_shape",
@@ -43,7 +46,7 @@ class Mixer(Protocol):
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Addend, Any]:
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
-        and the new state."""
+        and the new state. SharedAttention gets a LentKV in place of a state."""
         ...
 
     @property
@@ -76,6 +79,8 @@ def mixer_shape(
     match config:
         case AttentionConfig():
             return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
+        case SharedAttentionConfig():
+            return shared_attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
         case GatedDeltaConfig():
             return gated_delta_shape(config, input_size or hidden_size, dtype, shards)
         case LatentConfig():

@@ -8,6 +8,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.mixers import AttentionConfig
+from jaxspec.models.attention_heads import LentKV
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Computed, Linear, Product, linear_shape
 from jaxspec.models.norms import unweighted_norm
@@ -85,6 +86,10 @@ class Attention(Pytree):
         """Empty pages of keys and values."""
         sizes = self.qkv.out_shape[0], self.config.head_dim
         return PagedKV.create(geometry, *sizes, self.qkv.dtype, layout, self.kv_scales)
+
+    def lent(self, state: Any) -> LentKV:
+        """What other layers read of the layer's state after it has run."""
+        return LentKV(state=state, kv_scales=self.kv_scales)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Attention":
         """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""

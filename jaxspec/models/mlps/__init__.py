@@ -6,23 +6,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mlps import DenseConfig, MlpConfig, XieluConfig
+from jaxspec.config.mlps import DenseAndExpertsConfig, DenseConfig, MlpConfig, XieluConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mlps.dense import Dense, dense_shape
+from jaxspec.models.mlps.dense_and_experts import DenseAndExperts, dense_and_experts_shape
 from jaxspec.models.mlps.experts import Experts, experts_shape
 from jaxspec.models.mlps.xielu import Xielu, xielu_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Shards
 
-__all__ = ["Dense", "Experts", "Mlp", "Xielu", "mlp_shape"]
+__all__ = ["Dense", "DenseAndExperts", "Experts", "Mlp", "Xielu", "mlp_shape"]
 
 
 class Mlp(Protocol):
     """A frozen pytree of weights; ``config`` describes it."""
 
     def __call__(self, x: Array, step: ForwardPass) -> Addend:
-        """From normed input [B, T, H] to the addend of the residual stream."""
+        """From input [B, T, H] to the addend of the residual stream. The input is normed, unless
+        the config says that the MLP has norms of its own."""
         ...
 
     @property
@@ -51,6 +53,8 @@ def mlp_shape(
             return dense_shape(config, hidden_size, dtype, shards)
         case ExpertsConfig():
             return experts_shape(config, hidden_size, dtype, shards)
+        case DenseAndExpertsConfig():
+            return dense_and_experts_shape(config, hidden_size, dtype, shards)
         case XieluConfig():
             return xielu_shape(config, hidden_size, dtype, shards)
     raise ValueError(f"no MLP is described by {config!r}: add its kind to models/mlps")

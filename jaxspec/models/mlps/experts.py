@@ -53,22 +53,31 @@ class Experts(Pytree):
 
     def __call__(self, x: Array, step: ForwardPass) -> "Mixture":
         """From normed input [B, T, H] to the addend of the residual stream."""
-        axes = step.layout.axes("experts")
         with jax.named_scope("mlp"):
-            tokens = tuple(axis for axis in axes if axis in step.layout.tokens)
-            whole = all_gather(all_tokens(x, tokens), step.layout.hidden)
+            whole = self.whole(x, step)
             rows = whole.reshape(-1, whole.shape[-1])
-            local = LocalExperts(
-                gate_up=self.gate_up,
-                down=self.down,
-                first=shard_offset(self.gate_up.num_experts, axes),
-                activation=self.config.activation,
-            )
-            num_experts = self.config.routing.num_experts
-            mixed = mix(local, rows, self.routes(rows, step), num_experts, step)
+            mixed = self.mixed(rows, self.routes(rows, step), step)
         shared = None if self.shared is None else self.shared(x, step)
         weight = None if self.shared_gate is None else self._weight_of_shared(x, step)
+        axes = step.layout.axes("experts")
         return Mixture(mixed.reshape(whole.shape), axes, shared, weight)
+
+    def whole(self, x: Array, step: ForwardPass) -> Array:
+        """Whole hidden states [B, T, H] of all tokens of the devices that experts are split over,
+        of x, which may be split."""
+        axes = step.layout.axes("experts")
+        tokens = tuple(axis for axis in axes if axis in step.layout.tokens)
+        return all_gather(all_tokens(x, tokens), step.layout.hidden)
+
+    def mixed(self, rows: Array, routes: Routes, step: ForwardPass) -> Array:
+        """What this device's experts add to whole rows [N, H]: [N, H]."""
+        local = LocalExperts(
+            gate_up=self.gate_up,
+            down=self.down,
+            first=shard_offset(self.gate_up.num_experts, step.layout.axes("experts")),
+            activation=self.config.activation,
+        )
+        return mix(local, rows, routes, self.config.routing.num_experts, step)
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
         """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu
+from jaxspec.config.experts import ExpertActivation
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass, gated
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
@@ -47,7 +47,7 @@ class LocalExperts(Pytree):
     gate_up: AnyExpertLinear
     down: AnyExpertLinear
     first: Array | int = array()
-    activation: ClampedSwiglu | LimitedSwiglu | None = static()  # None: SwiGLU
+    activation: ExpertActivation | None = static()  # None: SwiGLU
 
     @property
     def in_memory(self) -> tuple[Array, Array] | None:
