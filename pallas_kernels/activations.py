@@ -1,5 +1,7 @@
 """From gate and up to hidden units."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,12 +24,22 @@ class Limit(NamedTuple):
     limit: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Gelu:
+    """GELU of the gate in place of its SiLU, by the approximation with tanh (arXiv 1606.08415)."""
+
+
+Gating = Clamp | Limit | Gelu
+
+
 def units_of(
-    gate: Array, up: Array, clamp: Clamp | Limit | None, sigmoid: Callable[[Array], Array]
+    gate: Array, up: Array, clamp: Gating | None, sigmoid: Callable[[Array], Array]
 ) -> Array:
     """Hidden units of gate and up, in their dtype."""
     if clamp is None:
         return gate * sigmoid(gate) * up
+    if isinstance(clamp, Gelu):  # (1 + tanh(x)) / 2 is sigmoid(2 x)
+        return gate * sigmoid(2 * (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)) * up
     up = jnp.minimum(jnp.maximum(up, -clamp.limit), clamp.limit)
     match clamp:
         case Clamp(alpha, limit):

@@ -123,6 +123,11 @@ class SharedAttentionConfig:
         return f"{self.attention.heads} of layer {self.source}"
 
     @property
+    def num_heads(self) -> int:
+        """Of queries."""
+        return self.attention.num_heads
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rope configs that this mixer uses."""
         return self.attention.ropes

@@ -48,6 +48,11 @@ class DenseAndExpertsConfig:
     experts: ExpertsConfig
 
     @property
+    def intermediate_size(self) -> int:
+        """Hidden units of the gated MLP."""
+        return self.dense.intermediate_size
+
+    @property
     def active_size(self) -> int:
         """Hidden units that a token goes through."""
         return self.dense.intermediate_size + self.experts.active_size

@@ -35,7 +35,7 @@ from jaxspec.models.norms import layer_norm, norm_all_heads, norms_before_rope, 
 from jaxspec.models.rope import query_factors, rope_angles
 from jaxspec.parallel import Layout
 from jaxspec.parallel.collectives import all_tokens
-from pallas_kernels.activations import Clamp, Limit, units_of
+from pallas_kernels.activations import Clamp, Gating, Gelu, Limit, units_of
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.expert_product import expert_product
@@ -285,8 +285,6 @@ class ForwardPass:
         where no kernel does it."""
         if "expert_product" not in self.kernels or expert_misfit(x, gate_up, down, bias):
             return None
-        if isinstance(activation, str):
-            return None
         clamp = activation and clamp_of(activation)
         how = self.kernels.implementation("expert_product")
         return expert_product(x, experts, gate_up, down, bias, clamp=clamp, implementation=how)
@@ -298,7 +296,7 @@ class ForwardPass:
         gate_up: PackedExperts,
         down: PackedExperts,
         bias: Array | None,
-        activation: ClampedSwiglu | LimitedSwiglu | None,
+        activation: ExpertActivation | None,
     ) -> Array | None:
         """``expert_product`` of experts of 4 or 8 bits."""
         operation = "packed_expert_product"
@@ -353,9 +351,11 @@ def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
     return function(gate) * up
 
 
-def clamp_of(activation: ClampedSwiglu | LimitedSwiglu) -> Clamp | Limit:
+def clamp_of(activation: ExpertActivation) -> Gating:
     """An activation in the words of kernels."""
     match activation:
+        case "gelu_tanh":
+            return Gelu()
         case ClampedSwiglu(alpha, limit):
             return Clamp(alpha, limit)
         case LimitedSwiglu(limit):

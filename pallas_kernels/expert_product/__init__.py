@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.activations import Clamp, Limit
+from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.reference import expert_product_reference
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.selection import Implementation, kernel_module
@@ -23,7 +23,7 @@ def expert_product(
     down: Array,
     bias: Array | None = None,
     *,
-    clamp: Clamp | Limit | None = None,
+    clamp: Gating | None = None,
     implementation: Implementation = "reference",
 ) -> Array:
     """Hidden units of each chosen expert, times its ``down``. Not weighted, not summed.

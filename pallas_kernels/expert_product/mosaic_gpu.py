@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.activations import Clamp, Limit, units_of
+from pallas_kernels.activations import Gating, units_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
 from pallas_kernels.mosaic_module_names import fixed_name
@@ -43,7 +43,7 @@ class ExpertPlan:
     depth: int
     parts: int  # 2: gate and up
     width: int
-    clamp: Clamp | Limit | None
+    clamp: Gating | None
     config: ExpertTuning
     dtype: Any  # of results
     interpret: bool
@@ -74,7 +74,7 @@ def expert_product_mosaic(
     down: Array,  # [E, F, H]
     bias: Array | None = None,  # [E, 2, F]
     *,
-    clamp: Clamp | Limit | None,
+    clamp: Gating | None,
     config: ExpertTuning | None = None,
     interpret: Any = None,
 ) -> Array:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.activations import Clamp, Limit, units_of
+from pallas_kernels.activations import Gating, units_of
 from pallas_kernels.products import einsum_f32
 
 
@@ -15,7 +15,7 @@ def expert_product_reference(
     down: Array,  # [E, F, H]
     bias: Array | None = None,  # [E, 2, F]
     *,
-    clamp: Clamp | Limit | None,
+    clamp: Gating | None,
 ) -> Array:
     """See pallas_kernels.expert_product.expert_product. Float32 [N, k, H].
 
@@ -36,7 +36,7 @@ def _of_gathered(
     gate_up: Array,
     down: Array,
     bias: Array | None,
-    clamp: Clamp | Limit | None,
+    clamp: Gating | None,
 ) -> Array:
     clipped = jnp.minimum(experts, len(gate_up) - 1)
     repeated = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[-1]))
@@ -45,7 +45,7 @@ def _of_gathered(
     return einsum_f32("nkf,nkfh->nkh", units, down[clipped])
 
 
-def _units(sums: Array, bias: Array | None, dtype: jnp.dtype, clamp: Clamp | Limit | None) -> Array:
+def _units(sums: Array, bias: Array | None, dtype: jnp.dtype, clamp: Gating | None) -> Array:
     """[..., 2, F] -> [..., F]"""
     with_bias = sums if bias is None else sums + bias.astype(jnp.float32)
     return units_of(with_bias[..., 0, :], with_bias[..., 1, :], clamp, jax.nn.sigmoid).astype(dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.activations import Clamp, Limit
+from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product import LEAST_UNITS, MOST_ROWS
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
@@ -26,7 +26,7 @@ def packed_expert_product(
     down: PackedExperts,
     bias: Array | None = None,
     *,
-    clamp: Clamp | Limit | None = None,
+    clamp: Gating | None = None,
     implementation: Implementation = "reference",
 ) -> Array:
     """Hidden units of each chosen expert, times its ``down``. Not weighted, not summed.
@@ -75,6 +75,7 @@ def weights_misfit(weights: PackedExperts) -> str | None:
         return None
     if inputs % LEAST_GROUP or depth % inputs:
         return f"groups of {inputs} of {depth} inputs: multiples of {LEAST_GROUP} that divide them"
-    if weights.code == "e2m1" and weights.scale.dtype != jnp.uint8:
-        return f"e2m1 with scales of {weights.scale.dtype}: exponents (uint8)"
+    if (weights.code == "e2m1") != (weights.scale.dtype == jnp.uint8):
+        wanted = "exponents (uint8)" if weights.code == "e2m1" else "floats"
+        return f"{weights.code} with scales of {weights.scale.dtype}: {wanted}"
     return None

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.activations import Clamp, Limit
+from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.mosaic_gpu import OUTPUT_LAYOUT, result_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS
@@ -58,7 +58,7 @@ class PackedExpertPlan:
     code: Code
     scaled: tuple[int, int]  # outputs and inputs that share a scale
     scale_dtype: Any
-    clamp: Clamp | Limit | None
+    clamp: Gating | None
     config: PackedExpertTuning
     dtype: Any  # of results
     interpret: bool
@@ -142,7 +142,7 @@ def packed_expert_product_mosaic(
     down: PackedExperts,
     bias: Array | None = None,  # [E, 2, F]
     *,
-    clamp: Clamp | Limit | None,
+    clamp: Gating | None,
     config: PackedExpertTuning | None = None,
     interpret: Any = None,
 ) -> Array:

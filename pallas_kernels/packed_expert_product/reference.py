@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.activations import Clamp, Limit, units_of
+from pallas_kernels.activations import Gating, units_of
 from pallas_kernels.packed_expert_product.weights import PackedExperts
 from pallas_kernels.products import einsum_f32
 
@@ -16,7 +16,7 @@ def packed_expert_product_reference(
     down: PackedExperts,
     bias: Array | None = None,  # [E, 2, F]
     *,
-    clamp: Clamp | Limit | None,
+    clamp: Gating | None,
 ) -> Array:
     """See pallas_kernels.packed_expert_product.packed_expert_product. Float32 [N, k, H].
 

@@ -217,6 +217,7 @@ class Interpreted:
         (8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)),
         (8, 2, 24, 64, None),
         (8, 3, 5, 64, LimitedSwiglu(0.2)),
+        (8, 3, 5, 64, "gelu_tanh"),
     ]
 )
 def test_a_mixture_by_the_kernel_is_what_is_written_out(case: Any):

@@ -59,7 +59,7 @@ def assert_exact(found: Any, case: Case, arguments: Any) -> None:
         biases = np.asarray(bias, np.float64)
     rows = np.asarray(x, np.float64)
     assert found.shape == (*experts.shape, case.hidden) and found.dtype == jnp.float32
-    wanted, terms = np.zeros((2, *found.shape))
+    wanted, terms = np.zeros(found.shape), np.zeros(found.shape)
     for (row, choice), expert in np.ndenumerate(np.asarray(experts)):
         if expert == case.num_experts:
             continue
@@ -262,10 +262,12 @@ def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], code: Any) -> FourB
     """Random experts [E, in, *out] in groups of 32, with factors."""
     experts, size, *outputs = shape
     random = np.random.default_rng(2)
-    exponents = random.integers(118, 124, (experts, *outputs, size // 32)).astype(np.uint8)
+    scale = random.integers(118, 124, (experts, *outputs, size // 32)).astype(np.uint8)
+    if code == "int4":
+        scale = (2.0 ** (scale.astype(np.float32) - 127)).astype(jnp.bfloat16)
     return FourBitExperts(
         pairs=jnp.asarray(random_bytes((experts, *outputs, size // 2), code)),
-        scale=jnp.asarray(exponents),
+        scale=jnp.asarray(scale),
         factor=jnp.asarray(random.uniform(0.5, 1.5, (experts, *outputs)), jnp.float32),
         axes=axes,
         code=code,
@@ -330,7 +332,7 @@ def test_many_rows_are_multiplied_so_many_at_a_time():
     step: Any = Reference()
     found = mix.by_kernel(packed, jnp.asarray(x, jnp.float32), routes, step)
     wanted = mix.blocks_of_experts(packed, jnp.asarray(x, jnp.float32), routes)
-    assert max(sizes) <= mix.MOST_ROWS
+    assert found is not None and max(sizes) <= mix.MOST_ROWS
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-2 * float(jnp.abs(wanted).max()))
 
 

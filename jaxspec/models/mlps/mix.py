@@ -103,7 +103,7 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
     if local.gate_up.packed is not None and len(x) > MOST_ROWS:
         if jax.eval_shape(multiply, x[:MOST_ROWS], experts[:MOST_ROWS]) is None:
             return None
-        mixed = in_parts(lambda part: multiply(*part), (x, experts), MOST_ROWS)
+        mixed = in_parts(lambda part: jnp.asarray(multiply(*part)), (x, experts), MOST_ROWS)
     else:
         mixed = multiply(x, experts)
     if mixed is None:
