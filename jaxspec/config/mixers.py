@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.indexer import IndexerConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, YarnRopeScaling
 
 
@@ -150,6 +151,7 @@ class LatentConfig:
       scale: of the scores.
       interleaved: rotated entries 2 i and 2 i + 1 are a pair; else i and i + D / 2.
       bias: of the projections of the input, and of the output's.
+      indexer: tokens attend to the positions that it chooses; None: to all that they see.
     """
 
     num_heads: int
@@ -161,16 +163,31 @@ class LatentConfig:
     scale: float
     interleaved: bool
     bias: bool = False
+    indexer: IndexerConfig | None = None
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, kv_lora_rank=self.latent, scale=self.scale)
         check_positive(qk_nope_head_dim=self.key_dim, v_head_dim=self.value_dim)
         if self.query_latent is not None:
             check_positive(q_lora_rank=self.query_latent)
+        if self.indexer is None:
+            return
+        if self.query_latent is None:
+            raise ValueError("an indexer reads the queries' latent: q_lora_rank must not be null")
+        if self.indexer.head_dim < self.rope.head_dim:
+            raise ValueError(
+                f"index_head_dim ({self.indexer.head_dim}) must be at least qk_rope_head_dim "
+                f"({self.rope.head_dim})"
+            )
+
+    @property
+    def index_dim(self) -> int:
+        """Entries of an indexer's key that are kept of a token; 0: the layer has no indexer."""
+        return 0 if self.indexer is None or self.indexer.shared else self.indexer.head_dim
 
     @property
     def stored_dim(self) -> int:
-        """Entries that are kept of a token."""
+        """Entries that are kept of a token, besides an indexer's."""
         return self.latent + self.rope.head_dim
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.layer import LayerConfig
-from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import (
@@ -57,6 +57,9 @@ class ModelConfig:
             if layer.source is not None and not self._has_keys_before(layer.source, index):
                 raise ValueError(f"layer {index} reads keys and values of layer {layer.source}, "
                     "which must be one before it with keys of its own")  # fmt: skip
+        first = self.layers[0].mixer
+        if isinstance(first, LatentConfig) and first.indexer and first.indexer.shared:
+            raise ValueError("the first layer attends to what an earlier one chose: there is none")
 
     def _has_keys_before(self, source: int, index: int) -> bool:
         return source < index and isinstance(self.layers[source].mixer, AttentionConfig)

@@ -14,11 +14,12 @@ from jax import Array, lax
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
 from jaxspec.config.mixers import LatentConfig
-from jaxspec.models.attention_heads import Heads, LatentHeads, PassKV, QueryHeads
+from jaxspec.models.attention_heads import Heads, IndexHeads, LatentHeads, PassKV, QueryHeads
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.latent_attention.chosen import best_slots, choose_slots, chosen_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.partial import partial_attention
@@ -70,7 +71,9 @@ class PagedAttend(Pytree):
     def _options(self, heads: Heads | QueryHeads, window: int | None) -> AttentionOptions:
         return AttentionOptions(window, heads.scale, heads.softcap, self.first_slot)
 
-    def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Array, Any]:
+    def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Any, Any]:
+        if isinstance(heads, IndexHeads):
+            return self._chosen(state, heads)
         if isinstance(heads, LatentHeads):
             return self._latent(state, heads)
         if isinstance(heads, QueryHeads):
@@ -98,9 +101,39 @@ class PagedAttend(Pytree):
             implementation=heads.kernels.over_pages("paged_attention", state.k),
         )
 
+    def _chosen(self, state: PagedLatent, heads: IndexHeads) -> tuple[Array | None, PagedLatent]:
+        """The positions that the tokens attend to; None where the table has no more of them than
+        are chosen."""
+        assert state.index_keys is not None
+        pages = write_rows(state.index_keys, heads.keys, self.slots)
+        state = state.replace(index_keys=pages)
+        if self.page_table.shape[1] * pages.shape[2] <= heads.top_k:
+            return None, state
+        chosen = choose_slots(
+            heads.queries,
+            heads.weights,
+            pages,
+            self.context,
+            top_k=heads.top_k,
+            first_slot=self.first_slot,
+            order_invariant=self.order_invariant,
+        )
+        return chosen, state
+
     def _latent(self, state: PagedLatent, heads: LatentHeads) -> tuple[Array, PagedLatent]:
         pages = write_rows(state.pages, heads.stored, self.slots)
         state = state.replace(pages=pages)
+        if heads.chosen is not None:
+            out = chosen_attention(
+                heads.absorbed,
+                pages,
+                self.page_table,
+                heads.chosen,
+                latent=heads.config.latent,
+                scale=heads.config.scale,
+                order_invariant=self.order_invariant,
+            )
+            return heads.values(out), state
         if self._expands(heads.config, pages.shape[2]):
             out = expanded_attention(
                 heads.queries,
@@ -209,12 +242,14 @@ def _merged(
 
 def dense_causal_attend(
     state: PassKV | None,
-    heads: Heads | LatentHeads | QueryHeads,
+    heads: Heads | LatentHeads | QueryHeads | IndexHeads,
     window: int | None,
     implementation: Literal["xla", "cudnn"] = "xla",
-) -> tuple[Array, PassKV | None]:
+) -> tuple[Any, PassKV | None]:
     """An Attend function over the pass's own T tokens, without a cache. Keys and values are kept
     for layers that read those of another one: in a PassKV."""
+    if isinstance(heads, IndexHeads):
+        return _dense_choice(heads), state
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
     how = window, implementation, heads.scale, heads.softcap, heads.sinks
@@ -231,6 +266,8 @@ def _dense_latent_attention(
 ) -> Array:
     """Values [B, T, Q, Dv]."""
     size = heads.stored.shape[1]
+    if heads.chosen is not None:
+        return heads.values(_dense_chosen_attention(heads, heads.chosen))
     attend = functools.partial(
         dense_causal_attention,
         window=window,
@@ -247,6 +284,27 @@ def _dense_latent_attention(
         jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (heads.queries, k, v)
     )
     return attend(q, k, v_wide)[..., : v.shape[-1]]
+
+
+def _dense_choice(heads: IndexHeads) -> Array | None:
+    """The positions int32 [B, T, k] that tokens attend to; None: all before them."""
+    batch, size = heads.queries.shape[:2]
+    if size <= heads.top_k:
+        return None
+    seen = jnp.broadcast_to(jnp.tri(size, dtype=bool), (batch, size, size))
+    return best_slots(heads.queries, heads.weights, heads.keys[:, :, 0], seen, heads.top_k)
+
+
+def _dense_chosen_attention(heads: LatentHeads, chosen: Array) -> Array:
+    """Sums of latents [B, T, Q, L] of the chosen positions [B, T, k]."""
+    batch, size = chosen.shape[:2]
+    row, token = jnp.arange(batch)[:, None, None], jnp.arange(size)[:, None]
+    mask = jnp.zeros((batch, size, size), bool).at[row, token, chosen].set(True, mode="drop")
+    scores = einsum_f32("btqd,bsd->bqts", heads.absorbed, heads.stored[:, :, 0])
+    scores = jnp.where(mask[:, None], scores * heads.config.scale, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(heads.stored.dtype)
+    latents = heads.stored[:, :, 0, : heads.config.latent]
+    return einsum_f32("bqts,bsl->btql", weights, latents).astype(heads.stored.dtype)
 
 
 def dense_causal_attention(

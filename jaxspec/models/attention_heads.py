@@ -1,4 +1,4 @@
-"""The inputs of attention: heads of a qkv projection, and of a projection to latents.
+"""The inputs of attention: heads of a qkv projection, of a projection to latents, of an indexer.
 
 An Attend function (see forward_pass.py) takes them. They call no kernel by name.
 """
@@ -144,6 +144,8 @@ class LatentHeads:
       stored: [B, T, 1, L + R], latents and rotated keys: what is kept of the tokens.
       key_up, value_up: [Q, key_dim, L] and [Q, value_dim, L], from a latent to the heads' keys and
         values.
+      chosen: int32 [B, T, k], the positions that each token attends to, in ascending order; past
+        the last one a number that is no position. None: to all that it sees.
     """
 
     plain: Array
@@ -153,6 +155,7 @@ class LatentHeads:
     value_up: Array
     config: LatentConfig
     kernels: Kernels
+    chosen: Array | None = None
 
     @property
     def queries(self) -> Array:
@@ -170,3 +173,23 @@ class LatentHeads:
     def values(self, attended: Array) -> Array:
         """Values [B, T, Q, value_dim] of sums of latents [B, T, Q, L]."""
         return einsum_f32("btql,qvl->btqv", attended, self.value_up).astype(attended.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexHeads:
+    """What an indexer computes of a pass's tokens: an Attend function keeps the keys, and returns
+    the positions that it chooses (see LatentHeads.chosen) in place of what heads attend to.
+
+    The score of a position is the sum over heads of weight times relu(query . key).
+
+    Attributes:
+      queries: [B, T, I, D], of I heads, rotated.
+      keys: [B, T, 1, D], rotated.
+      weights: float32 [B, T, I], times the scale of the scores.
+      top_k: most positions that a token attends to.
+    """
+
+    queries: Array
+    keys: Array
+    weights: Array
+    top_k: int

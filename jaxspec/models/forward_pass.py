@@ -53,9 +53,9 @@ from pallas_kernels.round_tokens import round_gated
 from pallas_kernels.selection import Kernels
 from pallas_kernels.top_k import top_k
 
-# How tokens attend to the past: (layer's state, Heads or LatentHeads, window) -> (output
-# [B, T, Q, D], of latent attention the values', state)
-Attend = Callable[[Any, Any, int | None], tuple[Array, Any]]
+# How tokens attend to the past: (layer's state, one of the inputs in attention_heads.py, window) ->
+# (output [B, T, Q, D], of latent attention the values', of an indexer LatentHeads.chosen; state)
+Attend = Callable[[Any, Any, int | None], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)

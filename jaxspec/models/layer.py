@@ -14,7 +14,7 @@ from jax import Array
 from jaxspec.config.model import LayerConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear
-from jaxspec.models.mixers import Mixer, mixer_shape
+from jaxspec.models.mixers import LatentAttention, Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
@@ -102,7 +102,7 @@ def run_layers(
     """
     inputs = [(layer.input_norm, layer.reader, beside) for layer in layers]
     following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
-    residuals, new_states, normed = [], [], mixer_input
+    residuals, new_states, normed, chosen = [], [], mixer_input, None
     given = token_inputs or (None,) * len(layers)
     for layer, state, following, of_token in zip(
         layers, states, following_norms, given, strict=True
@@ -113,7 +113,7 @@ def run_layers(
         if layer.source is not None:
             source: Any = layers[layer.source].mixer
             state = source.lent(new_states[layer.source])
-        x, normed, state = run_layer(layer, x, normed, state, of_token)
+        x, normed, state, chosen = run_layer(layer, x, normed, state, of_token, chosen)
         residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
@@ -127,12 +127,17 @@ def _run_layer(
     normed: Any,
     state: Any,
     of_token: Any,
-) -> tuple[Array, Any, Any]:
-    """The residual stream after a layer, what reads it next, and the layer's state.
+    chosen: Array | None,
+) -> tuple[Array, Any, Any, Array | None]:
+    """The residual stream after a layer, what reads it next, the layer's state, and the positions
+    that its indexer chose, else those that an earlier layer's did (see mixers/latent.py).
 
     ``following``: the norm of that input, its reader, and rows beside it.
     """
-    mixed, state = layer.mixer(normed, state, step)
+    if isinstance(layer.mixer, LatentAttention):
+        mixed, state, chosen = layer.mixer.choosing(normed, state, step, chosen)
+    else:
+        mixed, state = layer.mixer(normed, state, step)
     mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
     x, after = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
     units = layer.mlp(normed if layer.parallel else after, step)
@@ -142,7 +147,7 @@ def _run_layer(
         product = layer.token_input(stream, of_token, step)
         added = step.scaled(x, product, layer.token_input.norm, 1)
     x, added = step.rescaled(x, added, layer.rescale)
-    return *step.add_norm(x, added, *following), state
+    return *step.add_norm(x, added, *following), state, chosen
 
 
 def layer_shape(

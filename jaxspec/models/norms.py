@@ -32,16 +32,21 @@ def unweighted_norm(x: Array, eps: float) -> Array:
 
 
 @jax.named_scope("norm")
-def layer_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Array:
+def layer_norm(
+    x: Array, weight: Array | None, eps: float, axes: Axes = (), bias: Array | None = None
+) -> Array:
     """rms_norm of what is left when the mean over the last dimension is subtracted. No weight:
-    identity."""
+    identity. ``bias``: is added to it."""
     if weight is None:
         return x
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     if axes:  # all devices have as many
         mean = lax.pmean(mean, axes)
-    return rms_norm(wide - mean, weight.astype(jnp.float32), eps, axes).astype(x.dtype)
+    normed = rms_norm(wide - mean, weight.astype(jnp.float32), eps, axes)
+    if bias is not None:
+        normed = normed + bias.astype(jnp.float32)
+    return normed.astype(x.dtype)
 
 
 @jax.named_scope("norm")

@@ -1,5 +1,6 @@
 """Cuts a model's layers into the stages of a pipeline."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.layer import layer_shape
@@ -87,12 +89,21 @@ def chosen_layers(
       drafted: bytes that drafting reads in a round, on each device of the last mesh.
       drafter_has_devices: the last mesh has no layers.
     """
+    sharing = layers_that_share(config)
     if drafter_has_devices:
-        return (*split_layers(_layer_bytes(config, dtype), 0.0, len(meshes) - 1), 0)
+        return (*split_layers(_layer_bytes(config, dtype), 0.0, len(meshes) - 1, sharing), 0)
     devices = meshes[-1].size
     head = config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize
     costs = [cost / devices for cost in _layer_bytes(config, dtype)]
-    return split_layers(costs, drafted + head / devices, len(meshes))
+    return split_layers(costs, drafted + head / devices, len(meshes), sharing)
+
+
+def layers_that_share(config: ModelConfig) -> frozenset[int]:
+    """Indices of the layers that attend to what an earlier one chose (see mixers/latent.py): no
+    stage begins with one, as no choice is moved to other devices."""
+    mixers = (layer.mixer for layer in config.layers)
+    indexers = [mixer.indexer if isinstance(mixer, LatentConfig) else None for mixer in mixers]
+    return frozenset(i for i, indexer in enumerate(indexers) if indexer and indexer.shared)
 
 
 def _layer_bytes(config: ModelConfig, dtype: jnp.dtype) -> list[float]:
@@ -113,21 +124,30 @@ def check_layers(layers: Sequence[int], config: ModelConfig, stages: int) -> Non
         )
     if min(layers[:-1]) < 1 or layers[-1] < 0:
         raise ValueError(f"layers {shown}: every stage but the last needs at least one")
+    firsts = set(itertools.accumulate(layers[:-1]))
+    if wrong := sorted(firsts & layers_that_share(config)):
+        raise ValueError(
+            f"layers {shown}: a stage begins with layer {wrong[0]}, which attends to what the "
+            "indexer of an earlier layer chose: begin with one that indexer_types calls full"
+        )
 
 
-def split_layers(costs: Sequence[float], after: float, stages: int) -> tuple[int, ...]:
+def split_layers(
+    costs: Sequence[float], after: float, stages: int, sharing: frozenset[int] = frozenset()
+) -> tuple[int, ...]:
     """How many layers each stage gets, so that the slowest stage is as fast as it can be.
 
     Args:
       costs: of each layer.
       after: what the last stage does besides, such as the LM head and drafting.
+      sharing: indices of layers with which no stage begins.
 
     All stages but the last have at least one layer. Raises ValueError for more stages than that.
     """
-    if not 1 <= stages <= len(costs) + 1:
+    most = len(costs) + 1 - len(sharing)
+    if not 1 <= stages <= most:
         raise ValueError(
-            f"{len(costs)} layers cannot be split over {stages} stages: they can over 1 to "
-            f"{len(costs) + 1}"
+            f"{len(costs)} layers cannot be split over {stages} stages: they can over 1 to {most}"
         )
     sums = [0.0]
     for cost in costs:
@@ -142,6 +162,7 @@ def split_layers(costs: Sequence[float], after: float, stages: int) -> tuple[int
                 if start < end
             )
             for end in range(1 + min(best), len(costs) + 1)
+            if end not in sharing
         }
     total = sums[-1]
     options = (

@@ -97,3 +97,10 @@ def query_factors(scaling: QueryScaling, positions: Array) -> Array:
     spans = jnp.maximum(positions, 0) // scaling.original_max_position
     factors = 1 + np.float32(scaling.beta) * jnp.log1p(spans.astype(jnp.float32))
     return lax.optimization_barrier(factors)  # as in rope_angles
+
+
+def halves_of_pairs(x: Array) -> Array:
+    """x [..., R], of which entries 2 i and 2 i + 1 are a pair, in an order in which i and i + R / 2
+    are."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.moveaxis(pairs, -1, -2).reshape(x.shape)

@@ -29,7 +29,7 @@ def paged_attention_reference(
     visible = visible_slots(context, slots, options)
     scores, v = masked_scores(q, pages, context.page_table, visible, options, order_invariant)
     rows = None if sinks is None else _sinks_of_rows(sinks, scores.shape)
-    out = by_head(_softmax_times_values(scores, v, order_invariant, rows), pages.v_scale)
+    out = by_head(softmax_times_values(scores, v, order_invariant, rows), pages.v_scale)
     return by_token(out, q.shape).astype(q.dtype)
 
 
@@ -57,7 +57,7 @@ def masked_scores(
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
     grouped = grouped.reshape(batch, kv_heads, rows, head_dim)
     if order_invariant:
-        scores = _scaled_scores_f64(grouped, k, factor)  # [B, G, T * R, S]
+        scores = scaled_scores_f64(grouped, k, factor)  # [B, G, T * R, S]
     else:
         scores = scores_f32(grouped, k) * factor
     scores = capped(by_head(scores, layer.k_scale), options.softcap)
@@ -121,7 +121,7 @@ def _bit_of(mask: Array, index: Array) -> Array:
     return (chosen >> (index % 32).astype(jnp.uint32)) & 1 == 1
 
 
-def _scaled_scores_f64(q: Array, k: Array, scale: float) -> Array:
+def scaled_scores_f64(q: Array, k: Array, scale: float) -> Array:
     """q [B, G, M, D] times k [B, G, S, D] over D, times the scale: float32 [B, G, M, S].
 
     Summed in float64, since a product of another number of slots may add up in another order.
@@ -139,7 +139,7 @@ def _sinks_of_rows(sinks: Array, shape: tuple[int, ...]) -> Array:
     return jnp.tile(per_head, (1, rows // group))[..., None]
 
 
-def _softmax_times_values(
+def softmax_times_values(
     scores: Array, v: Array, order_invariant: bool, sinks: Array | None = None
 ) -> Array:
     """softmax(scores [B, G, M, S]) times v [B, G, S, D], normalized last: float32 [B, G, M, D].

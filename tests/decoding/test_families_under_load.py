@@ -27,8 +27,13 @@ EXPERTS = tuple(test_experts.FAMILIES)
 # Layers of other families under other names.
 ALIASES = tuple(alias_checkpoints.VARIANTS)
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
-# gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer.
-RARE = ("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small")
+# gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
+# positions that an indexer chooses.
+INDEXED = ("deepseek_v32", "glm_moe_dsa-shared")
+RARE = (
+    *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
+    *INDEXED,
+)
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
@@ -37,11 +42,15 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layout": "qwen"},
     "qwen3_5_text": {"layout": "qwen"},
     "qwen3_5_moe_text": {"layout": "qwen"},
+    **{family: {} for family in INDEXED},
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 RECURRENT = ("lfm2", "bamba", "falcon_h1")
-FAMILIES = (*DENSE, *EXPERTS, *(name for name in WITH_MTP if name not in EXPERTS), *RECURRENT)
+FAMILIES = (
+    *(*DENSE, *EXPERTS, *RECURRENT),
+    *(name for name in WITH_MTP if name not in (*EXPERTS, *INDEXED)),
+)
 SHAPES = {
     "chain": SpeculationConfig.chain(3),
     "tree": SpeculationConfig(num_nodes=8, max_depth=3, top_k=2),

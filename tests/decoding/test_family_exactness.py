@@ -82,6 +82,10 @@ ALIASES = (
     *(("gemma4", mesh) for mesh in ("tp2", "tp4", "tp2x2", "sp2", "pp2")),
     *(("gemma4-small", mesh) for mesh in ("tp2", "tp4", "tp2x2", "sp2")),
     *(("gemma4-experts", mesh) for mesh in ("tp2", "tp2x2", "sp2", "pp2")),
+    ("deepseek_v32", "tp2"),
+    ("glm_moe_dsa-shared", "tp2"),
+    ("glm_moe_dsa-shared", "tp2x2"),
+    ("glm_moe_dsa-shared", "pp2"),
 )
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [

@@ -218,6 +218,13 @@ def test_layers_are_split_so_that_the_slowest_stage_is_fast():
         assert slowest(costs, split) == pytest.approx(best)
 
 
+def test_no_stage_begins_with_a_layer_that_attends_to_what_another_chose():
+    assert split_layers([1.0] * 8, 0.0, 2, frozenset({4, 5})) == (3, 5)
+    assert split_layers([1.0] * 4, 0.0, 4, frozenset({2})) == (1, 2, 1, 0)
+    with pytest.raises(ValueError, match="split over 4 stages: they can over 1 to 3"):
+        split_layers([1.0] * 4, 0.0, 4, frozenset({2, 3}))
+
+
 def all_splits(layers: int, stages: int) -> list[tuple[int, ...]]:
     if stages == 1:
         return [(layers,)]

@@ -35,7 +35,9 @@ QWEN_EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
 }
-INDEXER = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 4, "head_dim": 8}
+# Texts are longer than what is attended to. With many heads hardly any scores are equal, as those
+# without a product above 0 are: of these transformers chooses any.
+INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "head_dim": 8}
 # Queries are multiplied from the original length on, which texts are some times as long as.
 YARN = {
     "rope_type": "yarn",
@@ -45,6 +47,9 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
+}
+INDEX_YARN = {name: value for name, value in YARN.items() if "llama_4" not in name} | {
+    "mscale_all_dim": 0.7
 }
 VISION = {
     "depth": 1,
@@ -176,9 +181,16 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "deepseek_v32": (
         transformers.DeepseekV32Config,
-        LATENT | SHARED | INDEXER | {"n_group": 1, "topk_group": 1},
+        LATENT | SHARED | INDEXER | {"n_group": 1, "topk_group": 1, "rope_parameters": INDEX_YARN},
     ),
     "glm_moe_dsa": (transformers.GlmMoeDsaConfig, LATENT | SHARED | INDEXER),
+    "glm_moe_dsa-shared": (
+        transformers.GlmMoeDsaConfig,
+        LATENT
+        | SHARED
+        | INDEXER
+        | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "mistral4": (transformers.Mistral4Config, LATENT | SHARED | {"rope_parameters": YARN}),
     "dots1": (
         transformers.Dots1Config,

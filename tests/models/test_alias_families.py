@@ -125,14 +125,6 @@ def test_interleaved_heads_are_written_as_they_were_read(checkpoint, tmp_path: P
     assert_same(joined, model)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_longer_texts_are_not_read_where_layers_would_differ(name: str):
-    """There only some positions are attended to."""
-    raw = raw_config(name)
-    assert raw["max_position_embeddings"] == 512
-    assert parse_model_config(raw).max_position == 128
-
-
 @pytest.mark.parametrize("name", ["ministral3", "mistral4"])
 def test_queries_are_scaled_by_their_position(name: str):
     raw = raw_config(name)
@@ -234,7 +226,6 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries for 2 layers"),
         ("hy_v3", {"mlp_layer_types": "sparse"}, "mlp_layer_types must be a list of dense and sp"),
-        ("deepseek_v32", {"index_topk": None}, "index_topk must be a positive integer, got None"),
         ("qwen3_vl", {"text_config": {"model_type": "qwen3"}}, "text_config: model_type 'qwen3'"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "only 'mistral' or 'ministral3' or"),
         ("kimi_k25", {"auto_map": {"AutoModelForCausalLM": "a.B"}}, "'a.B' is not supported, only"),

@@ -46,7 +46,6 @@ UNUSED = words(
     intermediate_size long_factor original_max_position_embeddings auto_map
     residual_dropout moe_capacity enable_moe_fp32_combine"""
 )
-_INDEXER = words("max_position_embeddings index_head_dim index_n_heads")
 _OF_TRAINING = words(
     "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
 )
@@ -54,12 +53,13 @@ _OF_E_MODELS = words("vocab_size_per_layer_input use_double_wide_mlp")
 # The same of single files.
 UNUSED_IN = {
     "apertus-8b-instruct": words("hidden_dropout type"),
-    "deepseek-v3.2": _INDEXER,
     "ernie-4.5-21b-a3b-pt": words("num_nextn_predict_layers"),  # named as no other MTP layers are
     "gemma-4-12b-it": _OF_E_MODELS,
     "gemma-4-26b-a4b-it": _OF_E_MODELS,
     "gemma-4-31b-it": _OF_E_MODELS,
-    "glm-5-saved-by-transformers": _INDEXER | {"first_k_dense_replace"},
+    # transformers puts another head_dim in place of this one.
+    "glm-5-saved-by-transformers": words("first_k_dense_replace head_dim"),
+    "glm-5.2-fp8": words("first_k_dense_replace head_dim index_share_for_mtp_iteration"),
     "granite-4.0-micro": words(
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
@@ -141,13 +141,14 @@ EXPECTED = {
     "qwen3.6-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
     "apertus-8b-instruct": Facts(32, 131072, 65536, 32, 8, 128, "llama3"),
     "command-r7b-12-2024": Facts(32, 256000, 8192, 32, 8, 128, "default", windows=24),
-    "deepseek-v3.2": Facts(61, 129280, 2048, 128, 1, 192, "yarn", (256, 8)),
+    "deepseek-v3.2": Facts(61, 129280, 163840, 128, 1, 192, "yarn", (256, 8)),
     "dots.llm1.inst": Facts(62, 152064, 32768, 32, 32, 128, "default", (128, 6)),
     "ernie-4.5-0.3b-pt": Facts(18, 103424, 131072, 16, 2, 128, "default"),
     "ernie-4.5-21b-a3b-pt": Facts(28, 103424, 131072, 20, 4, 128, "default", (64, 6)),
     "exaone-4.0-32b": Facts(64, 102400, 131072, 40, 8, 128, "default", windows=48),
     "glm-4.7-flash": Facts(47, 154880, 202752, 20, 1, 256, "default", (64, 4)),
-    "glm-5-saved-by-transformers": Facts(78, 154880, 2048, 64, 1, 256, "default", (256, 8)),
+    "glm-5.2-fp8": Facts(78, 154880, 1048576, 64, 1, 256, "default", (256, 8)),
+    "glm-5-saved-by-transformers": Facts(78, 154880, 202752, 64, 1, 256, "default", (256, 8)),
     "bamba-9b": Facts(32, 128256, 262144, 32, 8, 128, "default", recurrent=29),
     "falcon-h1-0.5b-instruct": Facts(36, 32784, 16384, 8, 2, 64, "default", recurrent=36),
     "granite-4.0-h-tiny": Facts(40, 100352, 131072, 12, 4, 128, "default", (64, 6), recurrent=36),

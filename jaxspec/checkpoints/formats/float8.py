@@ -37,8 +37,11 @@ QUANTIZED = (E4M3, *PAIRS)
 BLOCK = (128, 128)
 SCALES = ("weight_scale_inv", "weight_scale", "scale")  # DeepSeek-V4 has the last
 LISTS = ("modules_to_not_convert", "ignored_layers")
-# Projections of attention and MLPs, which are those that checkpoints quantize.
-PROJECTION = re.compile(r"(?:.*\.)?(?P<place>layers\.\d+\.\w+\.(?:.*\.)?(?:\w+_proj|w[123]))")
+# Projections of attention and MLPs, which are those that checkpoints quantize. An indexer's weights
+# of heads are not; the list of GLM-5.2 has another name for them.
+PROJECTION = re.compile(
+    r"(?:.*\.)?(?P<place>layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123]))"
+)
 
 
 def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, CheckpointTensor]:

@@ -29,7 +29,6 @@ from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.values import (
     Problems,
     check_flag,
-    is_positive_integer,
     is_positive_number,
     shown,
 )
@@ -129,12 +128,6 @@ def with_scaled_queries(raw: Keys, *, factor: float, original: int, theta: float
         BETA: 0.1,
     }
     return {**raw, **(given or {PARAMETERS[0]: default})}
-
-
-def up_to(raw: Keys, limit: int) -> Keys:
-    """The keys of a model that reads no more than so many positions."""
-    longest = raw.get(POSITIONS, limit)
-    return {**raw, POSITIONS: min(longest, limit) if is_positive_integer(longest) else longest}
 
 
 def without_rope(rope: RopeConfig) -> RopeConfig:

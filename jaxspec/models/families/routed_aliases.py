@@ -1,8 +1,8 @@
 """Families with experts whose layers are those of others under other names.
 
-They are GLM-4.7-Flash, Kimi K2, DeepSeek-V3.2 and GLM-5 up to a length, Mistral Small 4, dots.llm1,
-MiniMax-M2, Hy3, ERNIE 4.5, Qwen2-MoE, and the text model of Qwen3-VL with experts. A family
-here is a row: what it is like, transformers' defaults of absent keys, and what is rewritten.
+They are GLM-4.7-Flash, Kimi K2, Mistral Small 4, dots.llm1, MiniMax-M2, Hy3, ERNIE 4.5, Qwen2-MoE,
+and the text model of Qwen3-VL with experts. A family here is a row: what it is like, transformers'
+defaults of absent keys, and what is rewritten.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from jaxspec.models.families.rope import (
     PARTIAL,
     SCALES_QUERIES,
     rope_of,
-    up_to,
     with_scaled_queries,
     without_image_positions,
 )
@@ -67,38 +66,6 @@ GLM4_MOE_LITE = dataclasses.replace(
     | {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
     | {"mlp_layer_types": None, "first_k_dense_replace": 1, "n_routed_experts": 64}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8}
-    | {"n_group": 1, "topk_group": 1},
-)
-
-
-def _before_choices(raw: Keys) -> Keys:
-    """The keys of a model whose tokens attend to the best ``index_topk`` positions, as a model of
-    that length: there they attend to all."""
-    count = raw.get("index_topk", 2048)
-    if not is_positive_integer(count):
-        raise ValueError(f"index_topk must be a positive integer, got {shown(count)}")
-    return up_to(raw, count)
-
-
-_INDEXER = words(
-    """index_topk index_head_dim index_n_heads indexer_types index_topk_pattern index_topk_freq
-    index_skip_topk_offset index_share_for_mtp_iteration indexer_rope_interleave layer_types"""
-)
-DEEPSEEK_V32 = dataclasses.replace(
-    DEEPSEEK_V3,
-    architecture="DeepseekV32ForCausalLM",
-    keys=DEEPSEEK_V3.keys | _INDEXER,
-    defaults=dict(DEEPSEEK_V3.defaults)
-    | {"max_position_embeddings": 163840, "mlp_layer_types": None},
-    rewrite=_before_choices,
-    left_out=(r"\.self_attn\.indexer\.",),
-)
-GLM_MOE_DSA = dataclasses.replace(
-    DEEPSEEK_V32,
-    architecture="GlmMoeDsaForCausalLM",
-    defaults=dict(DEEPSEEK_V32.defaults)
-    | sizes(154880, 6144, 12288, 78, 64, 64, 202752)
-    | {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}
     | {"n_group": 1, "topk_group": 1},
 )
 

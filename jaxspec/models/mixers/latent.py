@@ -11,6 +11,9 @@ A head's keys and values are projections of the latent. There are two ways to at
 
 Trees, and so all tokens that are decoded, always take the first; a prompt's tokens whichever is
 cheaper (PagedAttend).
+
+A layer may have an indexer (see indexer.py). Then a token attends to the positions that it chooses,
+in the first form.
 """
 
 from typing import Any
@@ -25,7 +28,9 @@ from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import LatentHeads
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.mixers.indexer import Indexer, indexer_shape
 from jaxspec.models.norms import rms_norm
+from jaxspec.models.rope import halves_of_pairs
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import HeadPart, One, TensorMap
 from jaxspec.parallel import Layout, Shards, check_divides
@@ -44,6 +49,7 @@ class LatentAttention(Pytree):
       kv_in: to the latent and the rotated key [L + R].
       key_up, value_up: from the latent to all heads' keys [Q, key_dim] and values [Q, value_dim].
         One tensor in checkpoints; apart here, as no product reads both.
+      indexer: None: tokens attend to all positions, or to those that an earlier layer chose.
     """
 
     q_in: Linear | None
@@ -54,13 +60,33 @@ class LatentAttention(Pytree):
     key_up: Linear
     value_up: Linear
     o: Linear
+    indexer: Indexer | None = None
     config: LatentConfig = static()
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
         """From normed input [B, T, H] and the layer's state to the addend of the residual stream
-        and the new state."""
+        and the new state.
+
+        Raises ValueError for a layer that attends to what an earlier one chose.
+        """
+        if self.config.indexer is not None and self.indexer is None:
+            raise ValueError("the layer attends to what an earlier one chose: run both together")
+        product, state, _ = self.choosing(x, state, step, None)
+        return product, state
+
+    def choosing(
+        self, x: Array, state: Any, step: ForwardPass, chosen: Array | None
+    ) -> tuple[Product, Any, Array | None]:
+        """As a call, with the positions int32 [B, T, k] that the last layer before this one chose
+        that has an indexer (None: all); and those that the next layer gets."""
         config, dtype = self.config, x.dtype
-        queries = step.scaled_queries(self._queries(x, step), config.rope)
+        source = self._source_of_queries(x, step)
+        if self.indexer is not None:
+            index = self.indexer(x, source, config.rope, step)
+            chosen, state = step.attend(state, index, None)
+        queries = self.q.product(source, "q").result(step.layout, step.kernels)
+        queries = queries.reshape(*x.shape[:2], -1, config.query_dim)
+        queries = step.scaled_queries(queries, config.rope)
         plain, rotary = jnp.split(queries, [config.key_dim], axis=-1)
         kept = self.kv_in.product(x, "kv").result(step.layout, step.kernels)
         latent, key = jnp.split(kept, [config.latent], axis=-1)
@@ -76,32 +102,30 @@ class LatentAttention(Pytree):
             value_up=self.value_up.dense(dtype),
             config=config,
             kernels=step.kernels,
+            chosen=chosen if config.indexer else None,
         )
         values, state = step.attend(state, heads, None)
         flat = values.reshape(*x.shape[:2], -1)
-        return self.o.product(flat, "o"), state
+        return self.o.product(flat, "o"), state, chosen
 
-    def _queries(self, x: Array, step: ForwardPass) -> Array:
-        """[B, T, Q, key_dim + R]"""
-        if self.q_in is not None:
-            x = self.q_in.product(x, "q").result(step.layout, step.kernels)
-            with jax.named_scope("norm"):
-                x = rms_norm(x, self.q_norm, NORM_EPS)
-        queries = self.q.product(x, "q").result(step.layout, step.kernels)
-        return queries.reshape(*x.shape[:2], -1, self.config.query_dim)
+    def _source_of_queries(self, x: Array, step: ForwardPass) -> Array:
+        """What queries are projections of: their normed latent, or the input itself."""
+        if self.q_in is None:
+            return x
+        latent = self.q_in.product(x, "q").result(step.layout, step.kernels)
+        with jax.named_scope("norm"):
+            return rms_norm(latent, self.q_norm, NORM_EPS)
 
     def _paired(self, x: Array) -> Array:
         """x [..., R] in an order in which entries i and i + R / 2 are a pair."""
-        if not self.config.interleaved:
-            return x
-        pairs = x.reshape(*x.shape[:-1], -1, 2)
-        return jnp.moveaxis(pairs, -1, -2).reshape(x.shape)
+        return halves_of_pairs(x) if self.config.interleaved else x
 
     reader = None  # several projections read the input
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedLatent:
-        """Empty pages of latents and rotated keys."""
-        return PagedLatent.create(geometry, self.config.stored_dim, self.kv_in.dtype, layout)
+        """Empty pages of latents and rotated keys, and of the indexer's keys."""
+        widths = self.config.stored_dim, self.config.index_dim
+        return PagedLatent.create(geometry, self.kv_in.dtype, layout, *widths)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "LatentAttention":
         """The same, with the map's result for ``<prefix>self_attn`` in place of every array."""
@@ -119,6 +143,7 @@ class LatentAttention(Pytree):
             key_up=tensor_map.linear(self.key_up, HeadPart(up, size, last=False)),
             value_up=tensor_map.linear(self.value_up, HeadPart(up, size, last=True)),
             o=tensor_map.linear(self.o, One(f"{module}o_proj")),
+            indexer=self.indexer and self.indexer.mapped(f"{module}indexer.", tensor_map),
         )
 
 
@@ -138,7 +163,10 @@ def latent_shape(
             ("hidden", "features"), (hidden_size, compressed), dtype, bias=config.bias
         )
         q = linear_shape(("features", "kv_heads"), (compressed, queries), dtype)
-    up = ("features", "kv_heads", "head_dim")
+    up, indexer = ("features", "kv_heads", "head_dim"), None
+    if config.index_dim:
+        assert config.indexer is not None and compressed is not None
+        indexer = indexer_shape(config.indexer, hidden_size, compressed, dtype)
     return LatentAttention(
         q_in=q_in,
         q_norm=vector(compressed or 0, dtype, when=compressed is not None),
@@ -152,5 +180,6 @@ def latent_shape(
         o=linear_shape(
             ("heads", "hidden"), (heads * config.value_dim, hidden_size), dtype, bias=config.bias
         ),
+        indexer=indexer,
         config=config,
     )

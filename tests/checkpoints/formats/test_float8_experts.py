@@ -262,6 +262,15 @@ def test_lists_may_name_what_is_plain(entry: str):
     assert read_float8(CONFIG, tensors)  # and there need not be a list
 
 
+def test_weights_of_an_indexers_heads_are_plain_under_any_name():
+    """GLM-5.2's list calls them ``indexers_proj``. Its other projections are quantized."""
+    inside = "model.layers.0.self_attn.indexer."
+    stored = module(f"{inside}weights_proj", 8, 8, **PLAIN) | module(f"{inside}wq_b", 128, 192)
+    config = CONFIG | {"modules_to_not_convert": ["model.layers.0.self_attn.indexers_proj"]}
+    parts = ("weights_proj.weight", "wq_b.values", "wq_b.scale")
+    assert set(read_float8(config, stored)) == {f"{inside}{part}" for part in parts}
+
+
 def test_compressed_tensors_have_such_experts():
     form = float8_channel()
     rng = np.random.default_rng(0)

@@ -1,0 +1,35 @@
+"""Config of sparse attention: which of the positions that a token sees it attends to."""
+
+import dataclasses
+
+from jaxspec.config.checks import check_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """An indexer beside latent attention (DeepSeek-V3.2, arXiv 2512.02556): it scores the positions
+    that a token sees, and the token attends to the best ``top_k``; to all, if it sees no more. Of
+    equal scores the lower position is the better one.
+
+    Attributes:
+      num_heads, head_dim: of the indexer's queries. It keeps one key of a token.
+      interleaved: the first entries of its queries and keys are rotated as the layer's keys are. Of
+        these entries 2 i and 2 i + 1 are a pair; else i and i + R / 2.
+      shared: the layer has no weights of an indexer. It attends to what the last layer before it
+        chose that has some (arXiv 2603.12201).
+    """
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    shared: bool = False
+
+    def __post_init__(self):
+        check_positive(index_topk=self.top_k, index_n_heads=self.num_heads)
+        check_positive(index_head_dim=self.head_dim)
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return (self.num_heads * self.head_dim) ** -0.5
