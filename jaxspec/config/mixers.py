@@ -190,6 +190,12 @@ class LatentConfig:
         """Entries that are kept of a token, besides an indexer's."""
         return self.latent + self.rope.head_dim
 
+    def entries_read(self, context: float) -> float:
+        """Entries that are read of so many tokens: a vector of each that is attended to, and a key
+        of each that the layer's indexer scores."""
+        attended = min(context, self.indexer.top_k) if self.indexer else context
+        return context * self.index_dim + attended * self.stored_dim
+
     @property
     def query_dim(self) -> int:
         return self.key_dim + self.rope.head_dim

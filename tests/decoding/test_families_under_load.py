@@ -29,10 +29,9 @@ ALIASES = tuple(alias_checkpoints.VARIANTS)
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
 # gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
 # positions that an indexer chooses.
-INDEXED = ("deepseek_v32", "glm_moe_dsa-shared")
 RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
-    *INDEXED,
+    *("deepseek_v32", "glm_moe_dsa-shared"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
@@ -42,14 +41,14 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layout": "qwen"},
     "qwen3_5_text": {"layout": "qwen"},
     "qwen3_5_moe_text": {"layout": "qwen"},
-    **{family: {} for family in INDEXED},
+    "deepseek_v32": {},
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 RECURRENT = ("lfm2", "bamba", "falcon_h1")
 FAMILIES = (
     *(*DENSE, *EXPERTS, *RECURRENT),
-    *(name for name in WITH_MTP if name not in (*EXPERTS, *INDEXED)),
+    *(name for name in WITH_MTP if name not in (*EXPERTS, *ALIASES)),
 )
 SHAPES = {
     "chain": SpeculationConfig.chain(3),
@@ -88,7 +87,7 @@ def params_of(family: str, drafter: str) -> EngineParams:
         return EngineParams(target=model, drafter=NoDrafter(), speculation=plain)
     made: Drafter = NGramDrafter(min_match=1)
     if name == "mtp":
-        made = EagleDrafter(head=mtp_head(model, **WITH_MTP[family]))
+        made = EagleDrafter(head=mtp_head(model, **WITH_MTP.get(family, {})))
     elif name != "ngram":
         made = make_drafter(name, model)
     return EngineParams(target=model, drafter=made, speculation=SHAPES[shape])
@@ -134,6 +133,7 @@ CASES = (
     *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
     *((family, "ngram tree") for family in ("gemma2", "qwen3_next", "lfm2", *RARE)),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
+    ("glm_moe_dsa-shared", "mtp tree"),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "draft_model tree") for family in DENSE),
     *((family, "eagle1 tree") for family in ("gemma", "olmo2")),

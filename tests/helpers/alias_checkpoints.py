@@ -36,8 +36,14 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
 }
 # Texts are longer than what is attended to. With many heads hardly any scores are equal, as those
-# without a product above 0 are: of these transformers chooses any.
-INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "head_dim": 8}
+# without a product above 0 are: of these transformers chooses any. Padding has embeddings of 0.
+INDEXER = {
+    "index_topk": 12,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
 # Queries are multiplied from the original length on, which texts are some times as long as.
 YARN = {
     "rope_type": "yarn",

@@ -19,8 +19,10 @@ def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, 
     """The model in float32, and its ``count`` MTP layers; ``kind`` is the config's class."""
     config = kind(**json.loads((path / "config.json").read_text()))
     config.num_mtp_layers = count
-    if layout != "deepseek":
+    if layout != "deepseek" or getattr(config, "layer_types", None):
         config.mtp_layer_types = ["full_attention"] * count
+    if getattr(config, "mlp_layer_types", None):  # as the last layer
+        config.mtp_mlp_layer_types = config.mlp_layer_types[-1:] * count
     config.mtp_hidden_states_first = layout == "mimo"
     stored = {
         name: torch.from_numpy(one)

@@ -128,6 +128,13 @@ def test_only_layers_with_an_indexer_keep_its_keys():
     assert keys[0].shape == (9, 1, 4, 16)
 
 
+def test_a_token_reads_all_keys_of_the_indexer_and_the_vectors_that_it_chose():
+    full, shared = (layer.mixer for layer in SHARED.layers[:2])
+    assert isinstance(full, LatentConfig) and isinstance(shared, LatentConfig)
+    assert [full.entries_read(context) for context in (100, 10)] == [1600 + 480, 160 + 400]
+    assert [shared.entries_read(context) for context in (100, 10)] == [480, 400]
+
+
 def test_an_mtp_layer_has_an_indexer_though_the_last_layer_has_none():
     assert SHARED.mtp is not None and indexers(SHARED)[-1].shared
     [indexer] = indexers(mtp_head_config(SHARED, SHARED.mtp).model)

@@ -47,6 +47,7 @@ BODIES: dict[str, tuple[str, str, MtpStates]] = {
     "mimo": ("qwen2", "mimo", BEFORE_AFTER),
     "deepseek_v3": ("deepseek_v3", "deepseek", AFTER),
     "deepseek_v3-halves": ("deepseek_v3-halves", "deepseek", AFTER),
+    "deepseek_v32": ("deepseek_v32", "deepseek", AFTER),
     "glm4_moe": ("glm4_moe", "deepseek", AFTER),
     "glm4_moe-qk-norm": ("glm4_moe-qk-norm", "deepseek", AFTER),
     "qwen3_next": ("qwen3_next", "qwen", AFTER),
@@ -63,6 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     def make(name: str, count: int = 1) -> tuple[Path, Any, Any]:
         variant, layout, _ = BODIES[name]
         changes = {"first_k_dense_replace": 1} if "halves" in name else {}
+        changes |= {"index_topk": 5} if name == "deepseek_v32" else {}  # of up to 13 tokens
         path = save_family(tmp_path_factory.mktemp("mtp"), variant, **changes)
         # Little noise: rounding grows from layer to layer, in transformers' float32 as in ours.
         add_mtp_layer(path, layout, count=count, noise=0.05)

@@ -150,8 +150,8 @@ def _local_heads(qkv: Any) -> int:
 
 
 def _cached_bytes(attention: Attention | LatentAttention, context: float) -> int:
-    if isinstance(attention, LatentAttention):  # one vector of a token, on every device
-        return round(context * attention.config.stored_dim * attention.kv_in.dtype.itemsize)
+    if isinstance(attention, LatentAttention):  # on every device
+        return round(attention.config.entries_read(context) * attention.kv_in.dtype.itemsize)
     config, kv_heads = attention.config, _local_heads(attention.qkv)
     size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize
     slot = 2 * kv_heads * config.head_dim * size
