@@ -3,12 +3,15 @@ choice of positions matters. test_families_under_load.py has the other cases."""
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.checkpoints.load import load
+from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.mixers import LatentConfig
@@ -18,7 +21,11 @@ from jaxspec.decoding.drafters import NGramDrafter, NoDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from tests.helpers.alias_checkpoints import random_alias
+from jaxspec.models.linear import Linear
+from jaxspec.models.quantized.float8 import Float8Linear
+from jaxspec.models.tensors import splitting
+from tests.helpers.alias_checkpoints import random_alias, raw_config
+from tests.helpers.quantized_checkpoints import float8_blocks, quantize_checkpoint
 from tests.helpers.random_models import random_prompts
 
 PLAIN, CHAIN = SpeculationConfig.chain(0), SpeculationConfig.chain(4)
@@ -27,9 +34,12 @@ PROMPTS = [prompt.tolist() for prompt in random_prompts((30, 3, 17))]
 NEW_TOKENS = 40
 
 
+FAMILY = "glm_moe_dsa-shared"
+
+
 @functools.cache
 def target() -> Decoder:
-    return random_alias("glm_moe_dsa-shared")
+    return random_alias(FAMILY)
 
 
 def texts(
@@ -41,8 +51,7 @@ def texts(
     **options: Any,
 ) -> list[list[int]]:
     """Half of the requests are greedy."""
-    plain = speculation.num_nodes == 1
-    drafter = NoDrafter() if plain else NGramDrafter(min_match=1)
+    drafter = NoDrafter() if speculation.num_nodes == 1 else NGramDrafter(min_match=1)
     params = EngineParams(target=model, drafter=drafter, speculation=speculation)
     cache = CacheConfig(page_size=page_size, max_length=96)
     engine = Engine(params, cache, EngineConfig(max_rows=max_rows, **options))
@@ -53,7 +62,7 @@ def texts(
     generations = engine.add_all(PROMPTS, ways)
     engine.finish(generations)
     assert not any(one.error for one in generations)
-    if not plain:
+    if speculation.num_nodes > 1:
         assert sum(one.statistics.accepted[1] for one in generations) > 4, "few accepted drafts"
     return [one.token_ids for one in generations]
 
@@ -83,6 +92,27 @@ def test_texts_are_deterministic_in_bfloat16():
     expected = texts(model, alone, max_rows=1, **own)
     for shape in (chain, tree):
         assert texts(model, shape, **own) == expected
+
+
+@pytest.mark.slow
+def test_speculation_changes_no_text_of_the_published_layout(tmp_path: Path):
+    """GLM-5.2's FP8 files have an indexer's queries and keys in 8 bits, and its weights of heads as
+    they are."""
+
+    def quantized(name: str) -> bool:
+        projection = name.endswith("proj.weight") and "weights_proj" not in name
+        return projection or name.endswith(("wq_b.weight", "wk.weight"))
+
+    whole = target()
+    save_tree(tmp_path / "wide", whole, whole.mapped(splitting()), raw_config(FAMILY))
+    directory, _ = quantize_checkpoint(tmp_path / "wide", tmp_path, float8_blocks(), quantized)
+    model = load(directory, "none", dtype="float32").target
+    mixer: Any = model.layers[0].mixer
+    indexer = mixer.indexer
+    assert [type(part) for part in (indexer.q, indexer.k, indexer.weights)] == [
+        *(Float8Linear, Float8Linear, Linear)
+    ]
+    assert texts(model, TREE) == texts(model)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.chosen import best_slots, choose_slots, chosen_attention
 from pallas_kernels.pages import QueryContext
+from tests.helpers.marks import slow
 
 BATCH, TOKENS, HEADS, WIDTH, LATENT, PAGE, COLUMNS = 2, 5, 3, 8, 6, 4, 6
 SLOTS = COLUMNS * PAGE
@@ -65,9 +66,6 @@ def expected_choice(row: int, token: int, top_k: int, tree: bool, first_slot: in
     return sorted(slots[i] for i in best) + [SLOTS] * (top_k - len(best))
 
 
-BLOCKS = (None, 2)  # also two queries at a time, of which the last block has one
-
-
 def choose(tree: bool, **options: Any) -> np.ndarray:
     found = choose_slots(
         jnp.asarray(Q),
@@ -81,11 +79,16 @@ def choose(tree: bool, **options: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tree", "options"),
-    [(True, {}), (False, {}), (True, {"first_slot": 2}), (True, {"order_invariant": True})],
+    ("tree", "options", "block"),
+    [
+        (True, {"first_slot": 2}, 2),
+        (True, {"order_invariant": True}, None),
+        *(slow(tree, {}, block) for tree in (True, False) for block in (None, 2)),
+        slow(True, {"order_invariant": True}, 2),
+    ],
 )
-@pytest.mark.parametrize("block", BLOCKS)
 def test_the_best_slots_are_chosen(tree: bool, options: dict[str, Any], block: int | None):
+    """Also two queries at a time, of which the last block has one."""
     first_slot = options.get("first_slot", 0)
     found = choose(tree, block=block, **options)
     for row in range(BATCH):
@@ -109,8 +112,10 @@ def test_of_equal_scores_the_lower_slots_are_chosen():
     assert best(-weights) == [[[0, 2, 3]]]
 
 
-@pytest.mark.parametrize("order_invariant", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("order_invariant", "block"),
+    [(False, 2), slow(False, None), slow(True, 2), slow(True, None)],
+)
 def test_attention_is_to_the_chosen_slots(order_invariant: bool, block: int | None):
     q, slots = numbers(BATCH, TOKENS, HEADS, WIDTH), choose(True)
     found = chosen_attention(
