@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,9 +30,11 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     }
 )
 
-# Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
-# config.json does not: AutoGPTQ's, AutoAWQ's and ModelOpt's, with what the file itself implies.
+# Ends of the names of packed tensors (8-bit floats are told by their dtype), and files in which
+# quantizers say how they packed them, where config.json does not: AutoGPTQ's, AutoAWQ's and
+# ModelOpt's, with what the file itself implies.
 OF_PACKED = (".qweight", ".weight_packed", ".weight_scale_2")
+FLOAT8 = "F8_E4M3"
 QUANTIZERS_FILES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "quantize_config.json": {"quant_method": "gptq"},
@@ -135,18 +137,20 @@ def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:
         return canonical(quantization_of(Path(directory), stored), stored)
 
 
-def quantization_of(directory: Path, names: Collection[str]) -> dict[str, Any] | None:
+def quantization_of(
+    directory: Path, stored: Mapping[str, CheckpointTensor]
+) -> dict[str, Any] | None:
     """What a checkpoint says of its quantization; None: it is not quantized.
 
-    ``names``: of its tensors. Packed ones without a word in config.json are of a quantizer that
-    wrote a file beside it.
+    ``stored``: its tensors. Packed ones without a word in config.json are of a quantizer that wrote
+    a file beside it.
 
     Raises ValueError if no file says how tensors were packed, and for a value that is no object.
     """
     path = directory / "config.json"
     if (found := named_quantization(read_json(path) if path.exists() else {})) is not None:
         return found
-    packed = next((name for name in names if name.endswith(OF_PACKED)), None)
+    packed = next((name for name, tensor in stored.items() if _is_packed(name, tensor)), None)
     if packed is None:
         return None
     for file, implied in QUANTIZERS_FILES.items():
@@ -157,6 +161,10 @@ def quantization_of(directory: Path, names: Collection[str]) -> dict[str, Any] |
         f"{shown_name(packed)} is packed, but config.json has no quantization_config, and there is "
         f"no {files} that says how: fetch that file from where the weights come from"
     )
+
+
+def _is_packed(name: str, tensor: CheckpointTensor) -> bool:
+    return name.endswith(OF_PACKED) or tensor.dtype == FLOAT8
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:

@@ -128,7 +128,8 @@ def as_served(trained: DraftHead, served: DraftHead) -> DraftHead:
     def rounded(like: Any, weights: Any) -> Any:
         if not isinstance(like, Float8Linear):
             return weights
-        return rounded_to_float8(weights, len(like.scale)).replace(activations=like.activations)
+        made = rounded_to_float8(weights, len(like.scale))
+        return made.replace(activations=like.activations, input_scale=like.input_scale)
 
     like = without_kv_scales(served)
     same = jax.tree.map(rounded, like, trained, is_leaf=lambda node: isinstance(node, Float8Linear))

@@ -191,6 +191,40 @@ def float8_blocks(scales: str = "weight_scale_inv", dtype: Any = np.float32) -> 
     return Format({**config, "weight_block_size": [128, 128]}, write)
 
 
+def float8_static() -> Format:
+    """A scale for each module, and one for its inputs: as Mistral has it."""
+
+    def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        scale = np.float32(np.abs(weight).max() / 448).astype(ml_dtypes.bfloat16)
+        values = (weight / scale.astype(np.float32)).astype(ml_dtypes.float8_e4m3fn)
+        inputs = np.array(rng.uniform(0.02, 0.03), np.float32)
+        tensors = {"weight": values, "weight_scale_inv": scale, "activation_scale": inputs}
+        return tensors, values.astype(np.float32) * scale.astype(np.float32)
+
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    return Format(config, write)
+
+
+def mxfp8() -> Format:
+    """compressed-tensors' mxfp8-quantized: a power of two for 32 inputs."""
+
+    def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        groups = weight.reshape(len(weight), -1, 32)
+        largest = np.abs(groups).max(-1) + 1e-9
+        stored = (127 + np.ceil(np.log2(largest / 448))).astype(np.uint8)
+        scale = np.exp2(stored.astype(np.float32) - 127)[..., None]
+        values = (groups / scale).astype(ml_dtypes.float8_e4m3fn)
+        meant = (values.astype(np.float32) * scale).reshape(weight.shape)
+        return {"weight": values.reshape(weight.shape), "weight_scale": stored}, meant
+
+    shared = {"num_bits": 8, "type": "float", "symmetric": True, "observer_kwargs": {}}
+    shared |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    inputs = {**shared, "dynamic": True}
+    return Format(
+        _compressed_config("mxfp8-quantized", {**shared, "dynamic": False}, inputs), write
+    )
+
+
 def _compressed_config(name: str, weights: Any, inputs: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -217,6 +251,8 @@ FORMATS = {
     "compressed act-order, rounded inputs": compressed(rounds=True, ordered=True),
     "float8": float8_channel(),
     "float8 blocks": float8_blocks(),
+    "float8 static": float8_static(),
+    "mxfp8": mxfp8(),
 }
 
 
@@ -242,8 +278,22 @@ def quantize_checkpoint(
         # A bias of the model stays; one that it does not have is written as zeros.
         quantized |= {f"{stem}{suffix}": own for suffix, own in tensors.items()}
     config = json.loads((source / "config.json").read_text())
-    own = config | {"quantization_config": form.config}
+    own = config | {"quantization_config": with_list(form.config, quantized)}
     return write(folder / "quantized", quantized, own), write(folder / "dense", meant, config)
+
+
+def with_list(config: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """A ``quantization_config`` that names the matrices which are not quantized, if it has a list
+    of them."""
+    if not config.get("ignore"):
+        return config
+    floats = (np.dtype("float32"), np.dtype(ml_dtypes.bfloat16))
+    plain = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.ndim == 2 and tensor.dtype in floats
+    ]
+    return config | {"ignore": [*config["ignore"], *plain]}
 
 
 def write(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
@@ -251,19 +301,19 @@ def write(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
     floats of NumPy."""
     folder.mkdir(parents=True)
     save_file(
-        {name: _of_torch(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors"
+        {name: of_torch(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors"
     )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def _of_torch(tensor: np.ndarray) -> torch.Tensor:
-    tensor = np.ascontiguousarray(tensor)
+def of_torch(tensor: np.ndarray) -> torch.Tensor:
+    tensor = np.array(tensor, order="C")  # np.ascontiguousarray would give numbers a dimension
     for dtype, bits, own in (
         (ml_dtypes.float8_e4m3fn, np.uint8, torch.float8_e4m3fn),
         (ml_dtypes.float8_e8m0fnu, np.uint8, torch.float8_e8m0fnu),
         (ml_dtypes.bfloat16, np.int16, torch.bfloat16),
     ):
         if tensor.dtype == dtype:
-            return torch.from_numpy(tensor.view(bits).copy()).view(own)
-    return torch.from_numpy(tensor.copy())
+            return torch.from_numpy(np.asarray(tensor.view(bits))).view(own)
+    return torch.from_numpy(tensor)

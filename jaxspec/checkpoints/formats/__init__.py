@@ -9,7 +9,9 @@ A quantized module ``<name>`` has, in place of ``<name>.weight``:
 - ``<name>.blocks``: of an expert's 8-bit floats, in place of ``scale``: the scales of blocks of
   outputs and inputs, as they are stored,
 - ``<name>.rounds``: empty; it is there if the inputs of integers are rounded to e4m3 when they are
-  used, with a scale for each token. Those of 8-bit floats always are, but for experts.
+  used, with a scale for each token. Those of 8-bit floats always are, but for experts,
+- ``<name>.inputs``: [out], of 8-bit floats: the scale with which inputs are rounded in place of one
+  for each token, the same for all outputs.
 
 w = (values - zero) * scale. Experts' numbers of 4 bits are bytes (U8), two in each (four_bits.py):
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoints.formats.fields import Fields
+from jaxspec.checkpoints.formats.plain import check_plain
 from jaxspec.checkpoints.formats.views import (
     INPUTS_FIRST,
     Tensors,
@@ -17,6 +18,7 @@ from jaxspec.checkpoints.formats.views import (
 from jaxspec.models.tensors import CheckpointTensor
 
 BITS = 4
+LIST = "modules_to_not_convert"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, from the low end
 
 
@@ -31,7 +33,7 @@ def read_awq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoint
     fields.must_be("zero_point", True, default=True)
     fields.must_be("desc_act", False, default=False)
     group = fields.group_size("group_size", aliases=("q_group_size",))
-    fields.ignored("quant_method", "modules_to_not_convert", "backend", "do_fuse", "exllama_config")
+    fields.ignored("quant_method", LIST, "backend", "do_fuse", "exllama_config")
     fields.ignored("fuse_max_seq_len", "modules_to_fuse")
     # GPTQModel's files have its own fields, too. Zeros are stored whatever ``sym`` says.
     fields.ignored("sym", "lm_head", "meta", "pack_dtype", "pack_impl")
@@ -40,7 +42,9 @@ def read_awq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoint
     def module_of(module: str) -> dict[str, CheckpointTensor]:
         return inputs_first_module(stored, module, BITS, group, axis=1, order=ORDER)
 
-    return with_modules(stored, "qweight", INPUTS_FIRST, module_of)
+    tensors = with_modules(stored, "qweight", INPUTS_FIRST, module_of)
+    check_plain(config, (LIST,), stored, tensors)
+    return tensors
 
 
 def _check_version(fields: Fields) -> None:

@@ -7,8 +7,10 @@ int32 [in] for mixed groups. Integers are signed, and packed plus 2^(bits - 1);
 w = (q - zero) * scale. Activations have 16 bits; or symmetric weights of 4 bits have activations
 that are rounded to e4m3 when they are used, with a scale for each token (W4AFP8).
 
-Floats (``float-quantized``): ``weight`` e4m3 [out, in] and ``weight_scale`` [out, 1], or
-[out / 128, in / 128]; activations are rounded when they are used.
+Floats (``float-quantized``): ``weight`` e4m3 [out, in] and ``weight_scale`` [out, 1], or one for a
+module, or [out / 128, in / 128]; activations are rounded when they are used, with a scale for each
+token, or with ``input_scale``, one for a module. ``mxfp8-quantized``: ``weight_scale`` U8 [out,
+in / 32], exponents.
 
 Floats of 4 bits: ``weight_packed`` U8 [out, in / 2], and ``weight_scale`` U8 [out, in / 32]
 (``mxfp4-pack-quantized``), or e4m3 [out, in / 16], which is divided by ``weight_global_scale``
@@ -16,16 +18,18 @@ Floats of 4 bits: ``weight_packed`` U8 [out, in / 2], and ``weight_scale`` U8 [o
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxspec.checkpoints.formats.eight_bits import BLOCK, GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
-from jaxspec.checkpoints.formats.float8 import float8_module
 from jaxspec.checkpoints.formats.four_bits import E4M3, factor_of, float4_module
 from jaxspec.checkpoints.formats.gptq import mixed_groups
 from jaxspec.checkpoints.formats.packing import per_word
+from jaxspec.checkpoints.formats.plain import check_plain
 from jaxspec.checkpoints.formats.views import (
     Tensors,
     check_divides,
@@ -43,18 +47,19 @@ from jaxspec.models.tensors import CheckpointTensor
 
 FORMATS = (
     *("pack-quantized", "float-quantized", "mixed-precision"),
-    *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"),
 )
 PARTS = (
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     *("weight_global_scale", "input_global_scale"),
 )
+FLOAT8 = ("weight", "weight_scale", "input_scale")
 # By whether weights are floats, and their bits.
 STRATEGIES = MappingProxyType(
     {
         (False, 4): ("channel", "group"),
         (False, 8): ("channel", "group"),
-        (True, 8): ("channel", "block"),
+        (True, 8): ("channel", "tensor", "block", "group"),
         (True, 4): ("group", "tensor_group"),
     }
 )
@@ -70,6 +75,7 @@ class Scheme:
       group: inputs that share a scale; None: all of them.
       block: [rows, columns] that share a scale; None: groups.
       rounds: whether activations are rounded to e4m3 when they are used; with e4m3 they always are.
+      is_static: whether that is with scales of the file.
     """
 
     targets: tuple[str, ...]
@@ -79,6 +85,7 @@ class Scheme:
     group: int | None
     block: tuple[int, int] | None
     rounds: bool
+    is_static: bool
 
     @property
     def kind(self) -> str:
@@ -104,11 +111,20 @@ def read_compressed_tensors(
         return _packed(stored, module, _scheme_of(schemes, module, "packed integers"))
 
     def floats(module: str) -> dict[str, CheckpointTensor]:
-        block = _scheme_of(schemes, module, "8-bit floats").block
-        return float8_module(stored, module, "weight_scale", block)
+        scheme = _scheme_of(schemes, module, "8-bit floats")
+        inputs = FLOAT8[-1] if scheme.is_static else None
+        if inputs is None and f"{module}.{FLOAT8[-1]}" in stored:
+            raise ValueError(
+                f"{module}.{FLOAT8[-1]} is there, but input_activations are dynamic in "
+                "quantization_config"
+            )
+        return float8_module(stored, module, FLOAT8[1], scheme.block, inputs)
 
     tensors = with_modules(stored, "weight_packed", PARTS, packed)
-    return with_modules(tensors, "weight_scale", ("weight", "weight_scale"), floats)
+    tensors = with_modules(tensors, FLOAT8[1], FLOAT8, floats)
+    is_meant = functools.partial(_is_meant, schemes)
+    check_plain(config, ("ignore",), stored, tensors, is_meant)
+    return tensors
 
 
 def read_schemes(config: Mapping[str, Any]) -> list[Scheme]:
@@ -157,7 +173,7 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
     bits = fields.must_be("num_bits", 4, 8)
     fields.must_be("dynamic", False, default=False)
     strategy = fields.must_be("strategy", *STRATEGIES[is_float, bits])
-    block = _block_of(fields) if strategy == "block" else None
+    block = _block_of(fields, strategy) if is_float and bits == 8 else None
     scheme = Scheme(
         targets=tuple(targets),
         is_float=is_float,
@@ -168,6 +184,7 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
         group=fields.group_size("group_size") if strategy == "group" else None,
         block=block,
         rounds=inputs is not None or (is_float and bits == 8),
+        is_static=is_float and bits == 8 and _is_static(inputs),
     )
     fields.ignored("actorder", "observer", "observer_kwargs", "block_structure", "group_size")
     fields.ignored("scale_dtype", "zp_dtype")
@@ -176,9 +193,19 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
     return scheme
 
 
-def _block_of(fields: Fields) -> tuple[int, int]:
-    rows, columns = fields.must_be("block_structure", [128, 128], default=[128, 128])
-    return rows, columns
+def _block_of(fields: Fields, strategy: str) -> tuple[int, int] | None:
+    """Outputs and inputs of 8-bit floats that share a scale; see ``float8_module``."""
+    if strategy == "group":
+        fields.must_be("group_size", GROUP[1])
+        return GROUP
+    if strategy != "block":
+        return None
+    fields.must_be("block_structure", list(BLOCK), default=list(BLOCK))
+    return BLOCK
+
+
+def _is_static(inputs: Any) -> bool:
+    return isinstance(inputs, dict) and inputs.get("dynamic") is False
 
 
 def _check_inputs(where: str, inputs: Any, scheme: Scheme) -> None:
@@ -200,11 +227,15 @@ def _check_inputs(where: str, inputs: Any, scheme: Scheme) -> None:
     fields = Fields(where, inputs)
     fields.must_be("type", "float")
     fields.must_be("num_bits", 8)
-    fields.must_be("dynamic", True)
     fields.must_be("symmetric", True, default=True)
-    if scheme.block is None:
+    if scheme.is_static and scheme.block is None:
+        fields.must_be("dynamic", False)
+        fields.must_be("strategy", "tensor")
+    elif scheme.block is None:
+        fields.must_be("dynamic", True)
         fields.must_be("strategy", "token")
     else:
+        fields.must_be("dynamic", True)
         fields.must_be("strategy", "group", "block")
         fields.must_be("group_size", scheme.block[1], default=scheme.block[1])
     fields.ignored("observer", "observer_kwargs", "actorder", "group_size", "block_structure")
@@ -244,6 +275,10 @@ def _float4(stored: Tensors, module: str) -> dict[str, CheckpointTensor]:
         whole = part_of(stored, module, "weight_global_scale")
         factor = factor_of(whole, codes.shape[0], divides=True)
     return float4_module(module, codes, scale, factor)
+
+
+def _is_meant(schemes: list[Scheme], module: str) -> bool:
+    return any(scheme.fits(module) for scheme in schemes)
 
 
 def _scheme_of(schemes: list[Scheme], module: str, kind: str) -> Scheme:

@@ -6,9 +6,18 @@ tensor beside them (NVFP4). Experts stay as they are stored. The weights of othe
 widened while they are read.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
-from jaxspec.checkpoints.formats.views import OF_EXPERT, Bounds, Tensors, View, check_shape
+from jaxspec.checkpoints.formats.views import (
+    FLOAT_SCALES,
+    OF_EXPERT,
+    Bounds,
+    Tensors,
+    View,
+    check_shape,
+)
 from jaxspec.models.tensors import CheckpointTensor
 
 E4M3 = "F8_E4M3"
@@ -69,22 +78,34 @@ def checked_scales(scale: CheckpointTensor) -> View:
     Reading raises ValueError for those that are no numbers, and for exponents with which a weight
     could be infinite.
     """
-    is_number = scale.dtype == E4M3
+    if scale.dtype == E4M3:
+        return _checked(scale, E4M3, lambda read: np.isnan(read.astype(np.float32)), "numbers")
+    return checked_exponents(scale, MOST_EXPONENT)
+
+
+def checked_exponents(scale: CheckpointTensor, most: int) -> View:
+    """Scales that are exponents, as U8. Reading raises ValueError for those above ``most``."""
+    return _checked(scale, "U8", lambda read: read > most, f"exponents up to {most}")
+
+
+def _checked(
+    scale: CheckpointTensor, dtype: str, is_bad: Callable[[np.ndarray], np.ndarray], must: str
+) -> View:
+    """Scales that are read as they are. Reading raises ValueError for bad ones: all must be what
+    ``must`` says."""
 
     def compute(*bounds: Bounds) -> np.ndarray:
         read = scale.read(*(slice(*each) for each in bounds))
-        bad = np.isnan(read.astype(np.float32)) if is_number else read > MOST_EXPONENT
-        if bad.any():
+        if (bad := is_bad(read)).any():
             place = np.argwhere(bad)[0]
             where = [int(start + at) for (start, _), at in zip(bounds, place, strict=True)]
-            found = read[tuple(place)]
-            must = "numbers" if is_number else f"exponents up to {MOST_EXPONENT}"
             raise ValueError(
-                f"{scale.file}: {scale.name} has the scale {found} at {where}: all must be {must}"
+                f"{scale.file}: {scale.name} has the scale {read[tuple(place)]} at {where}: all "
+                f"must be {must}"
             )
         return read
 
-    return View(scale, scale.shape, E4M3 if is_number else "U8", compute)
+    return View(scale, scale.shape, dtype, compute)
 
 
 def factor_of(tensor: CheckpointTensor, outputs: int, *, divides: bool) -> View:
@@ -94,13 +115,14 @@ def factor_of(tensor: CheckpointTensor, outputs: int, *, divides: bool) -> View:
 
     Raises ValueError for other than a single number above 0.
     """
-    if tensor.dtype != "F32" or tensor.shape not in ((), (1,)):
+    if tensor.dtype not in FLOAT_SCALES or tensor.shape not in ((), (1,)):
         raise ValueError(
-            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, but must be a single F32"
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, but must be a single F32, BF16 "
+            "or F16"
         )
 
     def compute(rows: Bounds) -> np.ndarray:
-        number = np.float32(tensor.read().reshape(()))
+        number = tensor.read().astype(np.float32).reshape(())
         if not (np.isfinite(number) and number > 0):
             raise ValueError(f"{tensor.file}: {tensor.name} is {number}, but must be above 0")
         return np.full(rows[1] - rows[0], 1 / number if divides else number, np.float32)

@@ -3,8 +3,7 @@
 ``<block>.experts.gate_up_proj_blocks`` U8 [E, out, in / 32, 16] holds two inputs a byte, the even
 one in the low half, and ``gate_up_proj_scales`` U8 [E, out, in / 32] an exponent for 32 inputs;
 ``down_proj`` likewise. Outputs of gate and up take turns. Biases are those of other checkpoints of
-all experts (see fused_experts.py). The tensors say what is quantized; lists of modules that are not
-are not needed.
+all experts (see fused_experts.py).
 """
 
 import re
@@ -15,6 +14,7 @@ import numpy as np
 
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import float4_module
+from jaxspec.checkpoints.formats.plain import check_plain
 from jaxspec.checkpoints.formats.views import Bounds, Tensors, View, check_shape
 from jaxspec.checkpoints.fused_experts import OfExpert
 from jaxspec.models.tensors import CheckpointTensor
@@ -23,6 +23,7 @@ BLOCKS = re.compile(
     r"(?P<module>(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj))_blocks"
 )
 BYTES = 16  # of a group
+LIST = "modules_to_not_convert"
 
 
 def read_mxfp4(config: Mapping[str, Any], stored: Tensors) -> dict[str, CheckpointTensor]:
@@ -31,7 +32,7 @@ def read_mxfp4(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoi
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
     fields = Fields("quantization_config", config)
-    fields.ignored("quant_method", "modules_to_not_convert", "dequantize")
+    fields.ignored("quant_method", LIST, "dequantize")
     fields.check_all_read()
     tensors = dict(stored)
     for name in stored:
@@ -45,6 +46,7 @@ def read_mxfp4(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoi
                     one = f"{match['experts']}.{expert}.{projection}"
                     parts = [_of_expert(whole, expert, first, step) for whole in (codes, scale)]
                     tensors |= float4_module(one, parts[0], parts[1])
+    check_plain(config, (LIST,), stored, tensors)
     return tensors
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from jaxspec.checkpoints.formats.dtypes import DTYPES
-from jaxspec.checkpoints.formats.float8 import BLOCK
+from jaxspec.checkpoints.formats.eight_bits import BLOCK
 from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.quantized.float8_experts import Float8Experts, float8_experts_shape
 from jaxspec.models.quantized.four_bit_experts import (
@@ -24,8 +24,8 @@ def experts_shape(
     Raises ValueError for a format that experts are not read in.
     """
     if (blocks := stored.get(f"{name}.blocks")) is not None:
-        by_output = blocks.shape == (stored[f"{name}.values"].shape[0], 1)
-        return float8_experts_shape(linear, (1, linear.weight.shape[1]) if by_output else BLOCK)
+        block = _block(stored[f"{name}.values"].shape, blocks.shape)
+        return float8_experts_shape(linear, block, DTYPES[_dtype_of(blocks)])
     codes: list[Code] = [code for code, kind in KINDS.items() if f"{name}.{kind}" in stored]
     if not codes:
         raise ValueError(
@@ -40,3 +40,16 @@ def experts_shape(
     return four_bit_experts_shape(
         linear, codes[0], scale.shape[1], DTYPES[scale.dtype], zero=has_zero, factor=has_factor
     )
+
+
+def _block(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+    """Outputs and inputs that share one of so many scales, of so many values."""
+    if scales == tuple(-(-size // step) for size, step in zip(values, BLOCK, strict=True)):
+        return BLOCK
+    rows, columns = (size // count for size, count in zip(values, scales, strict=True))
+    return rows, columns
+
+
+def _dtype_of(blocks: CheckpointTensor) -> str:
+    """Of scales in memory: bytes, which are exponents, or float32."""
+    return "U8" if blocks.dtype == "U8" else "F32"

@@ -65,7 +65,8 @@ def _shapes(
 
     dtype, scale_dtype = DTYPES[values.dtype], DTYPES[scale.dtype]
     if dtype == E4M3:
-        return float8_shape(linear, num_groups, scale_dtype)
+        is_static = f"{name}.inputs" in stored
+        return float8_shape(linear, num_groups, scale_dtype, is_static=is_static)
     zero, rounds = (f"{name}.{kind}" in stored for kind in ("zero", "rounds"))
     return grouped_shape(
         linear, num_groups, dtype, scale_dtype, zero=zero, mixed=mixed, rounds=rounds
@@ -76,7 +77,7 @@ def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...])
     """Raise ValueError unless these modules are quantized alike."""
     first, *others = names
     for other in others:
-        for kind in (*VALUES, "scale", "blocks", "zero", "factor", "groups", "rounds"):
+        for kind in (*VALUES, "scale", "blocks", "zero", "factor", "groups", "rounds", "inputs"):
             ours, theirs = (stored.get(f"{name}.{kind}") for name in (first, other))
             if _signature(ours, kind) != _signature(theirs, kind):
                 raise ValueError(

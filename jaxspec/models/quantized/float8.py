@@ -1,7 +1,8 @@
 """Weights and activations of 8-bit floats (e4m3): their products are those that tensor cores have.
 
-Weights have a scale for each output, or for each output and 128 inputs. Activations are rounded
-when they are used, with a scale for each token, or for each token and as many inputs.
+Weights have a scale for each output, or for each output and a group of inputs. Activations are
+rounded when they are used, with a scale for each token, or for each token and as many inputs; or
+with one scale for all of them, which the checkpoint has.
 """
 
 import math
@@ -18,8 +19,10 @@ from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.packed_product import packed_product, sizes_misfit
 from pallas_kernels.packed_product.reference import dequantized
+from pallas_kernels.packed_product.tuning import scaled_rows
 from pallas_kernels.products import input_last_product
 from pallas_kernels.round_tokens import round_tokens
+from pallas_kernels.round_tokens.reference import rounded_by
 from pallas_kernels.selection import Kernels
 
 E4M3 = jnp.dtype("float8_e4m3fn")
@@ -32,11 +35,15 @@ class Float8Linear(PackedLinear):
     Attributes:
       values: e4m3 [*out, in].
       scale: float [n, *out] of n groups of consecutive inputs.
+      input_scale: float32 [*out], of which the largest is that of all inputs: projections that are
+        computed together have the same inputs, whose scales were measured for each of them. n is 1.
+        None: each token has a scale of its own.
       activations: the dtype of inputs and outputs.
     """
 
     values: Array = array()
     scale: Array = array()
+    input_scale: Array | None = array(default=None)
     bias: Array | None = array(default=None)  # [*out]
     axes: tuple[str, ...] = static()
     activations: jnp.dtype = static()
@@ -44,12 +51,16 @@ class Float8Linear(PackedLinear):
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         size, *outputs = self.axes
         by_group = (size if len(self.scale) > 1 else "group", *outputs)
-        return {"values": (*outputs, size), "scale": by_group, "bias": tuple(outputs)}
+        return {
+            **{"values": (*outputs, size), "scale": by_group},
+            **{"input_scale": tuple(outputs), "bias": tuple(outputs)},
+        }
 
     def mapped(self, source: Source, tensor_map: TensorMap) -> "Float8Linear":
         return self.replace(
             values=tensor_map.of_source(OutputsFirst(source), "values", self.values),
             scale=tensor_map.of_source(source, "scale", self.scale),
+            input_scale=tensor_map.of_source(source, "inputs", self.input_scale),
             bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
@@ -58,7 +69,9 @@ class Float8Linear(PackedLinear):
         return True
 
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
-        return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
+        if self.input_scale is not None or len(self.scale) > 1:
+            return False
+        return "round_tokens" in kernels and dtype == jnp.bfloat16
 
     @property
     def _bits(self) -> tuple[int, int]:
@@ -70,7 +83,7 @@ class Float8Linear(PackedLinear):
 
     def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
         """x [..., in] -> [S, ..., *out], rounded to ``dtype`` once."""
-        rounded, x_scale = rounded_rows(x, len(self.scale), kernels)
+        rounded, x_scale = self._rounded(x, kernels)
         if self._runs_packed(x, kernels):
             how: dict[str, Any] = {"dtype": dtype, "implementation": "mosaic_gpu"}
             weights = *self._flat(), None
@@ -78,6 +91,14 @@ class Float8Linear(PackedLinear):
         else:
             y = _product(rounded, x_scale[:, : len(rounded)], *self._flat(), x.dtype)[None]
         return y.reshape(num_splits, *x.shape[:-1], *self.out_shape).astype(dtype)
+
+    def _rounded(self, x: Any, kernels: Kernels) -> tuple[Array, Array]:
+        """e4m3 rows [M, in] and their scales float32 [n, M or more]."""
+        if self.input_scale is None:
+            return rounded_rows(x, len(self.scale), kernels)
+        rows, scale = x.reshape(-1, x.shape[-1]), jnp.max(self.input_scale)
+        padded = scaled_rows(len(rows))
+        return rounded_by(rows.astype(jnp.float32), scale), jnp.broadcast_to(scale, (1, padded))
 
     def _flat(self) -> tuple[Array, Array]:
         """Values [V, in] and scale [n, V], with all outputs in one dimension V."""
@@ -105,12 +126,18 @@ def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.d
     return input_last_product(wide, weights, jnp.float32)
 
 
-def float8_shape(linear: Linear, num_groups: int, scale_dtype: jnp.dtype) -> Float8Linear:
-    """A Float8Linear of ShapeDtypeStructs in place of a Linear of such."""
+def float8_shape(
+    linear: Linear, num_groups: int, scale_dtype: jnp.dtype, *, is_static: bool = False
+) -> Float8Linear:
+    """A Float8Linear of ShapeDtypeStructs in place of a Linear of such.
+
+    ``is_static``: whether its inputs have one scale.
+    """
     size, *outputs = linear.weight.shape
     return Float8Linear(
         values=array_shape(*outputs, size, dtype=E4M3),
         scale=array_shape(num_groups, *outputs, dtype=scale_dtype),
+        input_scale=array_shape(*outputs, dtype=jnp.dtype("float32"), when=is_static),
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear, PerExpert
 from jaxspec.models.quantized.float8 import E4M3
+from jaxspec.models.quantized.four_bits import widened_scales
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
@@ -22,8 +23,9 @@ class Float8Experts(AnyExpertLinear):
 
     Attributes:
       values: e4m3 [E, *out, in].
-      scale: float32 [E, *out, in], but for blocks of the last output dimension and of the input.
-        The last block of either is shorter, if sizes are no multiple.
+      scale: float32, or exponents (uint8, see four_bits.py), [E, *out, in], but for blocks of the
+        last output dimension and of the input. The last block of either is shorter, if sizes are
+        no multiple.
       block: outputs and inputs that share a scale.
       activations: the dtype of inputs and outputs.
     """
@@ -56,7 +58,7 @@ class Float8Experts(AnyExpertLinear):
         return None
 
     def of(self, index: Array) -> Array:
-        values, scale = self.values[index], self.scale[index]
+        values, scale = self.values[index], widened_scales(self.scale[index])
         for axis, size in zip((values.ndim - 2, values.ndim - 1), self.block, strict=True):
             repeated = jnp.repeat(scale, min(size, values.shape[axis]), axis)
             scale = lax.slice_in_dim(repeated, 0, values.shape[axis], axis=axis)
@@ -73,13 +75,15 @@ class Float8Experts(AnyExpertLinear):
         )
 
 
-def float8_experts_shape(linear: ExpertLinear, block: tuple[int, int]) -> Float8Experts:
+def float8_experts_shape(
+    linear: ExpertLinear, block: tuple[int, int], scale_dtype: jnp.dtype
+) -> Float8Experts:
     """A Float8Experts of ShapeDtypeStructs in place of an ExpertLinear of such."""
     experts, size, *outputs = linear.weight.shape
     rows, columns = -(-outputs[-1] // block[0]), -(-size // block[1])
     return Float8Experts(
         values=array_shape(experts, *outputs, size, dtype=E4M3),
-        scale=array_shape(experts, *outputs[:-1], rows, columns, dtype=jnp.dtype("float32")),
+        scale=array_shape(experts, *outputs[:-1], rows, columns, dtype=scale_dtype),
         bias=linear.bias,
         axes=linear.axes,
         block=block,

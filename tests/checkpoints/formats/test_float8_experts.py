@@ -39,6 +39,8 @@ from tests.helpers.quantized_checkpoints import (
     Format,
     float8_blocks,
     float8_channel,
+    float8_static,
+    mxfp8,
     quantize_checkpoint,
 )
 from tests.helpers.random_experts import random_expert_target, random_own, random_rows, written_out
@@ -128,7 +130,11 @@ DENSE = "model.layers.0.self_attn.kv_a_proj_with_mqa"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block"), [("float32", (128, 128)), ("bfloat16", (128, 128)), ("float32", (1, 320))]
+    ("dtype", "block"),
+    [
+        *(("float32", block) for block in ((128, 128), (1, 320), (200, 320), (1, 32))),
+        ("bfloat16", (128, 128)),
+    ],
 )
 def test_chosen_experts_are_widened_as_the_table_says(dtype: str, block: tuple[int, int]):
     rng = np.random.default_rng(0)
@@ -136,9 +142,13 @@ def test_chosen_experts_are_widened_as_the_table_says(dtype: str, block: tuple[i
     assert len(np.unique(stored)) == 254
     shape = (-(-200 // block[0]), -(-320 // block[1]))
     scale = rng.lognormal(-5, 2, (3, 2, *shape)).astype(np.float32)
+    in_memory = scale
+    if block == (1, 32):  # exponents
+        in_memory = rng.integers(110, 140, scale.shape).astype(np.uint8)
+        scale = np.ldexp(np.float32(1), in_memory.astype(int) - 127)
     experts = Float8Experts(
         values=jnp.asarray(stored.view(ml_dtypes.float8_e4m3fn)),
-        scale=jnp.asarray(scale),
+        scale=jnp.asarray(in_memory),
         axes=("experts", "whole_hidden", "two", "units"),
         block=block,
         activations=jnp.dtype(dtype),
@@ -228,7 +238,7 @@ def test_scales_of_short_blocks_are_read(name: str, kind: Any):
 PLAIN = {"weight": np.ones((8, 8), np.float32), "weight_scale_inv": None}
 LISTED = {"modules_to_not_convert": ["lm_head", "model.layers.3.mlp.gate"]}
 WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    (EXPERT, {"weight_scale_inv": None}, {}, f"{EXPERT}.weight is F8_E4M3, but {EXPERT}.weight_sc"),
+    (EXPERT, {"weight_scale_inv": None}, {}, f"weight is F8_E4M3, but the scales of {EXPERT} are"),
     (EXPERT, {"weight": None}, {}, f"{EXPERT}.weight is missing"),
     (EXPERT, {"weight": np.ones((8, 8), np.float32)}, {}, r"weight is F32 \[8, 8\], not a F8_E4M3"),
     (EXPERT, {"weight_scale_inv": np.ones((1, 2), np.float32)}, {}, r"\[1, 2\], but must be \[2, "),
@@ -304,13 +314,24 @@ MODELS: dict[str, Callable[[Path], Path]] = {"qwen3_moe": save_qwen, "deepseek_v
 
 
 @pytest.mark.parametrize(
-    ("form", "block"), [slow(BLOCKS, (128, 128)), (float8_channel(), (1, 192))]
+    ("form", "block"),
+    [
+        (float8_channel(), (1, 192)),
+        slow(BLOCKS, (128, 128)),
+        slow(mxfp8(), (1, 32)),
+        slow(float8_static(), None),  # the inputs of experts are not rounded
+    ],
 )
-def test_other_names_and_scales_of_outputs(form: Format, block: tuple[int, int], tmp_path: Path):
+def test_other_names_and_scales(form: Format, block: tuple[int, int] | None, tmp_path: Path):
     path, wide = quantize_checkpoint(save_minimax(tmp_path / "bf16"), tmp_path, form, is_of_expert)
     found, wanted = (load(each, "none").target.layers[1].mlp for each in (path, wide))
     assert isinstance(found, Experts) and isinstance(wanted, Experts)
-    assert isinstance(found.gate_up, Float8Experts) and found.gate_up.block == block
+    assert isinstance(found.gate_up, Float8Experts) and isinstance(found.down, Float8Experts)
+    if block is None:
+        assert (found.gate_up.block, found.down.block) == ((160, 192), (192, 160))
+    else:
+        assert found.gate_up.block == block
+    assert found.gate_up.scale.dtype == (np.uint8 if block == (1, 32) else np.float32)
     for ours, theirs in ((found.gate_up, wanted.gate_up), (found.down, wanted.down)):
         np.testing.assert_array_equal(ours.of(jnp.arange(2)), theirs.of(jnp.arange(2)))
 

@@ -33,7 +33,7 @@ from tests.helpers.marks import slow
 from tests.helpers.quantized_checkpoints import FORMATS, awq, gptq, quantize_checkpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
-FLOATS = ("float8", "float8 blocks")
+FLOATS = ("float8", "float8 blocks", "float8 static", "mxfp8")
 ROUNDED = tuple(name for name in FORMATS if name.endswith("rounded inputs"))
 ROUNDS = (*FLOATS, *ROUNDED)  # inputs of products to e4m3
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -140,10 +140,23 @@ def test_products_round_their_inputs(name: str, checkpoints):
     x[2] *= 1e4
     groups = x.reshape(3, 1 if name in ROUNDED else len(quantized.scale), -1)
     step = np.maximum(np.abs(groups).max(-1, keepdims=True) / 448, 1e-30)
+    if name == "float8 static":
+        x[2] /= 1e4  # larger values would be cut off
+        step = np.asarray(quantized.input_scale)[0]
     read = ((groups / step).astype(jnp.float8_e4m3fn).astype(np.float32) * step).reshape(x.shape)
     wanted = read @ np.asarray(reference.weight)
     np.testing.assert_allclose(quantized(x), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     np.testing.assert_allclose(read, x, rtol=0.07, atol=1e-3 * np.abs(x).max())
+
+
+def test_scales_of_the_file_cut_off_larger_inputs():
+    """Of projections that are computed together the largest scale counts."""
+    linear = rounded_to_float8(Linear(weight=jnp.eye(32), axes=("hidden", "ff")))
+    scale = jnp.full(32, 0.25).at[3].set(0.5)
+    x = jnp.asarray([[1e6, -1e6, 1.0, *[0.0] * 29]])
+    found = linear.replace(input_scale=scale)(x)
+    np.testing.assert_allclose(found[0, :4], [224, -224, 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(linear(x)[0, :4], [1e6, -1e6, 0, 0], atol=3)
 
 
 def test_tokens_are_rounded_by_themselves():
@@ -349,7 +362,7 @@ def test_bad_tensors_are_named(
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("compressed", {"config_groups": []}, "config_groups must be an object of objects"),
         ("float8 blocks", {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64]"),
-        ("float8 blocks", {"activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ("float8 blocks", {"activation_scheme": "static"}, "static goes with weight_block_size"),
     ],
 )  # fmt: skip
 def test_unsupported_fields_are_named(

@@ -232,7 +232,11 @@ def test_bad_tensors_are_named(form: str, changes: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("form", "fields", "message"),
     [
-        ("modelopt", {"quant_algo": "FP8"}, "quant_algo is 'FP8'; supported is 'NVFP4' or 'W4A16"),
+        (
+            "modelopt",
+            {"quant_algo": "FP8_PB_WO"},
+            "quant_algo is 'FP8_PB_WO'; supported is 'NVFP4'",
+        ),
         ("modelopt", {"group_size": 32}, "group_size is 32; supported is 16"),
         ("modelopt", {"quantization": 4}, "quantization must be an object, got 4"),
         ("gpt-oss", {"twist": 1}, "field 'twist' (= 1) is not supported"),

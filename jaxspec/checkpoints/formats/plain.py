@@ -1,0 +1,75 @@
+"""Lists of modules that are not quantized, compared with the tensors.
+
+Tensors alone decide what is quantized: names in lists are those of the class that wrote the file,
+and often wrong for a text model. But a projection that has no scales and that the list does not
+name may have lost them.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxspec.checkpoints.formats.views import Tensors
+from jaxspec.models.json.values import shown
+
+E4M3 = "F8_E4M3"
+# Projections of attention and MLPs, which are those that checkpoints quantize. An indexer's weights
+# of heads are not; the list of GLM-5.2 has another name for them.
+PROJECTION = re.compile(
+    r"(?:.*\.)?(?P<place>layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123]))"
+)
+
+
+def check_plain(
+    config: Mapping[str, Any],
+    keys: tuple[str, ...],
+    stored: Tensors,
+    tensors: Tensors,
+    is_meant: Callable[[str], bool] = lambda module: True,
+) -> None:
+    """Raise ValueError for a weight of 8-bit floats that has no scales, and for a projection
+    without them that the config's list does not name, if there is such a list.
+
+    Args:
+      keys: of the list in ``config``; the first that is there counts.
+      stored: what the checkpoint has.
+      tensors: what was made of it; weights that are the same are not quantized.
+      is_meant: whether the config means to quantize a module, by its name.
+    """
+    key = next((key for key in keys if config.get(key)), None)
+    listed = _names_in(config[key], key) if key else []
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module == name or stored.get(name) is not tensor:
+            continue
+        if tensor.dtype == E4M3:
+            raise ValueError(f"{tensor.name} is {E4M3}, but the scales of {module} are missing")
+        match = PROJECTION.fullmatch(module) if listed and is_meant(module) else None
+        if match and not any(_names(entry, match["place"]) for entry in listed):
+            raise ValueError(
+                f"{tensor.name} is {tensor.dtype} and {module} has no scales, but "
+                f"quantization_config: {key} does not name it: name it there if it is not quantized"
+            )
+
+
+def _names_in(listed: Any, key: str) -> list[str]:
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"quantization_config: {key} must be a list of names, got {shown(listed)}")
+    return listed
+
+
+def _names(entry: str, place: str) -> bool:
+    """Whether an entry of a list means the module at ``place``, which begins with ``layers``.
+    Entries may begin with the prefix of another class that wraps the model, be an expression, have
+    asterisks, be the last names of a module, or name a module that holds it."""
+    if entry.startswith("re:"):
+        try:
+            return re.search(entry.removeprefix("re:"), place) is not None
+        except re.error:
+            return False
+    found = re.search(r"(^|\.)(layers\.[\d*]+(\..*)?)$", entry)
+    entry = (found[2] if found else entry).strip(".")
+    if "*" in entry:
+        return any(fnmatch.fnmatchcase(f".{place}.", f"*.{entry}{end}") for end in (".", ".*"))
+    return f".{entry}." in f".{place}."

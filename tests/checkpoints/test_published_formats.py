@@ -1,0 +1,66 @@
+"""Quantized checkpoints as published, on every road to a text: speculation changes none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands import generate
+from tests.helpers.marks import LEFT_OUT, slow
+from tests.helpers.published_formats import PUBLISHED, publish
+from tests.helpers.served import ask
+
+PROMPT, NUM_TOKENS = "one two one two one", 24
+TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+FAST = "Llama, NVFP4 of ModelOpt"
+
+
+def by_command(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What ``jaxspec generate`` says of a text, and of the one without speculation."""
+    arguments = [
+        "--model",
+        str(path),
+        "--drafter",
+        "ngram",
+        "--tree",
+        "8:3:2",
+        "--temperature",
+        "0",
+    ]
+    arguments += ["--prompt", PROMPT, "--max-tokens", str(NUM_TOKENS), "--max-length", "64"]
+    arguments += ["--compare", "--pairs", "1", "--json", "--no-compilation-cache"]
+    assert generate.main(arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.filterwarnings(LEFT_OUT)
+@pytest.mark.parametrize(
+    "name", [FAST, *(slow(name) for name in (*PUBLISHED, "gpt-oss") if name != FAST)]
+)
+def test_texts_are_those_of_plain_decoding(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = publish(name, tmp_path)
+    said = by_command(path, capsys)
+    assert said["identical"] is True
+    llm = LLM(path, "ngram", speculation=TREE)
+    [completion] = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+    request = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+    [answer] = ask(llm, request)
+    assert said["text"] == completion.text == answer.choices[0].text
+    assert len(completion.token_ids) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(LEFT_OUT)
+@pytest.mark.parametrize("name", ["DeepSeek-V3, FP8", "Qwen 3.5 with experts, FP8"])
+def test_mtp_layers_of_the_file_draft(name: str, tmp_path: Path):
+    path = publish(name, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    found = [
+        LLM(path, drafter, speculation=SpeculationConfig.chain(2)).generate([PROMPT], params)
+        for drafter in ("none", "mtp")
+    ]
+    assert found[0][0].token_ids == found[1][0].token_ids

@@ -1,0 +1,237 @@
+"""Quantized checkpoints as they are published: names and fields, shards with an index, plain
+tensors in bfloat16, a tokenizer. Weights are random, and written from the formats' descriptions."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.torch import save_file
+
+from tests.helpers import four_bit_checkpoints as four_bits
+from tests.helpers.checkpoints import add_mtp_layer, save_byte_tokenizer
+from tests.helpers.families import save_family
+from tests.helpers.hybrid_checkpoints import VISION, contents
+from tests.helpers.quantized_checkpoints import (
+    Format,
+    Tensors,
+    compressed,
+    float8_blocks,
+    float8_channel,
+    of_torch,
+)
+
+Contents = tuple[Tensors, dict[str, Any]]
+# Not in bfloat16 where all others are: corrections of routers, and decays of recurrent layers.
+IN_FLOAT32 = ("e_score_correction_bias", "A_log")
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A checkpoint as someone publishes it.
+
+    Attributes:
+      source: makes a dense checkpoint in a directory.
+      form: of its quantized modules, with the fields of ``quantization_config`` that it always has.
+      quantizes: whether a tensor of the source is, by its name.
+      fields: further ones of ``quantization_config``.
+      wrapped: what a file of text and images makes of names and config.
+      file: that ``quantization_config`` is in.
+    """
+
+    source: Callable[[Path], Path]
+    form: Format
+    quantizes: Callable[[str], bool]
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    wrapped: Callable[[Contents], Contents] | None = None
+    file: str = "config.json"
+
+
+def of_family(name: str, **changes: Any) -> Callable[[Path], Path]:
+    return lambda directory: save_family(directory, name, **changes)
+
+
+def with_mtp(name: str, layout: str, **changes: Any) -> Callable[[Path], Path]:
+    return lambda directory: add_mtp_layer(save_family(directory, name, **changes), layout)
+
+
+def is_projection(name: str) -> bool:
+    """Of attention, MLPs, experts and recurrences; not routers, norms, convolutions, heads, and
+    what joins the inputs of an MTP layer."""
+    if name.endswith(
+        ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight", "eh_proj.weight")
+    ):
+        return False
+    return name.endswith(("proj.weight", "proj_with_mqa.weight", "in_proj_qkv.weight")) or (
+        name.endswith(("in_proj_z.weight", "in_proj_qkvz.weight", "output_linear.weight"))
+    )
+
+
+def is_of_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def as_images_and_text(own: Contents) -> Contents:
+    """As Qwen 3.5 has it."""
+    tensors, inner = own
+    quantization = inner.pop("quantization_config")
+    tensors = {
+        f"model.language_model.{name.removeprefix('model.')}" if "model." in name[:6] else name: x
+        for name, x in tensors.items()
+    }
+    tensors["model.visual.pos_embed.weight"] = np.ones((16, 32), np.float32)
+    raw = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": inner,
+        "vision_config": VISION,
+        "image_token_id": 5,
+        "quantization_config": quantization,
+    }
+    return tensors, raw
+
+
+def as_kimi(own: Contents) -> Contents:
+    tensors, raw = own
+    return tensors, raw | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+
+
+LISTED_BY_QWEN = [
+    *("lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"),
+    *("model.layers.0.post_attention_layernorm", "model.layers.1.input_layernorm"),
+    *("model.layers.1.mlp.gate", "model.layers.1.post_attention_layernorm"),
+]
+LISTED_BY_QWEN_3_5 = [
+    *("lm_head", "model.language_model.embed_tokens", "model.visual.pos_embed"),
+    *(f"model.language_model.layers.{i}.mlp.gate" for i in range(4)),
+    *(f"model.language_model.layers.{i}.mlp.shared_expert_gate" for i in range(4)),
+    *(f"model.language_model.layers.{i}.linear_attn.{x}" for i in (0, 2) for x in ("conv1d",)),
+    *(f"model.language_model.layers.{i}.linear_attn.in_proj_{x}" for i in (0, 2) for x in "ab"),
+    *("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"),
+]
+BLOCKS, INT4, NVFP4 = float8_blocks(), compressed(4, 32), four_bits.nvfp4()
+MODELOPT = four_bits.modelopt()
+OF_MODELOPT: dict[str, Any] = {
+    "producer": {"name": "modelopt", "version": "0.33.1"},
+    "ignore": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "dynamic": False,
+                "num_bits": 4,
+                "type": "float",
+                "group_size": 16,
+            },
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+}
+ONLY_EXPERTS = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    "re:.*mlp\\.(gate|up|down)_proj.*",
+]
+
+PUBLISHED = MappingProxyType(
+    {
+        # Experts.
+        "Qwen3-MoE, FP8": Published(
+            of_family("qwen3_moe"),
+            BLOCKS,
+            is_projection,
+            {"modules_to_not_convert": LISTED_BY_QWEN},
+        ),
+        "Qwen 3.5 with experts, FP8": Published(
+            with_mtp("qwen3_5_moe_text", "qwen"),
+            BLOCKS,
+            is_projection,
+            {"modules_to_not_convert": LISTED_BY_QWEN_3_5},
+            wrapped=as_images_and_text,
+        ),
+        "DeepSeek-V3, FP8": Published(with_mtp("deepseek_v3", "deepseek"), BLOCKS, is_projection),
+        "Kimi K2, INT4": Published(
+            of_family("deepseek_v3", **EXPERTS),
+            INT4,
+            is_of_expert,
+            {"ignore": ONLY_EXPERTS},
+            as_kimi,
+        ),
+        "Qwen3-MoE, NVFP4 of ModelOpt": Published(
+            of_family("qwen3_moe", **EXPERTS), MODELOPT, is_projection, OF_MODELOPT
+        ),
+        "Qwen3-MoE, NVFP4": Published(of_family("qwen3_moe", **EXPERTS), NVFP4, is_projection),
+        "GLM-4.5, FP8 of compressed-tensors": Published(
+            of_family("glm4_moe"), float8_channel(), is_projection
+        ),
+        # Without experts.
+        "Qwen3, FP8": Published(of_family("qwen3"), BLOCKS, is_projection),
+        "Llama, NVFP4 of ModelOpt": Published(
+            of_family("llama-gqa"), MODELOPT, is_projection, file="hf_quant_config.json"
+        ),
+        "Llama, NVFP4": Published(of_family("llama-gqa"), NVFP4, is_projection),
+        "Llama, MXFP4": Published(of_family("llama-gqa"), four_bits.mxfp4(), is_projection),
+        # Other layers.
+        **{
+            f"{name}, FP8": Published(of_family(name), BLOCKS, is_projection)
+            for name in ("lfm2", "lfm2_moe", "bamba", "granite4-experts", "granite4-mamba")
+        },
+        **{
+            f"{name}, INT4": Published(of_family(name), INT4, is_projection)
+            for name in ("cohere2", "apertus", "ministral3", "bamba", "lfm2", "qwen3_5_text")
+        },
+    }
+)
+
+
+def publish(name: str, folder: Path) -> Path:
+    """The checkpoint of this name in PUBLISHED, or ``gpt-oss``."""
+    if name == "gpt-oss":
+        made, _ = four_bits.write_gpt_oss(save_family(folder / "source", "gpt_oss"), folder)
+        save_byte_tokenizer(made)
+        return made
+    published, rng = PUBLISHED[name], np.random.default_rng(0)
+    source, config = contents(published.source(folder / "source"))
+    tensors: Tensors = {}
+    for tensor, weight in source.items():
+        if published.quantizes(tensor):
+            parts, _ = published.form.write(weight.astype(np.float32), rng)
+            tensors |= {f"{tensor.removesuffix('weight')}{kind}": x for kind, x in parts.items()}
+        else:
+            plain = weight if tensor.endswith(IN_FLOAT32) else weight.astype(ml_dtypes.bfloat16)
+            tensors[tensor] = plain
+    config["quantization_config"] = published.form.config | published.fields
+    if published.wrapped is not None:
+        tensors, config = published.wrapped((tensors, config))
+    if published.file != "config.json":
+        said = config.pop("quantization_config")
+        own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": said["quant_algo"]}}
+        write_json(folder / "published" / published.file, own)
+    write_json(folder / "published" / "config.json", config)
+    return write_shards(folder / "published", tensors)
+
+
+def write_shards(folder: Path, tensors: Tensors, count: int = 2) -> Path:
+    """Files of about as many tensors each, with an index, and a tokenizer."""
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        part = names[i::count]
+        weight_map |= dict.fromkeys(part, file)
+        save_file({name: of_torch(tensors[name]) for name in part}, folder / file)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
