@@ -32,7 +32,7 @@ from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.json.mtp_names import mtp_tensors
 from jaxspec.models.json.values import shown_name
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
-from jaxspec.models.nodes import map_nodes, nodes_of
+from jaxspec.models.nodes import nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.models.quantized.float8 import E4M3, Float8Linear
 from jaxspec.models.quantized.float8_experts import Float8Experts
@@ -212,19 +212,25 @@ def load_tree(
     """Fill a tree of shapes with arrays. ``harmless`` tensors may be present and are not read."""
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
     check_tensors(stored, tensor_shapes(leaves), harmless)
-    loaded = jax.tree.map(functools.partial(_load_array, stored), shapes, splits, shardings)
-    loaded = map_nodes(loaded, _reordered, GroupedLinear)
-    return map_nodes(loaded, _as_kernels_read, Float8Experts, FourBitExperts)
+    load_array = functools.partial(_load_array, stored)
+
+    def load_node(shape: Any, split: Any, place: Any) -> Any:
+        """A node at a time is put in order, so that no other is in memory twice."""
+        return _reordered(jax.tree.map(load_array, shape, split, place))
+
+    def is_node(node: Any) -> bool:
+        return isinstance(node, GroupedLinear | Float8Experts | FourBitExperts)
+
+    return jax.tree.map(load_node, shapes, splits, shardings, is_leaf=is_node)
 
 
-def _as_kernels_read(experts: Float8Experts | FourBitExperts) -> AnyExpertLinear:
-    """In the order of the kernel, on a GPU that runs it."""
-    devices = {device for leaf in jax.tree.leaves(experts) for device in leaf.sharding.device_set}
-    return packed_experts(experts) if len(devices) == 1 and is_hopper(*devices) else experts
-
-
-def _reordered(node: GroupedLinear) -> GroupedLinear:
-    """In the order of kernels, where it was."""
+def _reordered(node: Any) -> Any:
+    """In the order of kernels, where it was; experts only on a GPU that runs their kernel."""
+    if isinstance(node, Float8Experts | FourBitExperts):
+        devices = {device for leaf in jax.tree.leaves(node) for device in leaf.sharding.device_set}
+        return packed_experts(node) if len(devices) == 1 and is_hopper(*devices) else node
+    if not isinstance(node, GroupedLinear):
+        return node
     made = in_kernel_order(node)
     if not node.values.committed:
         return made

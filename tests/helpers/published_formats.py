@@ -22,6 +22,9 @@ from tests.helpers.quantized_checkpoints import (
     compressed,
     float8_blocks,
     float8_channel,
+    float8_static,
+    modelopt_float8,
+    mxfp8,
     of_torch,
 )
 
@@ -29,6 +32,14 @@ Contents = tuple[Tensors, dict[str, Any]]
 # Not in bfloat16 where all others are: corrections of routers, and decays of recurrent layers.
 IN_FLOAT32 = ("e_score_correction_bias", "A_log")
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
+PROJECTIONS = tuple(
+    f"{name}.weight"
+    for name in (
+        *("proj", "proj_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
+        *("input_linear", "output_linear"),
+    )
+)
+PLAIN = tuple(f"{name}.weight" for name in ("in_proj_a", "in_proj_b", "in_proj_ba", "eh_proj"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +74,7 @@ def with_mtp(name: str, layout: str, **changes: Any) -> Callable[[Path], Path]:
 def is_projection(name: str) -> bool:
     """Of attention, MLPs, experts and recurrences; not routers, norms, convolutions, heads, and
     what joins the inputs of an MTP layer."""
-    if name.endswith(
-        ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight", "eh_proj.weight")
-    ):
-        return False
-    return name.endswith(("proj.weight", "proj_with_mqa.weight", "in_proj_qkv.weight")) or (
-        name.endswith(("in_proj_z.weight", "in_proj_qkvz.weight", "output_linear.weight"))
-    )
+    return name.endswith(PROJECTIONS) and not name.endswith(PLAIN)
 
 
 def is_of_expert(name: str) -> bool:
@@ -177,6 +182,16 @@ PUBLISHED = MappingProxyType(
             of_family("llama-gqa"), MODELOPT, is_projection, file="hf_quant_config.json"
         ),
         "Llama, NVFP4": Published(of_family("llama-gqa"), NVFP4, is_projection),
+        "Ministral 3, static FP8": Published(
+            of_family("mistral3-ministral3"),
+            float8_static(),
+            lambda name: is_projection(name) and "vision" not in name and "projector" not in name,
+            {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector"]},
+        ),
+        "Llama, FP8 of ModelOpt": Published(
+            of_family("llama-gqa"), modelopt_float8(), is_projection
+        ),
+        "Qwen3-MoE, MXFP8": Published(of_family("qwen3_moe", **EXPERTS), mxfp8(), is_projection),
         "Llama, MXFP4": Published(of_family("llama-gqa"), four_bits.mxfp4(), is_projection),
         # Other layers.
         **{
@@ -201,7 +216,7 @@ def publish(name: str, folder: Path) -> Path:
     source, config = contents(published.source(folder / "source"))
     tensors: Tensors = {}
     for tensor, weight in source.items():
-        if published.quantizes(tensor):
+        if published.quantizes(tensor) and weight.ndim == 2:  # not tensors of all experts
             parts, _ = published.form.write(weight.astype(np.float32), rng)
             tensors |= {f"{tensor.removesuffix('weight')}{kind}": x for kind, x in parts.items()}
         else:

@@ -205,6 +205,19 @@ def float8_static() -> Format:
     return Format(config, write)
 
 
+def modelopt_float8() -> Format:
+    """ModelOpt's FP8: the same numbers, under other names."""
+    of_mistral = float8_static()
+
+    def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        parts, meant = of_mistral.write(weight, rng)
+        scale = parts["weight_scale_inv"].astype(np.float32)
+        inputs = parts["activation_scale"]
+        return {"weight": parts["weight"], "weight_scale": scale, "input_scale": inputs}, meant
+
+    return Format({"quant_method": "modelopt", "quant_algo": "FP8"}, write)
+
+
 def mxfp8() -> Format:
     """compressed-tensors' mxfp8-quantized: a power of two for 32 inputs."""
 

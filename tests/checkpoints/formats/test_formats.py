@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from jaxspec.checkpoints import safetensors_io
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -23,7 +24,7 @@ from jaxspec.models.forward_pass import make_pass
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.linear import Computed, Linear, RoundedRows
 from jaxspec.models.quantized.float8 import Float8Linear, rounded_to_float8
-from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
+from jaxspec.models.quantized.grouped import GroupedLinear, in_kernel_order, rounded_to_groups
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh, partition_specs
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Kernels
@@ -218,6 +219,21 @@ def test_rounded_inputs_over_devices_are_as_good_as_on_one(name: str, checkpoint
     one = np.asarray(jax.jit(logits)(load(quantized), TOKENS))
     two = np.asarray(sharded_logits(load(quantized, mesh=mesh), mesh))
     assert np.square(two - wanted).mean() < 1.5 * np.square(one - wanted).mean()
+
+
+def test_modules_are_put_in_the_order_of_kernels_one_at_a_time(checkpoints, monkeypatch: Any):
+    """Otherwise all would be in memory twice."""
+    before = {id(array) for array in jax.live_arrays()}
+    seen: list[int] = []
+
+    def in_order(linear: GroupedLinear) -> GroupedLinear:
+        new = [array for array in jax.live_arrays() if id(array) not in before]
+        seen.append(sum(array.dtype == jnp.int4 for array in new))
+        return in_kernel_order(linear)
+
+    monkeypatch.setattr(safetensors_io, "in_kernel_order", in_order)
+    load(checkpoints["compressed"][0])
+    assert seen == [*range(1, 9)]  # those in order, and the one that is put in order
 
 
 def edited(folder: Path, checkpoint: Path, tensors: dict[str, Any], **config: Any) -> Path:
