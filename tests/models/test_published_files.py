@@ -67,7 +67,7 @@ REFUSED_MODELS: dict[str, str] = {
 QUANTIZED: dict[str, str | None] = {
     "aiconfigurator/Qwen--Qwen3-235B-A22B-FP8": None,
     "aiconfigurator/Qwen--Qwen3-30B-A3B-FP8": None,
-    "aiconfigurator/Qwen--Qwen3-32B-FP8-Static-PerTensor": "quant_method None is not supported",
+    "aiconfigurator/Qwen--Qwen3-32B-FP8-Static-PerTensor": None,
     "aiconfigurator/Qwen--Qwen3-32B-FP8": None,
     "aiconfigurator/deepseek-ai--DeepSeek-R1": None,
     "aiconfigurator/nvidia--Qwen3.5-122B-A10B-NVFP4": None,

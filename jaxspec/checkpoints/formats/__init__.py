@@ -65,7 +65,7 @@ def canonical(quantization: Any, stored: Tensors) -> dict[str, CheckpointTensor]
     """
     if quantization is None:
         return dict(stored)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    method = _method(quantization) if isinstance(quantization, dict) else None
     if not isinstance(method, str) or method not in METHODS:
         supported = ", ".join(METHODS)
         raise ValueError(
@@ -73,3 +73,9 @@ def canonical(quantization: Any, stored: Tensors) -> dict[str, CheckpointTensor]
             f"{supported}"
         )
     return with_pairs(METHODS[method](quantization, stored))
+
+
+def _method(quantization: Mapping[str, Any]) -> Any:
+    """Some files of ModelOpt name its algorithm, and not itself."""
+    implied = "modelopt" if "quant_algo" in quantization else None
+    return quantization.get("quant_method", implied)

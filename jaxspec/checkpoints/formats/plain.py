@@ -14,10 +14,11 @@ from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.json.values import shown
 
 E4M3 = "F8_E4M3"
-# Projections of attention and MLPs, which are those that checkpoints quantize. An indexer's weights
-# of heads are not; the list of GLM-5.2 has another name for them.
+# Projections of attention and MLPs, which are those that checkpoints quantize. Lists do not always
+# name MTP layers, which some quantizers do not know and copy. An indexer's weights of heads are not
+# quantized; the list of GLM-5.2 has another name for them.
 PROJECTION = re.compile(
-    r"(?:.*\.)?(?P<place>layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123]))"
+    r"(?!mtp\.)(?:.*\.)?(?P<place>layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123]))"
 )
 
 
@@ -63,6 +64,8 @@ def _names(entry: str, place: str) -> bool:
     """Whether an entry of a list means the module at ``place``, which begins with ``layers``.
     Entries may begin with the prefix of another class that wraps the model, be an expression, have
     asterisks, be the last names of a module, or name a module that holds it."""
+    if entry.startswith("mtp"):
+        return False
     if entry.startswith("re:"):
         try:
             return re.search(entry.removeprefix("re:"), place) is not None

@@ -245,3 +245,20 @@ def test_lists_of_formats_of_integers_and_of_gpt_oss(method: str, more: dict[str
     config = {"quant_method": method, "modules_to_not_convert": ["lm_head"], **more}
     with pytest.raises(ValueError, match="modules_to_not_convert does not name it"):
         canonical(config, PLAIN)
+
+
+def test_mtp_layers_need_not_be_listed():
+    """And what a list says of them is not about the model's layers of the same number."""
+    config, module = CONFIGS["modelopt"], "mtp.layers.0.self_attn.q_proj"
+    plain = stored(module, weight=np.ones((4, 4), np.float32))
+    assert canonical(config | {"ignore": ["lm_head"]}, plain) == plain
+    with pytest.raises(ValueError, match="ignore does not name it"):
+        canonical(config | {"ignore": ["lm_head", "mtp.layers.0*"]}, PLAIN)
+
+
+def test_a_file_may_name_an_algorithm_of_modelopt_alone():
+    config = {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt"}}
+    parts = next(parts for form, parts, _ in CASES if form == "modelopt fp8")
+    assert set(canonical(config, stored(MODULE, **parts))) == {
+        f"{MODULE}.{part}" for part in ("values", "scale", "inputs")
+    }
