@@ -93,6 +93,20 @@ def test_a_broken_tokenizer_is_one_line(tmp_path, name, content):
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_in_code_is_not_run(tmp_path):
+    """As that of Kimi K2, which has no tokenizer.json."""
+    said = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit")
+    with pytest.raises(
+        ValueError, match=r"names Python code of .*, which is not run\. Add a tokeni"
+    ):
+        load_tokenizer(tmp_path)
+    save(byte_level(), tmp_path / "fast")
+    (tmp_path / "fast" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path)("ab")["input_ids"]
+
+
 def test_a_chat_is_what_the_template_says_and_begins_once(chat_model):
     tokenizer: Any = load_tokenizer(chat_model)
     assert tokenizer("hello")["input_ids"][0] == tokenizer.bos_token_id

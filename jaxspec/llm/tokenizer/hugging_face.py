@@ -15,6 +15,7 @@ import jinja2
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.config.checks import check_unicode
 from jaxspec.llm.tokenizer.prompts import Conversation
+from jaxspec.models.json.values import read_json
 
 
 @contextlib.contextmanager
@@ -49,12 +50,27 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
     """
     directory = resolve_directory(model)
     has_file = (directory / "tokenizer.json").is_file()
+    if not has_file:
+        _check_no_code(directory)
     kind = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
     try:
         return kind.from_pretrained(directory)
     except Exception as error:  # the tokenizers library raises Exception itself
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
+
+
+def _check_no_code(directory: Path) -> None:
+    """Raise ValueError for a tokenizer that is Python code of its repository, as Kimi K2's:
+    transformers would ask on the terminal whether to run it."""
+    path = directory / "tokenizer_config.json"
+    named = read_json(path).get("auto_map") if path.is_file() else None
+    if isinstance(named, dict) and "AutoTokenizer" in named:
+        raise ValueError(
+            f"{directory} holds no tokenizer that loads: auto_map of {path.name} names Python code "
+            "of the repository, which is not run. Add a tokenizer.json to the directory, or remove "
+            f"{path.name} and give prompts as token ids"
+        )
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
