@@ -219,16 +219,19 @@ def load_tree(
         return _reordered(jax.tree.map(load_array, shape, split, place))
 
     def is_node(node: Any) -> bool:
-        return isinstance(node, GroupedLinear | Float8Experts | FourBitExperts)
+        return isinstance(node, GroupedLinear | Float8Linear | Float8Experts | FourBitExperts)
 
     return jax.tree.map(load_node, shapes, splits, shardings, is_leaf=is_node)
 
 
 def _reordered(node: Any) -> Any:
-    """In the order of kernels, where it was; experts only on a GPU that runs their kernel."""
+    """In the order of kernels, where it was; experts only on a GPU that runs their kernel. The
+    scale of a Float8Linear's inputs becomes one number."""
     if isinstance(node, Float8Experts | FourBitExperts):
         devices = {device for leaf in jax.tree.leaves(node) for device in leaf.sharding.device_set}
         return packed_experts(node) if len(devices) == 1 and is_hopper(*devices) else node
+    if isinstance(node, Float8Linear):
+        return node.with_one_input_scale()
     if not isinstance(node, GroupedLinear):
         return node
     made = in_kernel_order(node)

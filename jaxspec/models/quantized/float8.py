@@ -35,9 +35,8 @@ class Float8Linear(PackedLinear):
     Attributes:
       values: e4m3 [*out, in].
       scale: float [n, *out] of n groups of consecutive inputs.
-      input_scale: float32 [*out], of which the largest is that of all inputs: projections that are
-        computed together have the same inputs, whose scales were measured for each of them. n is 1.
-        None: each token has a scale of its own.
+      input_scale: float32 [], of all inputs; n is 1. None: each token has a scale of its own. While
+        a checkpoint is read: [*out], those of each projection (see with_one_input_scale).
       activations: the dtype of inputs and outputs.
     """
 
@@ -51,9 +50,12 @@ class Float8Linear(PackedLinear):
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         size, *outputs = self.axes
         by_group = (size if len(self.scale) > 1 else "group", *outputs)
+        is_read = self.input_scale is not None and self.input_scale.ndim > 0
         return {
-            **{"values": (*outputs, size), "scale": by_group},
-            **{"input_scale": tuple(outputs), "bias": tuple(outputs)},
+            "values": (*outputs, size),
+            "scale": by_group,
+            "input_scale": tuple(outputs) if is_read else (),
+            "bias": tuple(outputs),
         }
 
     def mapped(self, source: Source, tensor_map: TensorMap) -> "Float8Linear":
@@ -63,6 +65,13 @@ class Float8Linear(PackedLinear):
             input_scale=tensor_map.of_source(source, "inputs", self.input_scale),
             bias=tensor_map.of_source(source, "bias", self.bias),
         )
+
+    def with_one_input_scale(self) -> "Float8Linear":
+        """With the largest of the scales that a checkpoint has of the inputs of projections which
+        are computed together: they have the same inputs."""
+        if self.input_scale is None:
+            return self
+        return self.replace(input_scale=jnp.max(self.input_scale))
 
     @property
     def rounds(self) -> bool:
@@ -96,9 +105,9 @@ class Float8Linear(PackedLinear):
         """e4m3 rows [M, in] and their scales float32 [n, M or more]."""
         if self.input_scale is None:
             return rounded_rows(x, len(self.scale), kernels)
-        rows, scale = x.reshape(-1, x.shape[-1]), jnp.max(self.input_scale)
-        padded = scaled_rows(len(rows))
-        return rounded_by(rows.astype(jnp.float32), scale), jnp.broadcast_to(scale, (1, padded))
+        rows = x.reshape(-1, x.shape[-1])
+        rounded = rounded_by(rows.astype(jnp.float32), self.input_scale)
+        return rounded, jnp.broadcast_to(self.input_scale, (1, scaled_rows(len(rows))))
 
     def _flat(self) -> tuple[Array, Array]:
         """Values [V, in] and scale [n, V], with all outputs in one dimension V."""

@@ -34,7 +34,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def targets(source: Path, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("targets")
-    names = ("awq", "gptq act-order", "float8 blocks", *ROUNDED)
+    names = ("awq", "gptq act-order", "float8 blocks", "float8 static", "mxfp8", *ROUNDED)
     return {name: quantize_checkpoint(source, folder / name, FORMATS[name])[0] for name in names}
 
 
@@ -48,7 +48,7 @@ def texts(model: Path, drafter: Any = "ngram", **options: Any) -> list[list[int]
     return [one.token_ids for one in generations]
 
 
-@pytest.mark.parametrize("name", ["awq", slow("gptq act-order")])
+@pytest.mark.parametrize("name", ["awq", slow("gptq act-order"), slow("float8 static")])
 @pytest.mark.parametrize(
     "mesh",
     [slow({"tensor_parallel": 2}), slow({"pipeline_parallel": 2}), slow({"sequence_parallel": 2})],
@@ -59,7 +59,7 @@ def test_texts_over_devices_are_those_of_one(name: str, mesh: dict[str, Any], ta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["float8 blocks", *ROUNDED])
+@pytest.mark.parametrize("name", ["float8 blocks", "float8 static", "mxfp8", *ROUNDED])
 def test_rounded_inputs_in_stages(name: str, targets):
     """Each product is on one device, so that the text is that of one."""
     model = targets[name]
