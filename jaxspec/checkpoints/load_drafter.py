@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec.checkpoints.assistant import holds_assistant, load_assistant
 from jaxspec.checkpoints.block import check_block_copies, holds_block_head, load_block_head
 from jaxspec.checkpoints.built_in import head_of
 from jaxspec.checkpoints.eagle import check_head_embeddings, head_method, load_eagle_head
@@ -16,6 +17,7 @@ from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import (
+    AssistantDrafter,
     BlockDrafter,
     Drafter,
     DraftModelDrafter,
@@ -106,6 +108,10 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
     weights = (drafted.dtype, drafted.mesh, drafted.sharded)
     if holds_only_mtp_layers(directory):
         return _mtp_drafter(directory, drafted, MtpChoice())
+    if holds_assistant(directory):
+        check_top_k(speculation, target.vocab_size)
+        assistant = load_assistant(directory, target, drafted.dtype, drafted.mesh)
+        return AssistantDrafter(assistant=assistant)
     if holds_block_head(directory):
         block_head = load_block_head(directory, target, *weights)
         check_block_copies(directory, drafted.directory)

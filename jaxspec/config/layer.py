@@ -54,7 +54,7 @@ class LayerConfig:
 
     @property
     def source(self) -> int | None:
-        """Index of the layer whose keys and values the mixer reads; None: it has its own."""
+        """Index of the layer of the model whose keys and values the mixer reads, or None."""
         return self.mixer.source if isinstance(self.mixer, SharedAttentionConfig) else None
 
     @property

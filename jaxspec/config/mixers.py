@@ -107,11 +107,11 @@ class SharedAttentionConfig:
 
     Attributes:
       attention: as that layer's, whose KV heads these are.
-      source: index of that layer in the model.
+      source: index of that layer in the model; None: it is one of another model.
     """
 
     attention: AttentionConfig
-    source: int
+    source: int | None
 
     def __post_init__(self):
         others = ["gate", "fused", "whole_qk_norm", "interleaved", "norm_after_rope", "sinks"]
@@ -121,7 +121,8 @@ class SharedAttentionConfig:
     @property
     def heads(self) -> str:
         """In words."""
-        return f"{self.attention.heads} of layer {self.source}"
+        where = "another model" if self.source is None else f"layer {self.source}"
+        return f"{self.attention.heads} of {where}"
 
     @property
     def num_heads(self) -> int:

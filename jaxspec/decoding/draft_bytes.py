@@ -2,6 +2,7 @@
 
 from jaxspec.decoding.all_reduce_buffers import without_exchanges
 from jaxspec.decoding.drafters import (
+    AssistantDrafter,
     BlockDrafter,
     Drafter,
     DraftModelDrafter,
@@ -10,6 +11,7 @@ from jaxspec.decoding.drafters import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.heads.assistant import Assistant, OrderedHead
 from jaxspec.models.mixers import Attention
 from jaxspec.models.quantized.scaled import only_eight_bits
 from jaxspec.parallel.bytes import local_bytes
@@ -33,6 +35,8 @@ def draft_weight_bytes(drafter: Drafter, steps: int, lm_head: int) -> int:
         return _block_bytes(only_eight_bits(drafter.head), steps, lm_head)
     if isinstance(drafter, EagleDrafter):
         return _heads_bytes(only_eight_bits(drafter.heads), steps, lm_head)
+    if isinstance(drafter, AssistantDrafter):
+        return steps * _assistant_bytes(only_eight_bits(drafter.assistant))
     if isinstance(drafter, DraftModelDrafter):
         return steps * _model_bytes(only_eight_bits(drafter.model))
     return steps * local_bytes(drafter)
@@ -57,8 +61,18 @@ def _block_bytes(head: BlockHead, steps: int, lm_head: int) -> int:
     return layers + _shared_lm_head_bytes(head, lm_head) + steps * markov
 
 
+def _assistant_bytes(assistant: Assistant) -> int:
+    """Of an ordered LM head a step reads the rows of the groups that it chooses."""
+    head, total = assistant.lm_head, local_bytes(assistant)
+    if not isinstance(head, OrderedHead) or head.tokens is None:
+        return total
+    unread = 1 - head.chosen / len(head.tokens)
+    return total - round(unread * local_bytes((head.embed, head.tokens)))
+
+
 def _model_bytes(model: Decoder) -> int:
     gathered = 0 if model.lm_head is None else local_bytes(model.embed)
+    gathered += 0 if model.tokens is None else local_bytes(model.tokens.embed)
     return local_bytes(without_exchanges(model)) - gathered
 
 

@@ -33,8 +33,7 @@ class Layer(Pytree):
       mixer_norm, mlp_norm: of what mixer and MLP give.
       residual_scale: what mixer and MLP give is multiplied by it.
       token_input: adds what the layer reads of its token, after the MLP; None: nothing.
-      source: index in the model of the layer whose keys and values the mixer reads; None: it has
-        its own.
+      source: index in the model of the layer whose keys and values the mixer reads, or None.
       rescale: what the residual stream is multiplied by after the layer; None: by nothing.
       parallel: the MLP reads what the mixer reads.
       recomputed: a gradient keeps the hidden states around it only, and computes it again.

@@ -11,7 +11,13 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.mtp import BEFORE_AFTER
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
+from jaxspec.decoding.drafters import (
+    AssistantDrafter,
+    Drafter,
+    EagleDrafter,
+    NGramDrafter,
+    NoDrafter,
+)
 from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
@@ -19,6 +25,7 @@ from tests.decoding import test_exactness_of_experts as test_experts
 from tests.decoding import test_family_exactness, test_hybrid_exactness
 from tests.helpers import alias_checkpoints, mtp_families
 from tests.helpers.engines import seal
+from tests.helpers.random_assistants import random_assistant
 from tests.helpers.random_models import generate, make_drafter, mtp_head, random_prompts
 from tests.helpers.sampling_reference import reference_texts
 
@@ -86,7 +93,9 @@ def params_of(family: str, drafter: str) -> EngineParams:
         plain = SpeculationConfig.chain(0)
         return EngineParams(target=model, drafter=NoDrafter(), speculation=plain)
     made: Drafter = NGramDrafter(min_match=1)
-    if name == "mtp":
+    if name in ("assistant", "ordered"):
+        made = AssistantDrafter(assistant=random_assistant(model, ordered=name == "ordered"))
+    elif name == "mtp":
         made = EagleDrafter(head=mtp_head(model, **WITH_MTP.get(family, {})))
     elif name != "ngram":
         made = make_drafter(name, model)
@@ -136,6 +145,8 @@ CASES = (
     ("glm_moe_dsa-shared", "mtp tree"),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "draft_model tree") for family in DENSE),
+    *(("gemma4", f"assistant {shape}") for shape in ("chain", "tree", "wide tree")),
+    *(("gemma4-small", f"{kind} tree") for kind in ("assistant", "ordered")),
     *((family, "eagle1 tree") for family in ("gemma", "olmo2")),
     *(
         (family, "eagle3 chain")

@@ -53,6 +53,16 @@ VISION = {
 }
 UNIFIED_VISION = {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 64}
 
+# Layers of an assistant, which read the last layer of each kind. Their KV heads are the target's.
+ASSISTANT: dict[str, Any] = {
+    **SIZES,
+    "model_type": "gemma4_text",
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": 0,
+    "final_logit_softcapping": None,
+}
+
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma4": (transformers.Gemma4Config, {"text_config": DENSE, "vision_config": VISION}),
     "gemma4_text": (

@@ -1,5 +1,6 @@
 """Drafters, which propose DraftTrees."""
 
+from jaxspec.decoding.drafters.assistant import AssistantDrafter
 from jaxspec.decoding.drafters.base import (
     Drafter,
     DraftState,
@@ -16,6 +17,7 @@ from jaxspec.decoding.drafters.ngram import NGramDrafter
 from jaxspec.decoding.drafters.suffix import SuffixDrafter
 
 __all__ = [
+    "AssistantDrafter",
     "BlockDrafter",
     "DraftModelDrafter",
     "DraftState",

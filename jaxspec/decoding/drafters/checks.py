@@ -24,6 +24,7 @@ from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.heads.assistant import Assistant
 from jaxspec.parallel.pytree import array_text
 
 _MEMBERS = [name for name in vars(Drafter) if not name.startswith("_")]
@@ -35,6 +36,8 @@ def check_drafter(drafter: object, name: str = "drafter") -> None:
     kind = drafter if isinstance(drafter, type) else type(drafter)
     if isinstance(drafter, type):
         raise ValueError(f"{name} is the class {kind.__name__}: give an object, {kind.__name__}()")
+    if isinstance(drafter, Assistant):
+        raise ValueError(f"{name} is an assistant: give AssistantDrafter(assistant=...)")
     if isinstance(drafter, DraftHead | BlockHead):
         wrapper = "EagleDrafter" if isinstance(drafter, DraftHead) else "BlockDrafter"
         raise ValueError(f"{name} is a draft head: give {wrapper}(head=...)")

@@ -166,8 +166,8 @@ def _mlp(hf: Keys, *, shares: bool) -> MlpConfig:
     return DenseAndExpertsConfig(dense, experts)
 
 
-def _layers(hf: Keys) -> list[LayerConfig]:
-    kinds = _kinds(hf)
+def _mixers(hf: Keys, kinds: list[str]) -> dict[str, AttentionConfig]:
+    """The attention of both kinds of layers, with keys and values of its own."""
     heads = _heads_by_kind(hf, kinds)
     ropes, bias = _ropes(hf, heads), hf["attention_bias"]
 
@@ -185,23 +185,39 @@ def _layers(hf: Keys) -> list[LayerConfig]:
             values_are_keys=hf["attention_k_eq_v"] and kind == FULL,
         )
 
-    mixers = {kind: attention(kind) for kind in (SLIDING, FULL)}
-    width = _token_input(hf)
+    return {kind: attention(kind) for kind in (SLIDING, FULL)}
 
-    def layer(kind: str, source: int | None) -> LayerConfig:
-        mixer: MixerConfig = mixers[kind]
-        if source is not None:
-            mixer = SharedAttentionConfig(mixers[kind], source)
-        mlp = _mlp(hf, shares=source is not None)
-        return LayerConfig(mixer, mlp, "both", rescaled=True, token_input=width)
 
-    return list(map(layer, kinds, _sources(hf, kinds)))
+def _layer(mixer: MixerConfig, mlp: MlpConfig, token_input: int = 0) -> LayerConfig:
+    return LayerConfig(mixer, mlp, "both", rescaled=True, token_input=token_input)
 
 
 def _read(hf: Keys) -> ModelConfig:
-    model = model_of(hf, _layers(hf))
+    kinds = _kinds(hf)
+    mixers, width = _mixers(hf, kinds), _token_input(hf)
+
+    def layer(kind: str, source: int | None) -> LayerConfig:
+        mlp = _mlp(hf, shares=source is not None)
+        if source is None:
+            return _layer(mixers[kind], mlp, width)
+        return _layer(SharedAttentionConfig(mixers[kind], source), mlp, width)
+
+    model = model_of(hf, map(layer, kinds, _sources(hf, kinds)))
     cap = hf["final_logit_softcapping"]
     return dataclasses.replace(model, embed_scale=math.sqrt(hf["hidden_size"]), logit_softcap=cap)
+
+
+def _read_assistant(hf: Keys) -> ModelConfig:
+    """The layers of a drafter, all of which read keys and values of the target."""
+    kinds = _kinds(hf)
+    shared = hf["num_kv_shared_layers"]
+    if shared not in (0, len(kinds)):
+        raise ValueError(
+            f"num_kv_shared_layers must be that of all layers ({len(kinds)}), got {shown(shared)}"
+        )
+    mixers, mlp = _mixers(hf, kinds), _mlp(hf, shares=True)
+    layers = (_layer(SharedAttentionConfig(mixers[kind], None), mlp) for kind in kinds)
+    return model_of(hf, layers)
 
 
 _DEFAULTS = {
@@ -245,3 +261,19 @@ GEMMA4_UNIFIED = WithImages(
     {"gemma4_unified_text": GEMMA4_UNIFIED_TEXT},
     defaults={"tie_word_embeddings": True},
 )
+# The text models of assistants, which draft for the others (see models/from_config/assistant.py).
+_OF_ASSISTANTS = {
+    "hidden_size_per_layer_input": (0,),
+    "vocab_size_per_layer_input": (0,),
+    "use_double_wide_mlp": (False,),
+    "enable_moe_block": (False,),
+    "final_logit_softcapping": (None,),  # transformers does not cap their logits
+}
+ASSISTANTS = {
+    "gemma4_assistant": dataclasses.replace(
+        GEMMA4_TEXT, read=_read_assistant, fixed=_FIXED | _OF_ASSISTANTS
+    ),
+    "gemma4_unified_assistant": dataclasses.replace(
+        GEMMA4_UNIFIED_TEXT, read=_read_assistant, fixed=_FIXED | _OF_ASSISTANTS
+    ),
+}

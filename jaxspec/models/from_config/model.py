@@ -17,6 +17,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpStates
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
+from jaxspec.models.families.gemma4 import ASSISTANTS
 from jaxspec.models.families.rope import written_rope
 from jaxspec.models.families.windows import FULL, SLIDING
 from jaxspec.models.families.with_images import WithImages
@@ -156,6 +157,8 @@ def _family_of(raw: Mapping[str, Any]) -> Family | WithImages:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported, given = ", ".join(FAMILIES), shown(model_type)
+        if model_type in ASSISTANTS:
+            raise ValueError(f"model_type {given} is a drafter, and no model: give it as drafter")
         if isinstance(model_type, str) and model_type in _MISSING:
             raise ValueError(
                 f"model_type {given} is not supported: missing are {_MISSING[model_type]}"

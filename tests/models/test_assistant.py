@@ -1,0 +1,180 @@
+"""Gemma 4's assistants: their steps are those of transformers, and what does not fit is named."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxspec.cache import Geometry, page_slots
+from jaxspec.checkpoints.assistant import ORDERING, holds_assistant, load_assistant
+from jaxspec.models import decoder
+from jaxspec.models.attention import PagedAttend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.from_config.assistant import assistant_config
+from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.heads.assistant import Assistant
+from tests.helpers.checkpoints import changed_copy, save_random_model
+from tests.helpers.gemma4_checkpoints import ASSISTANT, DENSE, SMALL
+from tests.helpers.parity import assert_close, load
+
+LENGTH, PAGE = 24, 5  # of the text, which is longer than the window, and of pages
+KEYS: dict[str, Any] = {
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 64,
+    "use_ordered_embeddings": True,
+    "num_centroids": 20,
+    "centroid_intermediate_top_k": 4,
+    "text_config": ASSISTANT,
+}
+TARGET = parse_model_config(SMALL | {"model_type": "gemma4_text"})
+TOKENS = np.random.default_rng(1).integers(3, 320, LENGTH)
+STEPS = 3
+
+
+def text(target: dict[str, Any]) -> dict[str, Any]:
+    """The assistant's text_config for a target."""
+    shared = ("attention_k_eq_v", "num_global_key_value_heads")
+    return ASSISTANT | {"hidden_size": 32} | {key: target[key] for key in shared if key in target}
+
+
+def theirs(target: Path, assistant: Path) -> tuple[list[np.ndarray], list[int]]:
+    """Logits of each step, and its token, after all tokens but the last are read."""
+    big = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
+    small = transformers.Gemma4AssistantForCausalLM.from_pretrained(
+        assistant, attn_implementation="eager"
+    )
+    ids = torch.from_numpy(TOKENS)[None]
+    logits, tokens = [], [int(TOKENS[-1])]
+    with torch.no_grad():
+        read = big(ids[:, :-1], return_shared_kv_states=True, output_hidden_states=True)
+        hidden = read.hidden_states[-1][:, -1:]
+        for _ in range(STEPS):
+            embedded = big.get_input_embeddings()(torch.tensor([[tokens[-1]]]))
+            out = small(
+                inputs_embeds=torch.cat([embedded, hidden], -1),
+                position_ids=torch.tensor([[LENGTH - 1]]),
+                shared_kv_states=read.shared_kv_states,
+                use_cache=False,
+            )
+            hidden = out.last_hidden_state
+            logits.append(out.logits[0, -1].numpy())
+            tokens.append(int(logits[-1].argmax()))
+    return logits, tokens
+
+
+def ours(target: Decoder, assistant: Assistant, tokens: list[int]) -> list[np.ndarray]:
+    """The same logits, from the target's pages."""
+    pages, read = -(-LENGTH // PAGE), LENGTH - 1
+    states = target.init_state(Geometry(1 + pages, PAGE, 1)).layers
+    table, positions = jnp.arange(1, 1 + pages)[None], jnp.arange(read)[None]
+
+    def attend(context: int, positions: jnp.ndarray) -> PagedAttend:
+        valid = jnp.ones_like(positions, bool)
+        return PagedAttend(
+            rows=jnp.arange(1),
+            page_table=table,
+            context_lens=jnp.array([context]),
+            slots=page_slots(table, positions, valid, PAGE),
+            positions=positions,
+            kv_lens=jnp.array([read]),
+        )
+
+    ids = jnp.asarray(TOKENS[None, :-1])
+    normed, states, _ = decoder.run(target, ids, positions, states, attend(0, positions))
+    mixers: list[Any] = [target.layers[index].mixer for index in assistant.config.sources]
+    lent = tuple(
+        mixer.lent(states[index])
+        for mixer, index in zip(mixers, assistant.config.sources, strict=True)
+    )
+    hidden, logits, frozen = normed[:, -1:], [], jnp.array([[read]])
+    for token in tokens[:STEPS]:
+        hidden, out = assistant.run(
+            target, jnp.array([[token]]), hidden, frozen, lent, attend(read, frozen)
+        )
+        logits.append(np.asarray(assistant.logits(out)[0, 0]))
+    return logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("sizes", [DENSE, SMALL], ids=["dense", "small"])
+def test_steps_are_those_of_transformers(tmp_path: Path, sizes: dict[str, Any], ordered: bool):
+    big = save_random_model(tmp_path / "target", transformers.Gemma4TextConfig(**sizes))
+    keys = KEYS | {"use_ordered_embeddings": ordered, "text_config": text(sizes)}
+    config = transformers.Gemma4AssistantConfig(**keys)
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(1)
+    model = transformers.Gemma4AssistantForCausalLM(config)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.ndim == 1 and tensor.is_floating_point() and "inv_freq" not in name:
+                tensor.add_(0.3 * torch.randn_like(tensor))
+            elif name.endswith(ORDERING):
+                tensor.copy_(torch.randperm(len(tensor)))
+    small = tmp_path / "assistant"
+    model.save_pretrained(small)
+
+    assert holds_assistant(small) and not holds_assistant(big)
+    logits, tokens = theirs(big, small)
+    target = load(big)
+    found = ours(target, load_assistant(small, target.config, jnp.dtype("float32")), tokens)
+    for mine, other in zip(found, logits, strict=True):
+        scored = np.isfinite(mine)
+        assert scored.sum() == (4 * 320 // 20 if ordered else 320)
+        assert_close(mine[scored], other[scored])
+        assert other[~scored].max(initial=-np.inf) < other[scored].min()
+
+    if ordered:
+        twice: dict[str, Any] = {ORDERING: np.zeros(320, np.int64)}
+        wrong = changed_copy(small, tmp_path / "wrong", **twice)
+        with pytest.raises(ValueError, match="must have each of 320 tokens once"):
+            load_assistant(wrong, target.config, jnp.dtype("float32"))
+        lacking = changed_copy(small, tmp_path / "lacking", **{ORDERING: None})
+        with pytest.raises(ValueError, match="which use_ordered_embeddings needs"):
+            load_assistant(lacking, target.config, jnp.dtype("float32"))
+
+
+def test_layers_read_the_last_layers_with_keys_of_their_kind():
+    config = assistant_config(KEYS, TARGET)
+    assert config.sources == (2, 2, 3)
+    assert [layer.source for layer in config.model.layers] == [None] * 3
+    assert config.ordered is not None and config.ordered.chosen == 4
+
+
+def test_an_assistant_is_no_model():
+    with pytest.raises(ValueError, match="'gemma4_assistant' is a drafter, and no model: give it"):
+        parse_model_config(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backbone_hidden_size": 32}, "backbone_hidden_size 32 is not the target's hidden_size"),
+        ({"num_centroids": 19}, "num_centroids 19 must divide vocab_size (320)"),
+        ({"centroid_intermediate_top_k": 0}, "centroid_intermediate_top_k must be a positive"),
+        ({"use_ordered_embeddings": 1}, "use_ordered_embeddings must be true or false"),
+        ({"text_config": None}, "text_config must be an object, got None"),
+        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code of a checkpoint is not run"),
+        ({"text_config": ASSISTANT | {"vocab_size": 300}}, "vocab_size 300 is not that of the"),
+        (
+            {"text_config": ASSISTANT | {"num_kv_shared_layers": 2}},
+            "num_kv_shared_layers must be that of all layers (3), got 2",
+        ),
+        (
+            {"text_config": ASSISTANT | {"num_key_value_heads": 4}},
+            "layers with a window read 4 KV heads of 16, and the target has 2 of 16",
+        ),
+        (
+            {"text_config": ASSISTANT | {"hidden_size_per_layer_input": 8}},
+            "hidden_size_per_layer_input = 8 is not supported, only 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        assistant_config(KEYS | change, TARGET)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
