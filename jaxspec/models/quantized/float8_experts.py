@@ -10,11 +10,11 @@ from jax import Array, lax
 
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear, PerExpert
 from jaxspec.models.quantized.float8 import E4M3
-from jaxspec.models.quantized.four_bits import widened_scales
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
+from pallas_kernels.four_bits import widened_scales
 
 
 @pytree
