@@ -65,7 +65,7 @@ def test_interpreted_it_is_the_reference(case: Case):
     assert attention_error(case, found, arguments) < 4e-3
 
 
-@first_is_fast([TEST_CASES[6], TEST_CASES[2], TEST_CASES[5], TEST_CASES[9], CAPPED[0]])
+@first_is_fast([TEST_CASES[6], TEST_CASES[2], TEST_CASES[5], TEST_CASES[9], CAPPED[0]], 0)
 def test_interpreted_parts_of_contexts_are_merged(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
     config = dataclasses.replace(TWO if case.num_tokens > 16 else ONE, parts=3, registers=None)
@@ -119,13 +119,13 @@ def test_it_lowers_for_cuda(case: Case, name: str):
     lowered(functools.partial(paged_attention_mosaic, **how), *arguments)
 
 
-@first_is_fast([*LONG_CASES, *TEST_CASES])
+@first_is_fast([*LONG_CASES, *TEST_CASES], 0)
 def test_bytes_lower_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
     lowered(functools.partial(paged_attention_mosaic, options=case.options), *arguments)
 
 
-@first_is_fast([LONG_CASES[3], *LONG_CASES, *TEST_CASES])
+@first_is_fast([*LONG_CASES, *TEST_CASES], 0)
 def test_parts_lower_for_cuda(case: Case):
     shapes = jax.eval_shape(lambda: parts_of(make_arguments(case, jnp.bfloat16), 2)[1])
     how = {"options": case.options, "page_size": case.page_size}
