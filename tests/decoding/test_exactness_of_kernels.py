@@ -29,7 +29,8 @@ from tests.helpers.random_models import (
 )
 
 # What every kernel takes: heads of 128, rows that warpgroups share evenly.
-CONFIG = tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=128)
+SIZES = {"vocab_size": 1024, "intermediate_size": 512}
+CONFIG = tiny_config(**SIZES, hidden_size=256, head_dim=128)
 KERNELS = Kernels(frozenset(OPERATIONS))
 WIDTH = 24
 PAGE, FEW = 16, 12  # pages, too few for four rows
@@ -66,8 +67,9 @@ def check_text(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-def test_text_is_that_of_plain_decoding(shape: str):
-    target = random_target(CONFIG)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_text_is_that_of_plain_decoding(head_dim: int, shape: str):
+    target = random_target(tiny_config(**SIZES, hidden_size=2 * head_dim, head_dim=head_dim))
     head = eagle3_head(target, draft_vocab_size=None)
     check_text(target, EagleDrafter(head=head), SHAPES[shape], KERNELS)
 
