@@ -15,6 +15,7 @@ from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import array, pytree, static
+from pallas_kernels.four_bits import widened_scales
 from pallas_kernels.packed_expert_product import weights_misfit
 from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.weights import Code, PackedExperts
@@ -93,7 +94,7 @@ def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
     """The same experts as the kernel reads them; those that it does not read as they are."""
     match experts:
         case Float8Experts(values=values, block=block):
-            scale, factor, code = experts.scale, None, "e4m3"
+            scale, factor, code = widened_scales(experts.scale), None, "e4m3"
             stored = lax.bitcast_convert_type(values, jnp.uint8)
             if block[0] == 1:  # a scale for each output
                 return experts
