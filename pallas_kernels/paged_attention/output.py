@@ -105,6 +105,8 @@ def merge_and_store(
     split_out = [part.at[warpgroup, :, pl.ds(0, width)] for part in refs["split_out"]]
     log_sums = refs["log_sums"].at[warpgroup, :, pl.ds(0, plan.log_sum_columns)]
     _wait_for_others(plan, refs)
+    if plan.large:
+        plgpu.commit_smem()  # all warps have read keys and values
     total = jnp.maximum(total, TINY)
     normalized = acc / by_row(total, plan.head_dim)
     for index, part in enumerate(split_out):

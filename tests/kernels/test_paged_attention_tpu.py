@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.cases import (
     poisoned,
 )
 from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic
+from pallas_kernels.pages import AttentionOptions
 from tests.helpers.kernels import attention_error, run_reference
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
@@ -103,6 +104,16 @@ def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
     auto = functools.partial(paged_attention, implementation="auto_tpu")
     found = jax.jit(auto, compiler_options=FAST_COMPILE)(*arguments)
     assert np.isfinite(np.asarray(found)).all(), "the reference takes it"
+
+
+def test_a_soft_cap_is_left_to_the_reference():
+    case = KERNEL_CASES[4]
+    arguments = make_arguments(case, jnp.bfloat16)
+    attend = functools.partial(paged_attention, *arguments, options=AttentionOptions(softcap=5.0))
+    with pytest.raises(ValueError, match="cannot take scores with a soft cap of 5"):
+        attend(implementation="mosaic_tpu")
+    auto = jax.jit(functools.partial(attend, implementation="auto_tpu"))()
+    np.testing.assert_array_equal(auto, jax.jit(attend)())
 
 
 def test_it_takes_what_the_programs_have():
