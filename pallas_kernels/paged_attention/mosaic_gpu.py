@@ -4,7 +4,8 @@ Each compute warpgroup of a thread block (CTA) handles 64 query rows: all query 
 for a few tokens, so that a page is read once for all of them. A producer warpgroup looks up page
 indices and copies keys and values by TMA into a ring of blocks in shared memory. If there are fewer
 pairs of a sequence and a KV head than multiprocessors, a cluster of CTAs shares one context: each
-attends to a range of it, and they merge their softmaxes through distributed shared memory.
+attends to a range of it, and they merge their softmaxes through distributed shared memory. Or a
+context has more parts than a cluster can have CTAs, and XLA merges them.
 
 Rows of values that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN).
 Such rows lie only in the first and the last block of a context. There the producer overwrites them
