@@ -1,5 +1,6 @@
 """Gemma 4's assistants: their steps are those of transformers, and what does not fit is named."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.assistant import assistant_config
 from jaxspec.models.from_config.model import parse_model_config
-from jaxspec.models.heads.assistant import Assistant
+from jaxspec.models.heads.assistant import Assistant, OrderedConfig
 from tests.helpers.checkpoints import changed_copy, save_random_model
 from tests.helpers.gemma4_checkpoints import ASSISTANT, DENSE, SMALL
 from tests.helpers.parity import assert_close, load
@@ -143,6 +144,66 @@ def test_layers_read_the_last_layers_with_keys_of_their_kind():
     assert config.sources == (2, 2, 3)
     assert [layer.source for layer in config.model.layers] == [None] * 3
     assert config.ordered is not None and config.ordered.chosen == 4
+
+
+def test_a_published_config_is_read():
+    """That of gemma-4-E2B-it-assistant, with the keys and values that a public log of it shows."""
+    target = json.loads((Path(__file__).parent / "configs" / "gemma-4-e2b-it.json").read_text())
+    ropes = target["text_config"]["rope_parameters"]
+    raw = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "audio_token_id": 258881,
+        "backbone_hidden_size": 1536,
+        "boa_token_id": 256000,
+        "boi_token_id": 255999,
+        "centroid_intermediate_top_k": 32,
+        "dtype": "bfloat16",
+        "eoa_token_id": 258883,
+        "eoi_token_id": 258882,
+        "image_token_id": 258880,
+        "model_type": "gemma4_assistant",
+        "num_centroids": 2048,
+        "text_config": {
+            "attention_bias": False,
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "eos_token_id": 1,
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 256,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2048,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "max_position_embeddings": 131072,
+            "model_type": "gemma4_text",
+            "moe_intermediate_size": None,
+            "num_attention_heads": 4,
+            "num_experts": None,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": ropes,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "top_k_experts": None,
+            "use_bidirectional_attention": None,
+            "use_double_wide_mlp": False,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 0,
+        },
+        "tie_word_embeddings": True,
+        "transformers_version": "5.7.0.dev0",
+        "use_ordered_embeddings": True,
+    }
+    config = assistant_config(raw, parse_model_config(target))
+    assert config.sources == (13, 13, 13, 14)
+    assert config.ordered == OrderedConfig(2048, 32)
+    heads = [layer.mixer.heads for layer in config.model.layers[2:]]
+    assert heads == [f"4 query and 1 KV heads of {width} of another model" for width in (256, 512)]
 
 
 def test_an_assistant_is_no_model():

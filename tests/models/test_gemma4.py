@@ -1,18 +1,28 @@
 """Gemma 4: what its configs say, and what is refused. Logits are compared with transformers' in
 test_parity.py, and texts with plain decoding in tests/decoding/test_families_under_load.py."""
 
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.rope import ProportionalRopeScaling, RopeConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import forward
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.rope import rope_frequencies
-from tests.helpers.alias_checkpoints import raw_config
+from tests.helpers.alias_checkpoints import random_alias, raw_config
+from tests.helpers.checkpoints import save_random_model
 from tests.helpers.gemma4_checkpoints import DENSE, SMALL, VARIANTS
+from tests.helpers.parity import load
+from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.helpers.sampling_reference import plain_logits
 
 TEXT: dict[str, Any] = DENSE | {"model_type": "gemma4_text"}
 SHARED: dict[str, Any] = SMALL | {"model_type": "gemma4_text"}
@@ -155,6 +165,42 @@ def test_what_is_not_supported_is_named(raw: dict[str, Any], message: str):
     with pytest.raises(ValueError) as caught:
         parse_model_config(raw)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed"])
+@pytest.mark.parametrize("sizes", [DENSE, SMALL], ids=["dense", "small"])
+def test_quantized_checkpoints_are_read(sizes: dict[str, Any], name: str, tmp_path: Path):
+    """Queries alone, and keys that are values, are projections as others are."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 64}
+    config = transformers.Gemma4TextConfig(**sizes | wide)
+    source = save_random_model(tmp_path / "source", config)
+    quantized, dense = quantize_checkpoint(
+        source,
+        tmp_path,
+        FORMATS[name],
+        lambda tensor: ".layers." in tensor and tensor.endswith("proj.weight"),
+    )
+    tokens = np.random.default_rng(3).integers(0, 320, (2, 20))
+    found, expected = (plain_logits(load(model), tokens) for model in (quantized, dense))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4-small", "gemma4-experts"])
+def test_layers_that_are_computed_again_have_the_same_gradients(name: str):
+    """Those that read keys of others, too."""
+    model = random_alias(name)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (2, 12)))
+
+    def loss(model: Decoder, remat: bool) -> jax.Array:
+        logits = forward(model, tokens, remat=remat)
+        return jnp.sum(jax.nn.log_softmax(logits)[..., 3])
+
+    once, again = (jax.tree.leaves(jax.grad(loss)(model, remat)) for remat in (False, True))
+    for one, other in zip(once, again, strict=True):
+        assert jnp.abs(one).max() > 0
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
 def test_configs_of_tests_are_read():
