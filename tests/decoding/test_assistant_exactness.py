@@ -13,7 +13,7 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import AssistantDrafter
+from jaxspec.decoding.drafters import AssistantDrafter, MixedDrafter
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
@@ -59,6 +59,14 @@ def test_a_checkpoint_has_the_text_of_plain_decoding(
     params = load(model, assistant, speculation=TREE, **given)
     assert isinstance(params.drafter, AssistantDrafter)
     assert run(params) == plain(family)
+
+
+@pytest.mark.slow
+def test_lookup_goes_before_an_assistant(tmp_path: Path):
+    model, assistant = saved(tmp_path, "gemma4", ordered=False)
+    params = load(model, f"ngram+{assistant}", speculation=TREE)
+    assert isinstance(params.drafter, MixedDrafter)
+    assert run(params) == plain("gemma4")
 
 
 @pytest.mark.slow
