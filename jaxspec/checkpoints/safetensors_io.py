@@ -25,6 +25,7 @@ from jaxspec.checkpoints.checkpoint_files import canonical_tensors, scan
 from jaxspec.checkpoints.formats.to_linear import as_stored
 from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.gguf.packed import with_packed
+from jaxspec.checkpoints.kernel_order import in_order, is_ordered
 from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
@@ -35,11 +36,8 @@ from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.nodes import nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.models.quantized.float8 import E4M3, Float8Linear
-from jaxspec.models.quantized.float8_experts import Float8Experts
-from jaxspec.models.quantized.four_bit_experts import FourBitExperts
-from jaxspec.models.quantized.grouped import GroupedLinear, in_kernel_order
+from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
-from jaxspec.models.quantized.packed_experts import packed_experts
 from jaxspec.models.quantized.scaled import ScaledLinear
 from jaxspec.models.tensors import (
     CheckpointTensor,
@@ -52,8 +50,6 @@ from jaxspec.models.tensors import (
 )
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.parallel.memory_format import default_place, put_weight, weight_place
-from jaxspec.parallel.placement import place_of
-from pallas_kernels.selection import is_hopper
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -216,28 +212,9 @@ def load_tree(
 
     def load_node(shape: Any, split: Any, place: Any) -> Any:
         """A node at a time is put in order, so that no other is in memory twice."""
-        return _reordered(jax.tree.map(load_array, shape, split, place))
+        return in_order(jax.tree.map(load_array, shape, split, place))
 
-    def is_node(node: Any) -> bool:
-        return isinstance(node, GroupedLinear | Float8Linear | Float8Experts | FourBitExperts)
-
-    return jax.tree.map(load_node, shapes, splits, shardings, is_leaf=is_node)
-
-
-def _reordered(node: Any) -> Any:
-    """In the order of kernels, where it was; experts only on a GPU that runs their kernel. The
-    scale of a Float8Linear's inputs becomes one number."""
-    if isinstance(node, Float8Experts | FourBitExperts):
-        devices = {device for leaf in jax.tree.leaves(node) for device in leaf.sharding.device_set}
-        return packed_experts(node) if len(devices) == 1 and is_hopper(*devices) else node
-    if isinstance(node, Float8Linear):
-        return node.with_one_input_scale()
-    if not isinstance(node, GroupedLinear):
-        return node
-    made = in_kernel_order(node)
-    if not node.values.committed:
-        return made
-    return made.replace(values=jax.device_put(made.values, place_of(node.values), donate=True))
+    return jax.tree.map(load_node, shapes, splits, shardings, is_leaf=is_ordered)
 
 
 def check_tensors(

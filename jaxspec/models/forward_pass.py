@@ -42,7 +42,7 @@ from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
 from pallas_kernels.packed_expert_product import packed_expert_product
-from pallas_kernels.packed_expert_product.weights import PackedExperts
+from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.products import sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials

@@ -11,7 +11,7 @@ from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product import LEAST_UNITS, MOST_ROWS
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
-from pallas_kernels.packed_expert_product.weights import PackedExperts
+from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.selection import Implementation, kernel_module
 
 LINE = 128  # inputs of a block of e4m3 in the kernel, at most

@@ -13,7 +13,7 @@ from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noi
 from pallas_kernels.expert_product import cases
 from pallas_kernels.packed_expert_product import packed_expert_product
 from pallas_kernels.packed_expert_product.order import stored_order
-from pallas_kernels.packed_expert_product.weights import Code, PackedExperts
+from pallas_kernels.packed_experts import Code, PackedExperts
 
 BLOCKS = {"e4m3": (128, 128), "e2m1": (1, 32), "int4": (1, 32)}  # as most are published
 

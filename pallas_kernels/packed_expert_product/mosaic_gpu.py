@@ -28,7 +28,6 @@ from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning, packed_expert_tuning
-from pallas_kernels.packed_expert_product.weights import Code, PackedExperts
 from pallas_kernels.packed_expert_product.widening import (
     SUMS_OF_E2M1,
     Part,
@@ -36,6 +35,7 @@ from pallas_kernels.packed_expert_product.widening import (
     integer_weights,
     scaled_e2m1,
 )
+from pallas_kernels.packed_experts import Code, PackedExperts
 from pallas_kernels.packed_product.blocks import store_rows, write_plain
 from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import swizzled

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.activations import Gating, units_of
-from pallas_kernels.packed_expert_product.weights import PackedExperts
+from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.products import einsum_f32
 
 

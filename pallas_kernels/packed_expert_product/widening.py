@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.four_bits import widened_scales
 from pallas_kernels.packed_expert_product.order import WORD
-from pallas_kernels.packed_expert_product.weights import numbers_of
+from pallas_kernels.packed_experts import numbers_of
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.words import Word
 

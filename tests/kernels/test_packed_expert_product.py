@@ -24,7 +24,7 @@ from pallas_kernels.packed_expert_product.cases import (
 from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_product_mosaic
 from pallas_kernels.packed_expert_product.order import file_order, stored_order
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
-from pallas_kernels.packed_expert_product.weights import Code, PackedExperts, numbers_of
+from pallas_kernels.packed_experts import Code, PackedExperts, numbers_of
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_own, random_rows

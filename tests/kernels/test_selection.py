@@ -43,7 +43,7 @@ AUTO = Kernels(frozenset(OPERATIONS) - {"reduce_add_rms_norm", "partial_attentio
 FOR_TWO_AND_FOUR = Kernels(
     frozenset(OPERATIONS)
     - {"packed_product", "round_tokens", "delta_rule", "delta_run", "float8_pages"}
-    - {"expert_product", "latent_attention"}
+    - {"expert_product", "packed_expert_product", "latent_attention"}
 )
 
 

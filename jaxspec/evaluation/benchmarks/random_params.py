@@ -25,8 +25,8 @@ from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
 from jaxspec.models.pipeline_stage import Stage
-from jaxspec.models.quantized.packed_experts import packed_experts_shape
-from jaxspec.models.quantized.schemes import in_scheme
+from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts_shape
+from jaxspec.models.quantized.schemes import ROUNDINGS, in_scheme, rounded
 from jaxspec.models.shapes import weight_name
 from jaxspec.parallel import Shards, mesh_layout
 
@@ -64,7 +64,10 @@ def decoder_in_schemes(
 
     Raises ValueError as ``random_decoder``.
     """
-    made = in_scheme(decoder, quantization, lm_head=False)
+    if quantization is not None and nodes_of(decoder, PackedExpertLinear):
+        made = rounded(decoder, ROUNDINGS[quantization], lm_head=False)
+    else:
+        made = in_scheme(decoder, quantization, lm_head=False)
     if lm_head_quantization is None:
         return made
     if made.lm_head is None:

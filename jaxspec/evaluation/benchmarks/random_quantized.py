@@ -13,7 +13,7 @@ from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
 from pallas_kernels.packed_expert_product.order import stored_order
-from pallas_kernels.packed_expert_product.weights import Code
+from pallas_kernels.packed_experts import Code
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
 QUANTIZED = (GroupedLinear, Float8Linear, PackedExpertLinear)

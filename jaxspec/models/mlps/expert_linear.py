@@ -16,7 +16,7 @@ from jax import Array
 from jaxspec.models.nodes import nodes_of
 from jaxspec.models.tensors import Source, Split, TensorMap, Tensors
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
-from pallas_kernels.packed_expert_product.weights import PackedExperts
+from pallas_kernels.packed_experts import PackedExperts
 
 
 class AnyExpertLinear(Pytree):

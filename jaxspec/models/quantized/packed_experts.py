@@ -18,7 +18,7 @@ from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.four_bits import widened_scales
 from pallas_kernels.packed_expert_product import weights_misfit
 from pallas_kernels.packed_expert_product.order import stored_order
-from pallas_kernels.packed_expert_product.weights import Code, PackedExperts
+from pallas_kernels.packed_experts import Code, PackedExperts
 
 
 @pytree

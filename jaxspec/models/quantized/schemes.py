@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.linear import AnyLinear, Linear
-from jaxspec.models.mlps.expert_linear import ExpertLinear, check_no_experts
-from jaxspec.models.nodes import nodes_of
+from jaxspec.models.mlps.expert_linear import check_no_experts
 from jaxspec.models.quantized.float8 import rounded_to_float8
 from jaxspec.models.quantized.grouped import rounded_to_groups
 from jaxspec.parallel import named_shardings
@@ -53,6 +52,7 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
         return weights
     if name not in ROUNDINGS:
         raise ValueError(f"no quantization is called {name!r}: choose {', '.join(ROUNDINGS)}")
+    check_no_experts(weights, "quantized")
     return rounded(weights, ROUNDINGS[name], lm_head=lm_head)
 
 
@@ -60,6 +60,7 @@ def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
     """Weights on a mesh with every Linear rounded to 4 bits, with a scale and a zero for groups of
     64 inputs, or as many of them as divide the inputs evenly. For drafters: without calibration
     larger groups, and groups without zeros, cost acceptance (docs/quantization.md)."""
+    check_no_experts(weights, "quantized")
     rounding = functools.partial(to_four_bits, devices=1 if mesh is None else mesh.size)
     made = rounded(weights, rounding, lm_head=True)
     return made if mesh is None else jax.device_put(made, named_shardings(mesh, made))
@@ -72,12 +73,7 @@ def to_four_bits(linear: Linear, devices: int = 1) -> AnyLinear:
 
 
 def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:
-    """``in_scheme`` by a function that rounds a Linear.
-
-    Raises ValueError for weights with experts.
-    """
-    if nodes_of(weights, ExpertLinear):  # those of 4 or 8 bits stay as they are
-        check_no_experts(weights, "quantized")
+    """``in_scheme`` by a function that rounds a Linear. Experts stay as they are."""
 
     def of_node(path: tuple[Any, ...], node: Any) -> Any:
         is_head = any(getattr(part, "name", None) == "lm_head" for part in path)
