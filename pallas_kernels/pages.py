@@ -73,9 +73,12 @@ class AttentionOptions:
       scale: of the scores; None: 1 / sqrt(D).
       softcap: scores x, scaled, become ``softcap * tanh(x / softcap)``; None: they stay.
       first_slot: slots before it are hidden.
+      chunk: attend only to positions of the query's own span of so many, which begins at a multiple
+        of it; None: spans do not matter. Nodes of a tree have the positions of their depths.
     """
 
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
     first_slot: int = 0
+    chunk: int | None = None

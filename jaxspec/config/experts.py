@@ -115,6 +115,8 @@ class ExpertsConfig:
       shared_activation: of the shared expert.
       shared_fused: checkpoints have its gate and up projections in one tensor, ``gate_up_proj``.
       bias: of the experts' projections.
+      weighs_input: what a token's expert reads is multiplied by its weight, not what it gives
+        (Llama 4). Each token has one expert.
       names, fused: what a checkpoint calls the weights. ``fused`` None: each expert has tensors of
         its own.
     """
@@ -127,6 +129,7 @@ class ExpertsConfig:
     shared_activation: LimitedSwiglu | None = None
     shared_fused: bool = False
     bias: bool = False
+    weighs_input: bool = False
     names: ExpertNames = ExpertNames()
     fused: Fused | None = None
 
@@ -134,6 +137,10 @@ class ExpertsConfig:
         check_positive(intermediate_size=self.intermediate_size)
         if self.shared_size < 0:
             raise ValueError(f"shared_size must be 0 or above, got {self.shared_size}")
+        if self.weighs_input and self.routing.top_k != 1:
+            raise ValueError(
+                f"num_experts_per_tok must be 1 where inputs are weighted, got {self.routing.top_k}"
+            )
         for name in ("shared_gate", "shared_activation", "shared_fused"):
             if getattr(self, name) and not self.shared_size:
                 raise ValueError(f"{name} needs a shared expert")

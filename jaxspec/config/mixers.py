@@ -17,6 +17,8 @@ class AttentionConfig:
       qk_norm: queries and keys are normed before they are rotated: each head by itself, or with
         ``whole_qk_norm`` all query heads as one vector, and all key heads.
       norm_after_rope: they are rotated before they are normed.
+      unit_qk_norm: queries and keys of each head are normed, and the norms have no weights.
+      chunk: a token attends to positions of its own span of so many only; None: there are none.
       scale: of the scores; None: 1 / sqrt(head_dim).
       softcap: scores x become softcap * tanh(x / softcap).
       sinks: each query head has a score for attending to nothing (see paged_attention).
@@ -50,16 +52,20 @@ class AttentionConfig:
     out_multiplier: float = 1.0
     value_norm: bool = False
     values_are_keys: bool = False
+    unit_qk_norm: bool = False
+    chunk: int | None = None
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
         check_positive(out_multiplier=self.out_multiplier)
-        for name in ("window", "scale", "softcap"):
+        for name in ("window", "scale", "softcap", "chunk"):
             value = getattr(self, name)
             if value is not None:
                 check_positive(**{name: value})
         if self.whole_qk_norm and not self.qk_norm:
             raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
+        if self.unit_qk_norm and self.qk_norm:
+            raise ValueError("unit_qk_norm says that norms have no weights: leave out qk_norm")
         if self.norm_after_rope and (not self.qk_norm or self.whole_qk_norm):
             raise ValueError("norm_after_rope is for qk_norm of each head by itself")
         if self.norm_after_rope and isinstance(
@@ -70,8 +76,11 @@ class AttentionConfig:
             raise ValueError("gated attention has projections and norms of each head by itself")
         if (self.value_norm or self.values_are_keys) and (self.fused or self.gate):
             raise ValueError("value_norm and values_are_keys go with neither fused nor gate")
-        if self.interleaved and (self.qk_norm or self.gate or self.rope.rotary_dim is not None):
-            raise ValueError("interleaved attention has whole heads rotated, and no norms or gates")
+        partly = self.rope.rotary_dim not in (None, 0)
+        if self.interleaved and (self.qk_norm or self.gate or partly):
+            raise ValueError(
+                "interleaved attention has whole heads rotated, and no weights of norms or gates"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

@@ -16,9 +16,9 @@ class Llama3RopeScaling:
 
     def __post_init__(self):
         check_positive(**dataclasses.asdict(self))
-        if not self.low_freq_factor < self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
-                f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor "
+                f"low_freq_factor ({self.low_freq_factor}) must not be above high_freq_factor "
                 f"({self.high_freq_factor})"
             )
 
@@ -105,13 +105,15 @@ RopeScaling = (
 
 @dataclasses.dataclass(frozen=True)
 class QueryScaling:
-    """Queries are multiplied by 1 + beta ln(1 + floor(position / original_max_position))."""
+    """Queries are multiplied by 1 + beta ln(1 + floor(position / original_max_position)), where the
+    first position is ``first``."""
 
     beta: float
     original_max_position: int
+    first: int = 0
 
     def __post_init__(self):
-        check_positive(**dataclasses.asdict(self))
+        check_positive(beta=self.beta, original_max_position=self.original_max_position)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,8 @@ class PagedAttend(Pytree):
         return QueryContext(self.page_table, lens, self.positions, self.ancestors, ends)
 
     def _options(self, heads: Heads | QueryHeads, window: int | None) -> AttentionOptions:
-        return AttentionOptions(window, heads.scale, heads.softcap, self.first_slot)
+        chunk = heads.chunk if isinstance(heads, Heads) else None
+        return AttentionOptions(window, heads.scale, heads.softcap, self.first_slot, chunk)
 
     def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Any, Any]:
         if isinstance(heads, IndexHeads):
@@ -252,6 +253,10 @@ def dense_causal_attend(
         return _dense_choice(heads), state
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
+    if isinstance(heads, Heads) and heads.chunk is not None:
+        seen = _visible_before(heads.rope.shape[1], window, heads.chunk)
+        how = seen, heads.scale, heads.softcap, heads.sinks
+        return _written_out_attention(*heads.rotated(), *how), state
     how = window, implementation, heads.scale, heads.softcap, heads.sinks
     if isinstance(heads, QueryHeads):
         assert state is not None and state.k is not None and state.v is not None
@@ -324,7 +329,8 @@ def dense_causal_attention(
     AttentionConfig; ``sinks`` [Q]: see paged_attention.
     """
     if softcap is not None or sinks is not None:
-        return _written_out_attention(q, k, v, window, scale, softcap, sinks)
+        visible = _visible_before(q.shape[1], window)
+        return _written_out_attention(q, k, v, visible, scale, softcap, sinks)
     local = None if window is None else (window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
         out = jax.nn.dot_product_attention(
@@ -343,18 +349,17 @@ def _written_out_attention(
     q: Array,
     k: Array,
     v: Array,
-    window: int | None,
+    visible: Array,
     scale: float | None,
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
-    """dense_causal_attention with scores that are written out."""
+    """dense_causal_attention with scores that are written out, to positions that are ``visible``
+    [T, S]."""
     *outer, head_dim = q.shape
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
     scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)
     scores = capped(scores * (head_dim**-0.5 if scale is None else scale), softcap)
-    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])  # [T, S]
-    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     scores = jnp.where(visible, scores, MASKED)
     if sinks is not None:  # as a last slot, of which no value is added
         sink_scores = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
@@ -363,3 +368,11 @@ def _written_out_attention(
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
     return out.astype(q.dtype).reshape(*outer, head_dim)
+
+
+def _visible_before(size: int, window: int | None, chunk: int | None = None) -> Array:
+    """Which of as many tokens each token sees: bool [T, T]."""
+    token = jnp.arange(size)
+    behind = token[:, None] - token
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    return visible if chunk is None else visible & (token[:, None] // chunk == token // chunk)

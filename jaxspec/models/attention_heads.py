@@ -32,7 +32,7 @@ class Heads:
       q_norm, k_norm: [D] weights, or None.
       eps: epsilon of the norms.
       kv_scales: of keys and values in 8-bit pages, or None.
-      scale, softcap: of the scores; see AttentionConfig.
+      scale, softcap, chunk: see AttentionConfig.
       sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
       query_scale: float32, of the shape of queries [B, T, Q, D] or broadcast to it, of all tokens:
@@ -49,6 +49,7 @@ class Heads:
     kv_scales: KVScales | None = None
     scale: float | None = None
     softcap: float | None = None
+    chunk: int | None = None
     sinks: Array | None = None
     tokens: Axes = ()
     query_scale: Array | None = None

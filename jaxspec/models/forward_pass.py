@@ -229,6 +229,7 @@ class ForwardPass:
             kv_scales=kv_scales,
             scale=config.scale,
             softcap=config.softcap,
+            chunk=config.chunk,
             sinks=sinks,
             tokens=self.layout.sequence if self.layout.tokens else (),
             query_scale=query_scale,

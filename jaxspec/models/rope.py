@@ -44,6 +44,9 @@ def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.nda
     """Low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
     rotations = np.float32(scaling.original_max_position / (2 * math.pi)) * frequencies
     span = scaling.high_freq_factor - scaling.low_freq_factor
+    if span == 0:  # there are none between
+        low = rotations < np.float32(scaling.low_freq_factor)
+        return np.where(low, frequencies / np.float32(scaling.factor), frequencies)
     keep = np.clip((rotations - np.float32(scaling.low_freq_factor)) / np.float32(span), 0.0, 1.0)
     return frequencies * (keep + (1 - keep) / np.float32(scaling.factor))
 
@@ -94,7 +97,9 @@ def rope_angles(rope: RopeConfig, positions: Array) -> Array:
 def query_factors(scaling: QueryScaling, positions: Array) -> Array:
     """What queries at int positions [B, T] are multiplied by: float32 [B, T]. A draft head may have
     an entry before the first position, which counts as the first."""
-    spans = jnp.maximum(positions, 0) // scaling.original_max_position
+    counted = jnp.maximum(positions, 0)
+    counted = counted + scaling.first if scaling.first else counted
+    spans = counted // scaling.original_max_position
     factors = 1 + np.float32(scaling.beta) * jnp.log1p(spans.astype(jnp.float32))
     return lax.optimization_barrier(factors)  # as in rope_angles
 

@@ -82,6 +82,7 @@ def paged_attention(
         problem = problem or softcap_misfit_tpu(options.softcap)
     else:
         problem = misfit(q, pages.k, pages.v, order_invariant)
+    problem = problem or chunk_misfit(options)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None and is_long(context.page_table, pages.k) and not order_invariant:
         blocks = functools.partial(attention_in_blocks, options=options)
@@ -117,6 +118,11 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
 def softcap_misfit_tpu(softcap: float | None) -> str | None:
     """Why the TPU kernel cannot compute capped scores, None without a cap."""
     return None if softcap is None else f"scores with a soft cap of {softcap}"
+
+
+def chunk_misfit(options: AttentionOptions) -> str | None:
+    """Why no kernel can attend inside of chunks, None without these."""
+    return None if options.chunk is None else f"attention in chunks of {options.chunk} positions"
 
 
 def misfit_tpu(

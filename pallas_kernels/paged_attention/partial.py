@@ -4,7 +4,7 @@ import jax
 from jax import Array
 
 from pallas_kernels.float8 import check_scales
-from pallas_kernels.paged_attention import NO_OPTIONS, misfit
+from pallas_kernels.paged_attention import NO_OPTIONS, chunk_misfit, misfit
 from pallas_kernels.paged_attention.parts import PartialAttention, partial_attention_reference
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
@@ -38,7 +38,7 @@ def partial_attention(
     that can take the arguments.
     """
     check_scales(*pages)
-    problem = misfit(q, pages.k, pages.v, order_invariant=False)
+    problem = misfit(q, pages.k, pages.v, order_invariant=False) or chunk_misfit(options)
     if wants_tpu(implementation):
         problem = "parts of pages: the TPU kernel attends to whole ones"
     mosaic = kernel_module("paged_attention", implementation, problem)

@@ -1,5 +1,6 @@
 """The specification of paged attention in jnp; it runs where the kernel does not."""
 
+import dataclasses
 import functools
 
 import jax
@@ -95,6 +96,8 @@ def gather_pages(pages: Array, page_table: Array) -> Array:
 def visible_slots(context: QueryContext, slots: Array, options: AttentionOptions) -> Array:
     """Which of a sequence's ``slots`` [S] each query sees: bool [B, T, S]."""
     _, context_lens, positions, ancestors, _ = context
+    if options.chunk is not None:
+        return _visible_in_chunk(context, slots, options)
     beyond = slots - context_lens[:, None]  # [B, S], index past the committed context
     committed = (beyond < 0) & (slots >= options.first_slot)
     past_context = (beyond >= 0) & (slots >= options.first_slot)
@@ -107,6 +110,36 @@ def visible_slots(context: QueryContext, slots: Array, options: AttentionOptions
         in_tree = past_context[:, None, :] & _bit_of(ancestors, jnp.maximum(beyond, 0)[:, None, :])
         seen = (committed[:, None, :] & in_window) | in_tree
     return seen & (slots < context.ends[:, None, None])
+
+
+def _visible_in_chunk(context: QueryContext, slots: Array, options: AttentionOptions) -> Array:
+    """visible_slots of queries that see their own chunk only.
+
+    A query's ancestors come before it by depth. So those of earlier chunks are the first of them,
+    as many as there are positions between the context and the chunk.
+    """
+    assert options.chunk is not None
+    start = context.positions // options.chunk * options.chunk  # [B, T]
+    if context.ancestors is not None:
+        hidden = start - context.context_lens[:, None]
+        context = context._replace(ancestors=_without_first(context.ancestors, hidden))
+    whole = visible_slots(context, slots, dataclasses.replace(options, chunk=None))
+    is_node = slots >= context.context_lens[:, None]  # [B, S]
+    in_chunk = slots >= start[..., None]
+    if context.ancestors is not None:
+        in_chunk |= is_node[:, None]
+    return whole & in_chunk
+
+
+def _without_first(masks: Array, counts: Array) -> Array:
+    """Masks uint32 [B, T, words] without so many [B, T] of their lowest set bits."""
+    shifts = jnp.arange(32, dtype=jnp.uint32)
+    bits = (masks[..., None] >> shifts) & 1  # [B, T, words, 32]
+    flat = bits.reshape(*masks.shape[:2], -1).astype(jnp.int32)
+    before = jnp.cumsum(flat, axis=-1) - flat
+    kept = flat * (before >= counts[..., None])
+    words = kept.astype(jnp.uint32).reshape(bits.shape) << shifts
+    return jnp.sum(words, axis=-1, dtype=jnp.uint32)
 
 
 def _bit_of(mask: Array, index: Array) -> Array:

@@ -35,10 +35,10 @@ EXPERTS = tuple(test_experts.FAMILIES)
 ALIASES = tuple(alias_checkpoints.VARIANTS)
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
 # gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
-# positions that an indexer chooses.
+# positions that an indexer chooses, chunks.
 RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
-    *("deepseek_v32", "glm_moe_dsa-shared"),
+    *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},

@@ -86,6 +86,9 @@ ALIASES = (
     ("glm_moe_dsa-shared", "tp2"),
     ("glm_moe_dsa-shared", "tp2x2"),
     ("glm_moe_dsa-shared", "pp2"),
+    ("llama4_text", "tp2"),
+    ("llama4_text", "sp2"),
+    ("llama4_text", "pp2"),
 )
 PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
 SAMPLING = [

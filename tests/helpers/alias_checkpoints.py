@@ -116,6 +116,39 @@ STEP: dict[str, Any] = {
 }
 
 
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 8,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 9,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+LLAMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+
+
 def _mrope(*section: int) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}
     return {"rope_parameters": rope}
@@ -237,6 +270,12 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_vl_moe": (
         transformers.Qwen3VLMoeConfig,
         _with_images(QWEN3_VISION, head_dim=32, **QWEN_EXPERTS, **_mrope(6, 5, 5)),
+    ),
+    # Texts are some chunks long; layer 2 does not rotate.
+    "llama4_text": (transformers.Llama4TextConfig, LLAMA4),
+    "llama4": (
+        transformers.Llama4Config,
+        _with_images(LLAMA4_VISION, **LLAMA4 | {"num_hidden_layers": 2}),
     ),
     "mistral3": (
         transformers.Mistral3Config,

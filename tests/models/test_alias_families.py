@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoints.checkpoint_files import scan
 from jaxspec.checkpoints.mtp import has_mtp_layers
 from jaxspec.checkpoints.safetensors_io import save_tree
+from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.rope import QueryScaling, RopeConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
@@ -141,10 +142,22 @@ def test_queries_are_scaled_by_their_position(name: str):
     assert rope.query_scaling is None
 
 
+def test_layers_of_llama_4_rotate_and_have_chunks_or_neither():
+    layers = parse_model_config(raw_config("llama4_text")).layers
+    mixers = [layer.attention for layer in layers]
+    assert [mixer.chunk for mixer in mixers] == [9, 9, None, 9]
+    assert [mixer.unit_qk_norm for mixer in mixers] == [True, True, False, True]
+    assert [mixer.rope.rotary_dim for mixer in mixers] == [None, None, 0, None]
+    assert mixers[2].rope.query_scaling == QueryScaling(0.5, 8, first=1)
+    assert [isinstance(layer.mlp, ExpertsConfig) for layer in layers] == [False, True] * 2
+
+
 def test_factors_of_queries_are_those_of_their_spans():
     found = query_factors(QueryScaling(0.5, 16), jnp.array([[-1, 0, 15, 16, 47, 48]]))
     expected = 1 + 0.5 * np.log(np.array([[1, 1, 1, 2, 3, 4]]))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+    shifted = query_factors(QueryScaling(0.5, 16, first=1), jnp.array([[-1, 0, 14, 15, 46, 47]]))
+    np.testing.assert_allclose(shifted, expected, rtol=1e-6)
 
 
 def test_alpha_moves_the_base_of_the_rotation():
@@ -214,6 +227,14 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
         ("cohere2", {"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06 is not supported, only None"),
         ("cohere2", {"layer_switch": 2}, "layer_switch = 2 contradicts sliding_window_pattern"),
         ("cohere2", {"logit_scale": 0}, "logit_scale must be a number above 0, got 0"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok must be 1 where inputs"),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size must be a positive int"),
+        ("llama4_text", {"layer_types": ["x"] * 4}, "must be a list of full_attention and chunked"),
+        ("llama4_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 lay"),
+        ("llama4_text", {"moe_layers": [4]}, "moe_layers must be a list of indices below 4, got"),
+        ("llama4_text", {"no_rope_layers": [2] * 4}, "no_rope_layers must be a list of 0 and 1"),
+        ("llama4_text", {"floor_scale": 0}, "floor_scale must be a positive integer, got 0"),
+        ("llama4_text", {"attn_temperature_tuning": "x"}, "must be true or false, got 'x'"),
         ("granite4", {"layer_types": ["rnn"] * 2}, "layer_types = ['rnn', 'rnn'] is not supported"),
         ("granite4", {"num_local_experts": -1}, "num_local_experts must be a positive integer"),
         ("granite4", {"position_embedding_type": "x"}, "position_embedding_type 'x' is not"),

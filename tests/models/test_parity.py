@@ -34,7 +34,7 @@ FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe")
 FAST_PAGED = (
     *("qwen3-biases-windows", "gemma2", "phi4-mini", "olmo3", "smollm3-windows", "granite"),
     *("gpt_oss", "qwen3_next", "deepseek_v3", "glm_moe_dsa-shared", "minimax_m2", "step3p7"),
-    *("lfm2", "gemma4-small"),
+    *("lfm2", "gemma4-small", "llama4_text"),
 )
 FAST = {
     *((name, None) for name in (*FAST_DENSE, *FAST_ALIASES)),

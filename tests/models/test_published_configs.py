@@ -77,6 +77,7 @@ UNUSED_IN = {
         """attention_head_dim org_vocab_size cla_share_factor factor beta_fast beta_slow mscale
         mscale_all_dim"""
     ),
+    "llama-4-scout-17b-16e-instruct": words("intermediate_size_mlp"),  # no layer is dense
     "minimax-m2": words("use_mtp num_mtp_modules mtp_transformer_layers"),  # not published
     "ministral-3-8b-instruct": words("type"),  # beside rope_type
     # The latter inside the rope parameters: transformers does not read it there.
@@ -122,6 +123,7 @@ EXPECTED = {
     "gpt-oss-20b": Facts(24, 201088, 131072, 64, 8, 64, "yarn", (32, 4), windows=12),
     "granite-3.3-8b-instruct": Facts(40, 49159, 131072, 32, 8, 128, "default"),
     "llama-3.2-1b-instruct": Facts(16, 128256, 131072, 32, 8, 64, "llama3"),
+    "llama-4-scout-17b-16e-instruct": Facts(48, 202048, 10485760, 40, 8, 128, "llama3", (16, 1)),
     "mimo-7b-base": Facts(36, 151680, 32768, 32, 8, 128, "default"),
     "mistral-7b-instruct-v0.3": Facts(32, 32768, 32768, 32, 8, 128, "default"),
     "mixtral-8x7b-instruct-v0.1": Facts(32, 32000, 32768, 32, 8, 128, "default", (8, 2)),

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[int, ...]] = {
     "aiconfigurator/mistralai--Mixtral-8x22B-v0.1": (56, 48, 8, 128, 32000),
     "aiconfigurator/mistralai--Mixtral-8x7B-v0.1": (32, 32, 8, 128, 32000),
     "aiconfigurator/nvidia--DeepSeek-V3.1-NVFP4": (61, 128, 1, 192, 129280),
+    "aiconfigurator/meta-llama--Llama-4-Scout-17B-16E-Instruct": (48, 40, 8, 128, 202048),
     "aiconfigurator/nvidia--Llama-3.1-70B-Instruct-FP8": (80, 64, 8, 128, 128256),
     "aiconfigurator/nvidia--Qwen3.5-122B-A10B-NVFP4": (48, 32, 2, 256, 248320),
     "aiconfigurator/openai--gpt-oss-120b": (36, 64, 8, 64, 201088),
@@ -54,10 +55,6 @@ REFUSED_MODELS: dict[str, str] = {
     "aiconfigurator/MiniMaxAI--MiniMax-M3": "model_type 'minimax_m3'",
     "aiconfigurator/XiaomiMiMo--MiMo-V2-Flash": "model_type 'mimo_v2_flash'",
     "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": "model_type 'deepseek_v4'",
-    "aiconfigurator/meta-llama--Llama-4-Scout-17B-16E-Instruct": (
-        "model_type 'llama4' is not supported: missing are experts whose inputs are multiplied by "
-        "their scores, attention inside of chunks, and queries that are multiplied by"
-    ),
     "aiconfigurator/moonshotai--Kimi-K3": "model_type 'kimi_k3'",
     "aiconfigurator/nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": "model_type 'nemotron_h'",
     "aiconfigurator/nvidia--Nemotron-H-56B-Base-8K": "model_type 'nemotron_h'",

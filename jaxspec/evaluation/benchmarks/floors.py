@@ -155,4 +155,5 @@ def _cached_bytes(attention: Attention | LatentAttention, context: float) -> int
     config, kv_heads = attention.config, _local_heads(attention.qkv)
     size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize
     slot = 2 * kv_heads * config.head_dim * size
-    return round(min(context, config.window or math.inf) * slot)
+    seen = min(context, config.window or math.inf, config.chunk or math.inf)
+    return round(seen * slot)

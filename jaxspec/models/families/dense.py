@@ -147,7 +147,7 @@ PHI3 = Family(  # also Phi-3.5 and Phi-4: fused projections and longrope
 
 
 def _read_smollm3(hf: Keys) -> ModelConfig:
-    rope, rotates = rope_of(hf), _rotates(hf)
+    rope, rotates = rope_of(hf), rotating_layers(hf)
     has_windows = window_of(hf) is not None
     kinds = [SLIDING if has_windows and not rotated else FULL for rotated in rotates]
     layers = []
@@ -157,7 +157,7 @@ def _read_smollm3(hf: Keys) -> ModelConfig:
     return model_of(hf, layers)
 
 
-def _rotates(hf: Keys) -> list[bool]:
+def rotating_layers(hf: Keys) -> list[bool]:
     """Whether each layer rotates. In ``no_rope_layers`` 1 says that it does."""
     layers, given = hf["num_hidden_layers"], hf["no_rope_layers"]
     if given is None:

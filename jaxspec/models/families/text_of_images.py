@@ -1,7 +1,7 @@
 """Models of text and images of which the text model is read.
 
-They are Qwen2-VL to Qwen3-VL, Mistral Small 3.x and 4, Ministral 3, and Kimi K2.5. Gemma 3 and Qwen
-3.5 stand beside their text models.
+They are Qwen2-VL to Qwen3-VL, Mistral Small 3.x and 4, Ministral 3, Llama 4, and Kimi K2.5. Gemma 3
+and Qwen 3.5 stand beside their text models.
 """
 
 from jaxspec.models.families.dense import MISTRAL
@@ -12,6 +12,7 @@ from jaxspec.models.families.dense_aliases import (
     QWEN3_VL_TEXT,
 )
 from jaxspec.models.families.family import sizes
+from jaxspec.models.families.llama4 import LLAMA4_TEXT
 from jaxspec.models.families.routed import DEEPSEEK_V3
 from jaxspec.models.families.routed_aliases import KIMI_K2, MISTRAL4, QWEN3_VL_MOE_TEXT
 from jaxspec.models.families.with_images import TEXT, WithImages
@@ -37,6 +38,7 @@ MISTRAL3 = WithImages(
     {"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4},
     defaults={"tie_word_embeddings": True, TEXT: _MISTRAL_SMALL},
 )
+LLAMA4 = WithImages("Llama4ForConditionalGeneration", {"llama4_text": LLAMA4_TEXT})
 KIMI_K25 = WithImages(
     "Kimi_K25ForConditionalGeneration",
     {"deepseek_v3": DEEPSEEK_V3, "kimi_k2": KIMI_K2},

@@ -8,7 +8,6 @@ they import torch where it is installed.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.mixers import AttentionConfig
@@ -23,12 +22,6 @@ from jaxspec.models.families.windows import FULL, SLIDING
 from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.values import is_integer, naming, read_json, shown
 
-# What models are made of that are not supported, and often asked for.
-_LLAMA4 = (
-    "experts whose inputs are multiplied by their scores, attention inside of chunks, and queries "
-    "that are multiplied by a factor of their position in layers that do not rotate"
-)
-_MISSING = MappingProxyType({"llama4": _LLAMA4, "llama4_text": _LLAMA4})
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -159,10 +152,6 @@ def _family_of(raw: Mapping[str, Any]) -> Family | WithImages:
         supported, given = ", ".join(FAMILIES), shown(model_type)
         if model_type in ASSISTANTS:
             raise ValueError(f"model_type {given} is a drafter, and no model: give it as drafter")
-        if isinstance(model_type, str) and model_type in _MISSING:
-            raise ValueError(
-                f"model_type {given} is not supported: missing are {_MISSING[model_type]}"
-            )
         raise ValueError(f"model_type {given} is not supported; supported are {supported}")
     return FAMILIES[model_type]
 

@@ -43,9 +43,11 @@ class Attention(Pytree):
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
         product, gates = self._projected(x, step)
-        norms = self.q_norm, self.k_norm
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.config.unit_qk_norm:
+            q_norm = k_norm = jnp.ones(self.config.head_dim, x.dtype)
         heads = step.heads(
-            product, x.dtype, self.config, *norms, self.kv_scales, self.qk_norm, self.sinks
+            product, x.dtype, self.config, q_norm, k_norm, self.kv_scales, self.qk_norm, self.sinks
         )
         out, state = step.attend(state, heads, self.config.window)
         if gates is not None:

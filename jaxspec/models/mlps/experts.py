@@ -77,6 +77,9 @@ class Experts(Pytree):
             first=shard_offset(self.gate_up.num_experts, step.layout.axes("experts")),
             activation=self.config.activation,
         )
+        if self.config.weighs_input:
+            rows = rows * routes.weights.astype(rows.dtype)
+            routes = routes._replace(weights=jnp.ones_like(routes.weights))
         return mix(local, rows, routes, self.config.routing.num_experts, step)
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
