@@ -234,6 +234,7 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
         ("llama4_text", {"moe_layers": [4]}, "moe_layers must be a list of indices below 4, got"),
         ("llama4_text", {"no_rope_layers": [2] * 4}, "no_rope_layers must be a list of 0 and 1"),
         ("llama4_text", {"floor_scale": 0}, "floor_scale must be a positive integer, got 0"),
+        ("llama4_text", {"attn_scale": 0}, "attn_scale must be a number above 0, got 0"),
         ("llama4_text", {"attn_temperature_tuning": "x"}, "must be true or false, got 'x'"),
         ("granite4", {"layer_types": ["rnn"] * 2}, "layer_types = ['rnn', 'rnn'] is not supported"),
         ("granite4", {"num_local_experts": -1}, "num_local_experts must be a positive integer"),

@@ -11,7 +11,13 @@ from jaxspec.models.families.dense import rotating_layers
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of, sizes
 from jaxspec.models.families.rope import rope_of, without_rope
 from jaxspec.models.families.windows import FULL
-from jaxspec.models.json.values import check_flag, is_integer, is_positive_integer, shown
+from jaxspec.models.json.values import (
+    check_flag,
+    is_integer,
+    is_positive_integer,
+    is_positive_number,
+    shown,
+)
 
 CHUNKED = "chunked_attention"
 
@@ -59,6 +65,8 @@ def _without_positions(hf: Keys, rope: RopeConfig) -> RopeConfig:
         return unrotated
     if not is_positive_integer(hf["floor_scale"]):
         raise ValueError(f"floor_scale must be a positive integer, got {shown(hf['floor_scale'])}")
+    if not is_positive_number(hf["attn_scale"]):
+        raise ValueError(f"attn_scale must be a number above 0, got {shown(hf['attn_scale'])}")
     scaling = QueryScaling(float(hf["attn_scale"]), hf["floor_scale"], first=1)
     return dataclasses.replace(unrotated, query_scaling=scaling)
 
