@@ -275,7 +275,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama4_text": (transformers.Llama4TextConfig, LLAMA4),
     "llama4": (
         transformers.Llama4Config,
-        _with_images(LLAMA4_VISION, **LLAMA4 | {"num_hidden_layers": 2}),
+        _with_images(LLAMA4_VISION, **dict[str, Any](LLAMA4, num_hidden_layers=2)),
     ),
     "mistral3": (
         transformers.Mistral3Config,
