@@ -10,7 +10,7 @@ All functions are of B rows, G key heads with r value heads each, and T tokens, 
 whatever its inputs are: it is selected away.
 """
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,37 @@ class DeltaInputs(Pytree):
 
     has_kernels: ClassVar[bool] = True
 
+    @classmethod
+    def shapes(cls, rows: int, length: int, heads: tuple[int, int, int, int]) -> Self:
+        """ShapeDtypeStructs of so many tokens of rows; ``heads``: G, r, Dk, Dv."""
+        groups, values, k_dim, v_dim = heads
+        return cls(
+            k=_float32(rows, length, groups, k_dim),
+            v=_float32(rows, length, groups, values, v_dim),
+            g=_float32(rows, length, groups, *cls.decay_shape(values, k_dim)),
+            beta=_float32(rows, length, groups, values),
+        )
+
+    @classmethod
+    def decay_shape(cls, values: int, k_dim: int) -> tuple[int, ...]:
+        """Of a token's decays in a group: one a value head."""
+        return (values,)
+
     def where(self, valid: Array) -> Self:
         """The same, where tokens that are not ``valid`` [B, T] change nothing."""
         return jax.tree.map(lambda x: select_tokens(valid, x, 0), self)
+
+    def fold(self, s: Array) -> Array:
+        """The state after these consecutive tokens."""
+        return fold(s, self)
+
+    def chunk(self, s: Array, q: Array) -> tuple[Array, Array]:
+        """Outputs of these consecutive tokens with queries q, and the state after them."""
+        return chunk(s, q, self)
+
+    def tree(self, s: Array, q: Array, nodes: Self, ancestors: Array, depth: Array) -> Array:
+        """Outputs of a tree's nodes after these consecutive tokens: see the function."""
+        return tree(s, self, q, nodes, ancestors, depth)
 
     def in_chunk(self, s: Array, log_decay: Array) -> Array:
         """What each of C consecutive tokens writes after S: d [B, G, r, C, Dv] (see chunk_writes).
@@ -48,7 +76,7 @@ class DeltaInputs(Pytree):
         before = jnp.tri(gram.shape[-1], k=-1, dtype=bool)
         system = beta[..., None] * decays(log_decay, before) * gram
         from_s = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", self.k, s)
-        return einsum("bgrij,bgrje->bgrie", _inverse(system), beta[..., None] * (v - from_s))
+        return einsum("bgrij,bgrje->bgrie", inverse(system), beta[..., None] * (v - from_s))
 
     def in_tree(self, held: Array) -> Array:
         """What each of a tree's nodes writes, where the decayed state has ``held`` [B, G, r, N, Dv]
@@ -60,6 +88,10 @@ class DeltaInputs(Pytree):
     def tokens(self) -> Tokens:
         """The same, as kernels take them."""
         return Tokens(self.k, self.v, self.g, self.beta)
+
+
+def _float32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32))
 
 
 def select_tokens(valid: Array, x: Array, other: Array | float) -> Array:
@@ -144,7 +176,7 @@ def sequences(q: Array, inputs: DeltaInputs) -> Array:
     by_head = k[:, :, :, None]
     gram = einsum("mbgid,mbgjd->mbgij", k, k)[:, :, :, None]
     system = beta * decays(log_decay, jnp.tri(size, k=-1, dtype=bool)) * gram
-    inverse = _differentiable_inverse(system)
+    inverse = differentiable_inverse(system)
     of_values = einsum("mbgrij,mbgrje->mbgrie", inverse, beta * v)
     of_state = einsum("mbgrij,mbgrjd->mbgrid", inverse, beta * decay * by_head)
     kept = jnp.exp(total - log_decay)[..., None] * by_head
@@ -224,7 +256,7 @@ def _after_window(s: Array, window: DeltaInputs, readers: Array) -> Array:
     return jnp.exp(total)[..., None, None] * from_s + from_window
 
 
-def _inverse(below: Array) -> Array:
+def inverse(below: Array) -> Array:
     """The inverse of I + below [..., C, C], which is strictly lower triangular.
 
     By blocks: those of the diagonal, inverted, give those of twice the size. Products of matrices
@@ -243,13 +275,13 @@ def _inverse(below: Array) -> Array:
 
 
 @jax.custom_vjp
-def _differentiable_inverse(below: Array) -> Array:
-    """``_inverse``, of which the gradient keeps the result alone, and none of the blocks."""
-    return _inverse(below)
+def differentiable_inverse(below: Array) -> Array:
+    """``inverse``, of which the gradient keeps the result alone, and none of the blocks."""
+    return inverse(below)
 
 
 def _inverse_forward(below: Array) -> tuple[Array, Array]:
-    result = _inverse(below)
+    result = inverse(below)
     return result, result
 
 
@@ -259,7 +291,7 @@ def _inverse_backward(result: Array, cotangent: Array) -> tuple[Array]:
     return (jnp.tril(-einsum("...ij,...kj->...ik", left, result), -1),)
 
 
-_differentiable_inverse.defvjp(_inverse_forward, _inverse_backward)
+differentiable_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _after_chunk(s: Array, inputs: DeltaInputs, writes: Array, log_decay: Array) -> Array:

@@ -1,11 +1,11 @@
-"""The state of a recurrent layer with the gated delta rule, or of Mamba-2, an entry per row.
+"""The state of a recurrent layer with a delta rule, or of Mamba-2, an entry per row.
 
 Kept are a checkpoint of the recurrence and the inputs of the tokens after it. A tree is verified
-from both in one pass (delta_rule.tree), and its inputs wait for the commit, which appends those of
+from both in one pass (DeltaInputs.tree), and its inputs wait for the commit, which appends those of
 the accepted path. Nothing is rolled back, and no state per node exists.
 
 The checkpoint is always that after a multiple of C tokens, the capacity of the window. Every C
-tokens are folded into it in order, by the same code (delta_rule.fold and chunk share it), whether
+tokens are folded into it in order, by the same code (``fold`` and ``chunk`` share it), whether
 they were read from a prompt, decoded one by one, or accepted from trees. So equal inputs give equal
 bits of the state, however chunks and rounds cut the sequence. (Kernels apply one token after the
 other, in prompts and rounds alike. Where only rounds have one, the two agree up to rounding.)
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache.convolution import convolution, last_inputs, run_taps, take_tokens, tree_taps
-from jaxspec.cache.delta_rule import DeltaInputs, chunk, fold, select_tokens, tree
+from jaxspec.cache.delta_rule import DeltaInputs, select_tokens
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -43,7 +43,7 @@ class DeltaNodes(Pytree):
 @pytree
 class DeltaState(Pytree):
     """The LayerState of a recurrence: R rows, G key heads with r value heads each. All tokens do
-    the same kind of thing to the state: DeltaInputs, or those of state_space.
+    the same kind of thing to the state: DeltaInputs, or those of state_space and channel_decay.
 
     Attributes:
       s: the state after the last multiple of C tokens, float32.
@@ -83,12 +83,7 @@ class DeltaState(Pytree):
         struct: Any = jax.ShapeDtypeStruct
         shapes = cls(
             s=struct((rows, groups, values, v_dim, k_dim), wide),
-            window=kind(
-                k=struct((rows, folded, groups, k_dim), wide),
-                v=struct((rows, folded, groups, values, v_dim), wide),
-                g=struct((rows, folded, groups, values), wide),
-                beta=struct((rows, folded, groups, values), wide),
-            ),
+            window=kind.shapes(rows, folded, heads),
             channels=struct((rows, taps - 1, groups, 2 * k_dim + values * v_dim), dtype),
             folded=folded,
         )
@@ -136,7 +131,7 @@ class DeltaState(Pytree):
             states, inputs = self._row_states(rows, held), nodes.inputs.tokens
             return delta_read(states, q, inputs, ancestors, depth, "mosaic_gpu"), after
         window = self._window(rows, held)
-        return tree(self.s[rows], window, q, nodes.inputs, ancestors, depth), after
+        return window.tree(self.s[rows], q, nodes.inputs, ancestors, depth), after
 
     def _has_kernel(
         self, operation: str, kernels: Kernels, num_nodes: int = 1, longest_path: int = 1
@@ -166,7 +161,7 @@ class DeltaState(Pytree):
 
         def step(s: Array, part: tuple[Array, Array, DeltaInputs]) -> tuple[Array, Array]:
             index, queries, inputs = part
-            out, after = chunk(s, queries, inputs)
+            out, after = inputs.chunk(s, queries)
             return _rows((index + 1) * self.folded <= total, after, s), out
 
         parts = jnp.arange(num_chunks), *jax.tree.map(self._split, (queries, inputs))
@@ -226,7 +221,7 @@ class DeltaState(Pytree):
             for index in range(inputs.k.shape[1] // self.folded):
                 first = index * self.folded
                 part = jax.tree.map(lambda x, at=first: x[:, at : at + self.folded], inputs)
-                s = _rows(first + self.folded <= total, fold(s, part), s)
+                s = _rows(first + self.folded <= total, part.fold(s), s)
             return whole.at[target].set(s, mode="drop")
 
         full = jnp.any((total >= self.folded) & (counts > 0))

@@ -18,6 +18,7 @@ from jaxspec.checkpoints.safetensors_io import (
     save_tree,
 )
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.windows import FULL, SLIDING
 from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
@@ -197,6 +198,7 @@ def _stored_layers(
             o_bias=f"{first}.self_attn.o_proj.bias" in stored,
             qk_norm=layer.attention.qk_norm or f"{first}.self_attn.q_norm.weight" in stored,
         )
+        assert isinstance(layer.mlp, DenseConfig)
         mlp = dataclasses.replace(layer.mlp, bias=f"{first}.mlp.gate_proj.bias" in stored)
         return dataclasses.replace(layer, mixer=mixer, mlp=mlp)
 

@@ -85,8 +85,13 @@ class LimitedSwiglu:
         check_positive(limit=self.limit)
 
 
+@dataclasses.dataclass(frozen=True)
+class SquaredRelu:
+    """relu(up) squared, without a gate (Nemotron-H)."""
+
+
 # What experts make of gate and up, where it is not SwiGLU. gelu_tanh: as Activation has it.
-ExpertActivation = ClampedSwiglu | LimitedSwiglu | Literal["gelu_tanh"]
+ExpertActivation = ClampedSwiglu | LimitedSwiglu | SquaredRelu | Literal["gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,7 @@ class ExpertNames:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of SwiGLU experts.
+    """A mixture of experts: SwiGLU, unless they have another activation.
 
     Attributes:
       intermediate_size: hidden units of each expert.
@@ -117,6 +122,8 @@ class ExpertsConfig:
       bias: of the experts' projections.
       weighs_input: what a token's expert reads is multiplied by its weight, not what it gives
         (Llama 4). Each token has one expert.
+      latent: entries of a vector that the experts read and write in place of hidden states: a
+        projection of these. None: there is no such vector.
       names, fused: what a checkpoint calls the weights. ``fused`` None: each expert has tensors of
         its own.
     """
@@ -126,15 +133,18 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     activation: ExpertActivation | None = None
-    shared_activation: LimitedSwiglu | None = None
+    shared_activation: LimitedSwiglu | SquaredRelu | None = None
     shared_fused: bool = False
     bias: bool = False
     weighs_input: bool = False
+    latent: int | None = None
     names: ExpertNames = ExpertNames()
     fused: Fused | None = None
 
     def __post_init__(self):
         check_positive(intermediate_size=self.intermediate_size)
+        if self.latent is not None:
+            check_positive(latent=self.latent)
         if self.shared_size < 0:
             raise ValueError(f"shared_size must be 0 or above, got {self.shared_size}")
         if self.weighs_input and self.routing.top_k != 1:

@@ -17,9 +17,10 @@ from jaxspec.config.mlps import DenseAndExpertsConfig, MlpConfig
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One transformer layer: a mixer (attention) and an MLP.
+    """One transformer layer: a mixer (attention) and an MLP, or one of them alone.
 
     Attributes:
+      mixer, mlp: None: there is none. A layer has one of them at least.
       norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
         ``shared``: both read the same norm, and both are added at the end.
       rescaled: the residual stream after the layer is multiplied by a number of the checkpoint.
@@ -29,8 +30,8 @@ class LayerConfig:
       residual_scale: what mixer and MLP give is multiplied by it.
     """
 
-    mixer: MixerConfig
-    mlp: MlpConfig
+    mixer: MixerConfig | None
+    mlp: MlpConfig | None
     norms: Literal["before", "after", "both", "shared"] = "before"
     residual_scale: float = 1.0
     centred: bool = False
@@ -39,13 +40,17 @@ class LayerConfig:
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)
+        if self.mixer is None and self.mlp is None:
+            raise ValueError("a layer has a mixer or an MLP")
+        if (self.mixer is None or self.mlp is None) and self.norms != "before":
+            raise ValueError("a layer of one block has a norm before it, and none after it")
 
     @property
     def mixers(self) -> tuple[SingleMixerConfig, ...]:
-        """Its mixer, or both of those that are side by side."""
+        """Its mixer, both of those that are side by side, or none."""
         if isinstance(self.mixer, SideBySideConfig):
             return self.mixer.first, self.mixer.second
-        return (self.mixer,)
+        return () if self.mixer is None else (self.mixer,)
 
     @property
     def is_recurrent(self) -> bool:
@@ -63,6 +68,11 @@ class LayerConfig:
         stream itself, which it norms by its own norms."""
         of_layer = self.norms in ("before", "both")
         return of_layer and not isinstance(self.mlp, DenseAndExpertsConfig)
+
+    @property
+    def units(self) -> int:
+        """Hidden units of its MLP; 0 without one. Of experts those of each."""
+        return 0 if self.mlp is None else self.mlp.intermediate_size
 
     @property
     def attention(self) -> AttentionConfig:

@@ -285,6 +285,40 @@ class GatedDeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class KimiDeltaConfig:
+    """Kimi delta attention (arXiv 2510.26692): a delta rule with a decay of each channel of a key.
+
+    Attributes:
+      head_dim: of keys and of values, of which each head has one.
+      taps: width of the convolution before it.
+      folded: tokens that are folded into the state at once (see cache/recurrent.py).
+    """
+
+    num_heads: int
+    head_dim: int
+    taps: int = 4
+    folded: int = 32
+
+    def __post_init__(self):
+        check_positive(num_heads=self.num_heads, head_dim=self.head_dim, folded=self.folded)
+        if self.taps < 2:
+            raise ValueError(f"taps must be at least 2, got {self.taps}")
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"a recurrence with {self.num_heads} heads of {self.head_dim}"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """None: positions do not matter."""
+        return ()
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Trees of any depth."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ShortConvConfig:
     """A short causal convolution of each channel between two gates, as in LFM2: the input of a
     channel and what is read of it are multiplied by numbers of the token. It has as many channels
@@ -374,7 +408,7 @@ class Mamba2Config:
 
 
 # Mixers that keep a state of each row, and nothing in pages.
-RecurrentConfig = GatedDeltaConfig | Mamba2Config | ShortConvConfig
+RecurrentConfig = GatedDeltaConfig | KimiDeltaConfig | Mamba2Config | ShortConvConfig
 SingleMixerConfig = AttentionConfig | SharedAttentionConfig | LatentConfig | RecurrentConfig
 
 

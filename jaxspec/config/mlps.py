@@ -4,14 +4,15 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.experts import ExpertsConfig, LimitedSwiglu
+from jaxspec.config.experts import ExpertsConfig, LimitedSwiglu, SquaredRelu
 
-Activation = Literal["silu", "gelu_tanh"] | LimitedSwiglu
+Activation = Literal["silu", "gelu_tanh"] | LimitedSwiglu | SquaredRelu
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """A gated MLP: down(activation(gate(x)) * up(x)), or what LimitedSwiglu makes of the two.
+    """A gated MLP: down(activation(gate(x)) * up(x)), or what LimitedSwiglu makes of the two. With
+    SquaredRelu there is no gate.
 
     ``fused``: checkpoints have gate and up in one tensor, ``gate_up_proj``. ``gate_multiplier`` and
     ``down_multiplier``: these projections are multiplied when they are read.
@@ -27,6 +28,8 @@ class DenseConfig:
     def __post_init__(self):
         check_positive(intermediate_size=self.intermediate_size)
         check_positive(gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier)
+        if isinstance(self.activation, SquaredRelu) and (self.fused or self.gate_multiplier != 1):
+            raise ValueError("an MLP with SquaredRelu has no gate")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,6 +117,8 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
     layers = ((mixer, layer.mlp) for layer in target.layers for mixer in layer.mixers)
     dense = ((mixer, mlp) for mixer, mlp in layers if isinstance(mixer, AttentionConfig))
     mixer, mlp = next(dense, (None, None))
+    if mlp is None:  # its layers have one block each
+        mlp = next((layer.mlp for layer in target.layers if layer.mlp is not None), None)
     if mixer is None or mlp is None:
         raise ValueError("the target has no layer of attention and an MLP to take sizes from")
     rope = mixer.rope

@@ -72,7 +72,7 @@ class Decoder(Pytree):
 
     def init_state(self, geometry: Geometry) -> ModelState:
         """Empty states of all layers."""
-        states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
+        states = (layer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
     def no_states(self) -> LayerStates:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import KVScales
-from jaxspec.config.experts import ClampedSwiglu, ExpertActivation, LimitedSwiglu
+from jaxspec.config.experts import ClampedSwiglu, ExpertActivation, LimitedSwiglu, SquaredRelu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
@@ -126,8 +126,8 @@ class ForwardPass:
             return lax.optimization_barrier(both) if self.isolate_blocks else both
 
     def gated(self, gate_up: Array, activation: Activation, reader: AnyLinear) -> Any:
-        """Hidden units [B, T, F] of gate and up [B, T, 2, F], which ``reader`` alone reads: if it
-        rounds its input, they may be RoundedRows of one launch."""
+        """Hidden units [B, T, F] of gate and up [B, T, 2, F], or of up alone [B, T, 1, F], which
+        ``reader`` alone reads: if it rounds its input, they may be RoundedRows of one launch."""
         if activation != "silu" or not self._rounds("round_tokens", gate_up, reader):
             return gated(gate_up, activation)
         *tokens, _, width = gate_up.shape
@@ -284,7 +284,9 @@ class ForwardPass:
     ) -> Array | None:
         """What each chosen expert makes of rows x [N, H], see pallas_kernels.expert_product; None
         where no kernel does it."""
-        if "expert_product" not in self.kernels or expert_misfit(x, gate_up, down, bias):
+        if isinstance(activation, SquaredRelu) or "expert_product" not in self.kernels:
+            return None
+        if expert_misfit(x, gate_up, down, bias):
             return None
         clamp = activation and clamp_of(activation)
         how = self.kernels.implementation("expert_product")
@@ -301,7 +303,9 @@ class ForwardPass:
     ) -> Array | None:
         """``expert_product`` of experts of 4 or 8 bits."""
         operation = "packed_expert_product"
-        if operation not in self.kernels or packed_expert_misfit(x, gate_up, down, bias):
+        if isinstance(activation, SquaredRelu) or operation not in self.kernels:
+            return None
+        if packed_expert_misfit(x, gate_up, down, bias):
             return None
         clamp, how = activation and clamp_of(activation), self.kernels.implementation(operation)
         return packed_expert_product(
@@ -344,7 +348,9 @@ def make_pass(
 
 @jax.named_scope("activation")
 def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
-    """[..., 2, F] -> [..., F]"""
+    """[..., 2, F] -> [..., F]; without a gate [..., 1, F] -> [..., F]"""
+    if isinstance(activation, SquaredRelu):
+        return jnp.square(jax.nn.relu(gate_up[..., 0, :]))
     gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
     if not isinstance(activation, str):
         return units_of(gate, up, clamp_of(activation), jax.nn.sigmoid)
@@ -352,7 +358,7 @@ def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
     return function(gate) * up
 
 
-def clamp_of(activation: ExpertActivation) -> Gating:
+def clamp_of(activation: ClampedSwiglu | LimitedSwiglu | Literal["gelu_tanh"]) -> Gating:
     """An activation in the words of kernels."""
     match activation:
         case "gelu_tanh":

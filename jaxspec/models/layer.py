@@ -1,6 +1,6 @@
 """A transformer layer: a mixer and an MLP, with norms before each, after each, or both.
 
-The MLP may also read what the mixer reads.
+The MLP may also read what the mixer reads. A layer may have a mixer alone, or an MLP alone.
 """
 
 import functools
@@ -11,24 +11,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.cache import Geometry
 from jaxspec.config.model import LayerConfig
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import AnyLinear
+from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers import LatentAttention, Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
 from jaxspec.models.token_inputs import TokenInput, token_input_shape
-from jaxspec.parallel import ONE_SHARD, Shards
+from jaxspec.parallel import ONE_SHARD, Layout, Shards
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
 @pytree
 class Layer(Pytree):
-    """Weights of one layer. Any norm may be None: there is none at its place.
+    """Weights of one layer. Any norm may be None: there is none at its place. So may the mixer or
+    the MLP: the layer has one block.
 
     Attributes:
-      input_norm: of what the mixer reads.
+      input_norm: of what the mixer reads, or the MLP alone.
       post_norm: of what the MLP reads.
       mixer_norm, mlp_norm: of what mixer and MLP give.
       residual_scale: what mixer and MLP give is multiplied by it.
@@ -40,9 +42,9 @@ class Layer(Pytree):
     """
 
     input_norm: Array | None = array("hidden")
-    mixer: Mixer
+    mixer: Mixer | None
     post_norm: Array | None = array("hidden")
-    mlp: Mlp
+    mlp: Mlp | None
     mixer_norm: Array | None = array("hidden", default=None)
     mlp_norm: Array | None = array("hidden", default=None)
     token_input: TokenInput | None = None
@@ -54,8 +56,13 @@ class Layer(Pytree):
 
     @property
     def reader(self) -> AnyLinear | None:
-        """The projection that alone reads what the mixer reads, if there is one."""
-        return None if self.parallel else self.mixer.reader
+        """The projection that alone reads what the layer's first block reads, if there is one."""
+        first = self.mlp if self.mixer is None else self.mixer
+        return None if self.parallel or first is None else first.reader
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> Any:
+        """The layer's empty state: a LayerState, or None if it keeps none."""
+        return None if self.mixer is None else self.mixer.init_state(geometry, layout)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Layer":
         """The same, with every array replaced by ``tensor_map``'s result for layer ``prefix``.
@@ -70,9 +77,9 @@ class Layer(Pytree):
         before_mlp = "post_attention" if self.mixer_norm is None else "pre_feedforward"
         return self.replace(
             input_norm=norm("input", self.input_norm),
-            mixer=self.mixer.mapped(prefix, tensor_map),
+            mixer=self.mixer and self.mixer.mapped(prefix, tensor_map),
             post_norm=norm(before_mlp, self.post_norm),
-            mlp=self.mlp.mapped(prefix, tensor_map),
+            mlp=self.mlp and self.mlp.mapped(prefix, tensor_map),
             mixer_norm=norm("post_attention", self.mixer_norm),
             mlp_norm=norm("post_feedforward", self.mlp_norm),
             token_input=self.token_input and self.token_input.mapped(prefix, tensor_map),
@@ -133,14 +140,20 @@ def _run_layer(
 
     ``following``: the norm of that input, its reader, and rows beside it.
     """
+    added: Addend | None = None
     if isinstance(layer.mixer, LatentAttention):
         mixed, state, chosen = layer.mixer.choosing(normed, state, step, chosen)
-    else:
+        added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
+    elif layer.mixer is not None:
         mixed, state = layer.mixer(normed, state, step)
-    mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-    x, after = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
-    units = layer.mlp(normed if layer.parallel else after, step)
-    added = step.scaled(x, units, layer.mlp_norm, layer.residual_scale)
+        added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
+    if layer.mlp is not None:
+        read = normed
+        if added is not None:
+            x, after = step.add_norm(x, added, layer.post_norm, layer.mlp.reader)
+            read = normed if layer.parallel else after
+        added = step.scaled(x, layer.mlp(read, step), layer.mlp_norm, layer.residual_scale)
+    assert added is not None, "a layer has a mixer or an MLP"
     if layer.token_input is not None:
         x, stream = step.add_norm(x, added, None)
         product = layer.token_input(stream, of_token, step)
@@ -161,11 +174,13 @@ def layer_shape(
     """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input; ``input_norm``
     False: without a norm of it, whatever the config says."""
     before, after = config.norms != "after", config.norms in ("after", "both")
+    mixer, mlp = config.mixer, config.mlp
+    two_blocks, sizes = mixer is not None and mlp is not None, (hidden_size, dtype, shards)
     return Layer(
         input_norm=vector(hidden_size, dtype, when=before and input_norm),
-        mixer=mixer_shape(config.mixer, hidden_size, dtype, shards, input_size=input_size),
-        post_norm=vector(hidden_size, dtype, when=config.norms_for_mlp),
-        mlp=mlp_shape(config.mlp, hidden_size, dtype, shards),
+        mixer=None if mixer is None else mixer_shape(mixer, *sizes, input_size=input_size),
+        post_norm=vector(hidden_size, dtype, when=two_blocks and config.norms_for_mlp),
+        mlp=None if mlp is None else mlp_shape(mlp, *sizes),
         mixer_norm=vector(hidden_size, dtype, when=after),
         mlp_norm=vector(hidden_size, dtype, when=after),
         token_input=token_input_shape(config.token_input, hidden_size, dtype)

@@ -39,7 +39,7 @@ class Stage(Pytree):
 
     def init_state(self, geometry: Geometry) -> ModelState:
         """Empty states of its layers."""
-        states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
+        states = (layer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
 

@@ -33,6 +33,7 @@ class Piece(NamedTuple):
       factor: what the view is a multiple of the tensor by, in every entry; without an offset.
       depthwise: the tensor itself is stored as [rows, 1, columns].
       scalar: the tensor itself has no dimensions, and the view one entry.
+      of_heads: the tensor itself is stored as [1, 1, rows, 1].
     """
 
     name: str
@@ -44,6 +45,7 @@ class Piece(NamedTuple):
     factor: float = 1.0
     depthwise: bool = False
     scalar: bool = False
+    of_heads: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -54,6 +56,8 @@ class Piece(NamedTuple):
         """Index of ``rows`` and the piece's columns in the tensor."""
         if self.scalar:
             return ()
+        if self.of_heads:
+            return slice(0, 1), slice(0, 1), rows, slice(0, 1)
         if self.column is None:
             return (rows,)
         columns = slice(self.column, self.column + self.view.shape[-1])

@@ -158,6 +158,22 @@ class Depthwise(Wrapped):
         return self.source.join(kind, flat, shape)
 
 
+class OfHeads(Wrapped):
+    """Vectors, stored as [1, 1, out, 1]."""
+
+    def split(self, kind: str) -> Split:
+        inner = self.source.split(kind)
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return [piece._replace(of_heads=True) for piece in inner(block, start)]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        flat = {f"{name}.{kind}": tensors[f"{name}.{kind}"].reshape(-1) for name in self.names}
+        return self.source.join(kind, flat, shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Fused:
     """The tensors of another source as consecutive rows of one tensor.

@@ -155,6 +155,7 @@ def block_output(tensors: Tensors, normed: Array, kind: LayerKind, shared: Share
     """What the block of some projections adds to the residual stream, [B, T, H], from their
     input."""
     layer, step = kind.filled(tensors), forward_pass(kind, normed.shape)
+    assert layer.mixer is not None and layer.mlp is not None, "other layers are not quantized"
     if shared.block == "mixer":
         added, _ = layer.mixer(normed, None, step)
     else:

@@ -13,7 +13,8 @@ from jaxspec.training.precision import Attention, ComputeDtype
 
 MATRICES = frozenset(
     {"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc", "qkvz", "ba", "router", "shared_gate"}
-    | {"bcx", "cbxzt"}  # of short convolutions, of Mamba-2
+    | {"bcx", "cbxzt", "qkvb", "fg_in", "f", "g"}  # of short convolutions, Mamba-2, Kimi's delta
+    | {"to_latent", "from_latent"}  # around experts
     | {"gate", "before", "after"}  # of a Markov head
 )
 

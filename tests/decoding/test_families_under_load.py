@@ -45,6 +45,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "mimo": {"layout": "mimo", "states": BEFORE_AFTER},
     "mimo, windows": {"layout": "mimo", "states": BEFORE_AFTER},
+    "nemotron_h": test_hybrid_exactness.MTP["nemotron_h"],
     "qwen3_next": {"layout": "qwen"},
     "qwen3_5_text": {"layout": "qwen"},
     "qwen3_5_moe_text": {"layout": "qwen"},
@@ -52,7 +53,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-RECURRENT = ("lfm2", "bamba", "falcon_h1")
+RECURRENT = ("lfm2", "bamba", "falcon_h1", "kimi_linear")
 FAMILIES = (
     *(*DENSE, *EXPERTS, *RECURRENT),
     *(name for name in WITH_MTP if name not in (*EXPERTS, *ALIASES)),

@@ -23,7 +23,7 @@ from jaxspec.decoding.drafters import NGramDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
-from jaxspec.models.mixers import GatedDelta, Mamba2, ShortConv
+from jaxspec.models.mixers import GatedDelta, KimiDelta, Mamba2, ShortConv
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
@@ -98,13 +98,50 @@ FALCON = {  # multipliers that change a random model's text
     "mlp_multipliers": [1.2, 0.8],
     "lm_head_multiplier": 1.1,
 }
-DECAYING: Any = (GatedDelta, Mamba2)  # mixers
-WITHOUT_MTP = ("bamba", "one group", "two groups", "falcon_h1", "lfm2", "lfm2_moe")
+NEMOTRON = {
+    "num_hidden_layers": 5,
+    "hybrid_override_pattern": "M-*EM",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_latent_size": 24,
+    "num_nextn_predict_layers": 1,
+}
+# Weights of layers that give more than others: states that are not normed, squares of units.
+CONTEXTS = {"falcon_h1": 0.03, "nemotron_h": 0.2}
+DECAYING: Any = (GatedDelta, KimiDelta, Mamba2)  # mixers
+KIMI = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 16,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2],
+        "num_heads": 4,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+    },
+}
+# Of MTP layers that are not Qwen's.
+MTP: dict[str, Any] = {"nemotron_h": {"layout": "nemotron", "context": 0.05}}
+WITHOUT_MTP = ("bamba", "one group", "two groups", "falcon_h1", "kimi_linear", "lfm2", "lfm2_moe")
 CONFIGS = {
     "bamba": BAMBA,
     "one group": BAMBA | {"model_type": "bamba", "mamba_n_groups": 1},  # devices share it
     "two groups": BAMBA | {"model_type": "bamba", "mamba_n_groups": 2},
     "falcon_h1": FALCON,
+    "nemotron_h": NEMOTRON,
+    "kimi_linear": KIMI,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
@@ -126,8 +163,13 @@ def raw_config(family: str) -> dict[str, Any]:
 @functools.cache
 def target(family: str) -> Decoder:
     """Nearly a bigram model, with recurrences that forget slowly."""
-    model = random_expert_target(parse_model_config(raw_config(family)))
-    return map_nodes(model, lambda node: node.replace(a_log=node.a_log - 2), *DECAYING)
+    context = CONTEXTS.get(family, 0.3)
+    model = random_expert_target(parse_model_config(raw_config(family)), context=context)
+
+    def slower(mixer: Any) -> Any:
+        return mixer.replace(a_log=mixer.a_log - (3 if isinstance(mixer, KimiDelta) else 2))
+
+    return map_nodes(model, slower, *DECAYING)
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +182,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
             made[family] = path = tmp_path_factory.mktemp(family)
             model, extra = target(family), {}
             if family not in WITHOUT_MTP:
-                head = mtp_head(model, layout="qwen")
+                head = mtp_head(model, **MTP.get(family, {"layout": "qwen"}))
                 save_tree(path / "head", head, head.mapped("mtp.layers.0", splitting()), {})
                 extra = load_file(path / "head" / "model.safetensors")
             save_tree(path, model, model.mapped(splitting()), raw_config(family), extra)
@@ -205,6 +247,10 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("bamba", "ngram", TREE),
         slow("falcon_h1", "ngram", CHAIN),
         slow("falcon_h1", "ngram", TREE),
+        slow("kimi_linear", "ngram", CHAIN),
+        slow("kimi_linear", "ngram", TREE),
+        slow("nemotron_h", "ngram", TREE),
+        slow("nemotron_h", "mtp", CHAIN),
         slow("lfm2", "ngram", CHAIN),
         slow("lfm2", "ngram", TREE),
         slow("lfm2_moe", "ngram", TREE),
@@ -225,6 +271,8 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
         ("qwen3_next", "mtp", TREE),
         ("bamba", "ngram", TREE),
         ("falcon_h1", "ngram", TREE),
+        ("kimi_linear", "ngram", TREE),
+        ("nemotron_h", "mtp", TREE),
         ("lfm2", "none", CHAIN),
         ("lfm2", "ngram", TREE),
     ],
@@ -259,6 +307,10 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("falcon_h1", {"tensor_parallel": 2}, TREE),
         slow("falcon_h1", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("falcon_h1", {"data_parallel": 2}, CHAIN),
+        slow("kimi_linear", {"tensor_parallel": 2}, TREE),
+        slow("kimi_linear", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("nemotron_h", {"tensor_parallel": 2}, TREE),
+        slow("nemotron_h", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
         slow("lfm2", {"tensor_parallel": 4}, CHAIN),
         slow("lfm2", {"tensor_parallel": (2, 2)}, TREE),
@@ -301,6 +353,8 @@ def test_caches_of_eight_bits(checkpoint):
         ("qwen3_5_text", ("mtp", "ngram")),
         ("bamba", ("ngram",)),
         ("falcon_h1", ("ngram",)),
+        ("kimi_linear", ("ngram",)),
+        ("nemotron_h", ("mtp",)),
         ("lfm2", ("ngram",)),
     ],
 )
@@ -316,7 +370,9 @@ def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "bamba", "falcon_h1", "kimi_linear", "nemotron_h", "lfm2"]
+)
 def test_the_recurrences_matter(checkpoint, family: str):
     """Else the other tests would test little."""
     whole = target(family)

@@ -33,6 +33,34 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 7}
 QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24}
+NEMOTRON: dict[str, Any] = {
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "time_step_min": 1e-9,  # steps are at least as long in transformers' pass over many tokens
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 96,
+    "routed_scaling_factor": 1.7,
+}
+KIMI: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 48,
+}
+RECURRENT = ("bamba", "falcon", "granite4", "kimi", "nemotron")  # which forget each token at once
 GLM = {
     "head_dim": 32,
     "n_routed_experts": 16,  # 4 in a group, of which the best two count
@@ -239,6 +267,29 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"mamba_d_ssm": 128, "mamba_n_groups": 1, "mamba_rms_norm": True}
         | {"mamba_norm_before_gate": False, "tie_word_embeddings": True},
     ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        NEMOTRON | {"num_hidden_layers": 5, "hybrid_override_pattern": "M-*EM"},
+    ),
+    "nemotron_h-latent": (
+        transformers.NemotronHConfig,
+        NEMOTRON
+        | {"num_hidden_layers": 4, "hybrid_override_pattern": "EM*E", "moe_latent_size": 24}
+        | {"n_group": 4, "topk_group": 2, "n_groups": 1, "use_conv_bias": False},
+    ),
+    "nemotron_h-biases": (
+        transformers.NemotronHConfig,
+        NEMOTRON
+        | {"num_hidden_layers": 4, "hybrid_override_pattern": "M*M-"}
+        | {"use_bias": True, "mlp_bias": True},
+    ),
+    "kimi_linear": (transformers.KimiLinearConfig, KIMI),
+    "kimi_linear-query-latent": (
+        transformers.KimiLinearConfig,
+        KIMI
+        | {"q_lora_rank": 24, "linear_conv_kernel_dim": 3, "num_expert_group": 4, "topk_group": 2}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True},
+    ),
     "granite4-experts": (
         transformers.GraniteMoeHybridConfig,
         MAMBA
@@ -280,5 +331,5 @@ def save_family(directory: Path, name: str, **changes: Any) -> Path:
     kind, own = VARIANTS[name]
     sizes = TINY | {"num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
     save_random_model(directory, kind(**sizes | own | changes))
-    recurrent = own.items() >= MAMBA.items()
+    recurrent = name.startswith(RECURRENT)
     return hybrid_checkpoints.forgetting_slowly(directory) if recurrent else directory

@@ -19,6 +19,7 @@ from jax import Array
 
 from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.config.cache import pages_for
+from jaxspec.config.experts import SquaredRelu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
@@ -145,9 +146,13 @@ def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
     def quieted(node: Any) -> Any:
         return node.replace(down=scaled(node.down, mlp))
 
+    mlp_, shared = layer_.mlp, getattr(layer_.mlp, "shared", None)
+    if shared is not None and isinstance(shared.config.activation, SquaredRelu):  # it gives more
+        shared = shared.replace(down=scaled(shared.down, mlp))
+        mlp_ = mlp_.replace(shared=shared)
     return layer_.replace(
-        mixer=quiet(layer_.mixer),
-        mlp=map_nodes(layer_.mlp, quieted, Dense, Experts, Xielu),
+        mixer=layer_.mixer and quiet(layer_.mixer),
+        mlp=mlp_ and map_nodes(mlp_, quieted, Dense, Experts, Xielu),
     )
 
 

@@ -65,6 +65,11 @@ UNUSED_IN = {
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
     ),
     "bamba-9b": words("mamba_chunk_size num_logits_to_keep use_mamba_kernels"),
+    "nemotron-3-nano-30b-a3b": words(
+        """chunk_size expand hidden_dropout mamba_ssm_cache_dtype num_logits_to_keep rope_theta
+        rescale_prenorm_residual time_step_floor time_step_max time_step_min use_mamba_kernels"""
+    ),
+    "kimi-linear-48b-a3b-instruct": words("head_dim rope_theta"),
     # Without a norm it is before or after nothing, and mamba_d_ssm says the width.
     "falcon-h1-0.5b-instruct": words(
         "mamba_chunk_size num_logits_to_keep mamba_norm_before_gate mamba_expand"
@@ -153,6 +158,9 @@ EXPECTED = {
     "glm-5-saved-by-transformers": Facts(78, 154880, 202752, 64, 1, 256, "default", (256, 8)),
     "bamba-9b": Facts(32, 128256, 262144, 32, 8, 128, "default", recurrent=29),
     "falcon-h1-0.5b-instruct": Facts(36, 32784, 16384, 8, 2, 64, "default", recurrent=36),
+    "nemotron-3-nano-30b-a3b": Facts(
+        52, 131072, 262144, 32, 2, 128, "default", (128, 6), recurrent=23
+    ),
     "granite-4.0-h-tiny": Facts(40, 100352, 131072, 12, 4, 128, "default", (64, 6), recurrent=36),
     "granite-4.0-h-350m": Facts(32, 100352, 32768, 12, 4, 64, "default", recurrent=28),
     "granite-4.0-micro": Facts(40, 100352, 131072, 40, 8, 64, "default"),
@@ -160,6 +168,9 @@ EXPECTED = {
     "hunyuan-7b-instruct": Facts(32, 128167, 262144, 32, 8, 128, "default"),
     "kimi-k2-instruct": Facts(61, 163840, 131072, 64, 1, 192, "yarn", (384, 8)),
     "kimi-k2.5": Facts(61, 163840, 262144, 64, 1, 192, "yarn", (384, 8)),
+    "kimi-linear-48b-a3b-instruct": Facts(
+        27, 163840, 1048576, 32, 1, 192, "default", (256, 8), recurrent=20
+    ),
     "lfm2-1.2b": Facts(16, 65536, 128000, 32, 8, 64, "default", recurrent=10),
     "lfm2-8b-a1b": Facts(24, 65536, 128000, 32, 8, 64, "default", (32, 4), recurrent=18),
     "lfm2-350m-saved-by-transformers": Facts(16, 65536, 128000, 16, 8, 64, "default", recurrent=10),
@@ -192,7 +203,8 @@ def facts(config: ModelConfig) -> Facts:
     mixers = [one.attention if isinstance(one, SharedAttentionConfig) else one for one in mixers]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]
-    experts = experts_of(config.layers[-1].mlp)
+    mlps = [layer.mlp for layer in config.layers if layer.mlp is not None]
+    experts = experts_of(mlps[-1])
     routing = experts and experts.routing
     return Facts(
         layers=config.num_layers,

@@ -45,6 +45,8 @@ MODELS: dict[str, tuple[int, ...]] = {
     "aiconfigurator/nvidia--DeepSeek-V3.1-NVFP4": (61, 128, 1, 192, 129280),
     "aiconfigurator/meta-llama--Llama-4-Scout-17B-16E-Instruct": (48, 40, 8, 128, 202048),
     "aiconfigurator/nvidia--Llama-3.1-70B-Instruct-FP8": (80, 64, 8, 128, 128256),
+    "aiconfigurator/nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (52, 32, 2, 128, 131072),
+    "aiconfigurator/nvidia--Nemotron-H-56B-Base-8K": (118, 64, 8, 128, 131072),
     "aiconfigurator/nvidia--Qwen3.5-122B-A10B-NVFP4": (48, 32, 2, 256, 248320),
     "aiconfigurator/openai--gpt-oss-120b": (36, 64, 8, 64, 201088),
     "quoted/OwenArli--broken-quant-GPTQModel": (64, 24, 4, 256, 248320),
@@ -56,8 +58,6 @@ REFUSED_MODELS: dict[str, str] = {
     "aiconfigurator/XiaomiMiMo--MiMo-V2-Flash": "model_type 'mimo_v2_flash'",
     "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": "model_type 'deepseek_v4'",
     "aiconfigurator/moonshotai--Kimi-K3": "model_type 'kimi_k3'",
-    "aiconfigurator/nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": "model_type 'nemotron_h'",
-    "aiconfigurator/nvidia--Nemotron-H-56B-Base-8K": "model_type 'nemotron_h'",
     "aiconfigurator/stepfun-ai--Step-3.7-Flash-FP8": "architectures ['Step3p7FlashForCausalLM']",
 }  # fmt: skip
 # Quantized weights of models that are read: None, or why their format is refused.
@@ -146,7 +146,7 @@ def contents(name: str) -> dict[str, Any]:
 
 def sizes(config: ModelConfig) -> tuple[int, ...]:
     """Layers, and of those that are not recurrent heads, KV heads and their width."""
-    mixers = (layer.mixer for layer in config.layers)
+    mixers = (mixer for layer in config.layers for mixer in layer.mixers)
     mixer = next(one for one in mixers if not isinstance(one, RecurrentConfig))
     if isinstance(mixer, LatentConfig):
         return config.num_layers, mixer.num_heads, 1, mixer.key_dim + mixer.rope.head_dim

@@ -152,7 +152,7 @@ class BlockDrafter(Drafter, Pytree):
 
     def _reads_beside(self, tokens: int) -> bool:
         """Whether one pass reads so many tokens of blocks and their context."""
-        reader = self.head.layers[0].mixer.reader
+        reader = self.head.layers[0].reader
         rounds = isinstance(reader, ReadsRounded) and reader.rounds
         return tokens <= (MOST_ROUNDED_BESIDE if rounds else MOST_BESIDE)
 

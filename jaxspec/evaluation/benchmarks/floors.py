@@ -20,7 +20,14 @@ from jaxspec.evaluation.benchmarks.chosen_experts import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
+from jaxspec.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    Mamba2,
+    ShortConv,
+)
 from jaxspec.models.nodes import nodes_of
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
@@ -115,11 +122,11 @@ def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
 
 def _state_bytes(model: Decoder, committed: float) -> int:
     """Bytes of recurrent states that a round reads and writes for one sequence."""
-    recurrent = nodes_of(model.layers, GatedDelta, Mamba2, ShortConv)
+    recurrent = nodes_of(model.layers, GatedDelta, KimiDelta, Mamba2, ShortConv)
     return round(sum(_moved(mixer, committed) for mixer in recurrent))
 
 
-def _moved(mixer: GatedDelta | Mamba2 | ShortConv, committed: float) -> float:
+def _moved(mixer: GatedDelta | KimiDelta | Mamba2 | ShortConv, committed: float) -> float:
     """Inputs of a short convolution are read and written."""
     if not isinstance(mixer, ShortConv):
         return _moved_by_delta(mixer, committed)
@@ -127,7 +134,7 @@ def _moved(mixer: GatedDelta | Mamba2 | ShortConv, committed: float) -> float:
     return 2 * (taps - 1) * channels * 4  # float32
 
 
-def _moved_by_delta(mixer: GatedDelta | Mamba2, committed: float) -> float:
+def _moved_by_delta(mixer: GatedDelta | KimiDelta | Mamba2, committed: float) -> float:
     """The state is read once, and written when as many tokens as its window holds are folded into
     it. Of the window half is read, and what is committed is written. The convolution's last inputs
     are read and written."""

@@ -152,8 +152,8 @@ QWEN3_MOE = Family(
 )
 
 
-def read_deepseek(hf: Keys) -> ModelConfig:
-    """Latent attention, and experts after the first layers."""
+def latent_of(hf: Keys) -> LatentConfig:
+    """Latent attention. Raises ValueError for sizes that are none, or contradict each other."""
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if not is_positive_integer(hf[name]):
             raise ValueError(f"{name} must be a positive integer, got {shown(hf[name])}")
@@ -167,7 +167,7 @@ def read_deepseek(hf: Keys) -> ModelConfig:
     heads = hf["num_attention_heads"]
     check_agrees(hf, "num_key_value_heads", heads, "num_attention_heads")
     rope_keys = {**hf, "head_dim": hf["qk_rope_head_dim"]}
-    mixer = LatentConfig(
+    return LatentConfig(
         num_heads=heads,
         rope=rope_of(rope_keys),
         latent=hf["kv_lora_rank"],
@@ -178,7 +178,11 @@ def read_deepseek(hf: Keys) -> ModelConfig:
         interleaved=hf["rope_interleave"],
         bias=hf["attention_bias"],
     )
-    return with_experts(hf, mixer, sigmoid_experts(hf, 256), by_kind(hf))
+
+
+def read_deepseek(hf: Keys) -> ModelConfig:
+    """Latent attention, and experts after the first layers."""
+    return with_experts(hf, latent_of(hf), sigmoid_experts(hf, 256), by_kind(hf))
 
 
 DEEPSEEK_V3 = Family(

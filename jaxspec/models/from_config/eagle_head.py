@@ -174,7 +174,7 @@ def _options(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, A
 
 def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
     """The layer with or without a bias on queries, keys and values."""
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qkv_bias=bias))
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, qkv_bias=bias))
 
 
 def with_qk_norm(layer: LayerConfig) -> LayerConfig:

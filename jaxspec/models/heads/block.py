@@ -172,7 +172,7 @@ class BlockHead(Pytree):
 
     def init_state(self, geometry: Geometry) -> ModelState:
         """Empty states of all layers."""
-        states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
+        states = (layer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
     def fused(self, captured: Array, kernels: Kernels = NO_KERNELS) -> Array:
@@ -194,8 +194,9 @@ class BlockHead(Pytree):
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         # Of a mixer's two results the first is not computed where it is not used.
-        pairs = zip(self.layers, states, strict=True)
-        return tuple(layer.mixer(fused, state, step)[1] for layer, state in pairs)
+        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
+        pairs = zip(mixers, states, strict=True)
+        return tuple(mixer(fused, state, step)[1] for mixer, state in pairs)
 
     def write_context(
         self, context: Context, states: LayerStates, kernels: Kernels = NO_KERNELS

@@ -133,7 +133,7 @@ class DraftHead(Pytree):
 
     def init_state(self, geometry: Geometry) -> ModelState:
         """Empty states of all layers."""
-        states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
+        states = (layer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
     def vocab_layout(self, target: Decoder) -> Layout:

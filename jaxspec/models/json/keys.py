@@ -50,21 +50,23 @@ SIZES = words(
     shared_expert_intermediate_size full_attention_interval linear_conv_kernel_dim
     linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     conv_L_cache block_multiple_of mamba_n_heads mamba_n_groups
-    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm top_k_experts global_head_dim
-    num_global_key_value_heads"""
+    mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm mamba_num_heads mamba_head_dim
+    ssm_state_size n_groups conv_kernel moe_shared_expert_intermediate_size top_k_experts
+    global_head_dim num_global_key_value_heads"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
     use_qk_norm use_expert_bias conv_bias block_auto_adjust_ff_dim mamba_conv_bias
     mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias attention_k_eq_v
-    enable_moe_block use_double_wide_mlp"""
+    enable_moe_block use_double_wide_mlp use_conv_bias use_bias"""
 )
 # Flags that may not be null: of norm_topk_prob, transformers reads it as false for DeepSeek-V3,
 # where an absent key means true, and refuses it for other families. Null is the default for the
 # other ones.
 NEVER_NULL = words("norm_topk_prob")
 NUMBERS = words(  # above 0
-    """rms_norm_eps layer_norm_eps logit_scale query_pre_attn_scalar attn_logit_softcapping
+    """rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps logit_scale query_pre_attn_scalar
+    attn_logit_softcapping
     final_logit_softcapping rope_local_base_freq embedding_multiplier logits_scaling
     residual_multiplier attention_multiplier routed_scaling_factor moe_router_scaling_factor
     swiglu_alpha swiglu_limit lm_head_multiplier key_multiplier attention_in_multiplier

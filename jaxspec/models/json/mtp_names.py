@@ -9,6 +9,7 @@ from jaxspec.config.mtp import MtpConfig
 
 _JOINED = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 _OF_MIMO = re.compile(r"(model\.mtp_layers\.\d+\.)input_proj\.weight")
+_OF_NEMOTRON = re.compile(r"(mtp\.)layers\.0\.eh_proj\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,15 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 norm="final_layernorm",
                 hidden_first=True,
             )
+        case "nemotron":
+            return MtpNames(
+                prefix="mtp.",
+                layer="mtp.layers.0.",
+                embed_norm="layers.0.enorm",
+                hidden_norm="layers.0.hnorm",
+                fc="layers.0.eh_proj",
+                norm="layers.0.final_layernorm",
+            )
         case "qwen":
             if index:
                 raise ValueError("MTP layers that share a projection draft with the first only")
@@ -92,9 +102,10 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Those of MTP layers, which are no part of the model: those that the config names, layers
-    after the model's own that have an ``eh_proj``, and MiMo's even if the config counts none."""
+    after the model's own that have an ``eh_proj``, and MiMo's and Nemotron's even if the config
+    counts none."""
     prefixes = set() if config.mtp is None else {*mtp_prefixes(config.mtp, config.num_layers)}
-    for joined in (_JOINED, _OF_MIMO):
+    for joined in (_JOINED, _OF_MIMO, _OF_NEMOTRON):
         prefixes |= {match[1] for name in names if (match := joined.fullmatch(name))}
     prefixes -= {f"model.layers.{index}." for index in range(config.num_layers)}
     return {name for name in names if name.startswith(tuple(prefixes))}

@@ -9,6 +9,7 @@ from jaxspec.cache import Geometry
 from jaxspec.config.mixers import (
     AttentionConfig,
     GatedDeltaConfig,
+    KimiDeltaConfig,
     LatentConfig,
     Mamba2Config,
     MixerConfig,
@@ -20,6 +21,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
+from jaxspec.models.mixers.kimi_delta import KimiDelta, kimi_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.models.mixers.mamba2 import Mamba2, mamba2_shape
 from jaxspec.models.mixers.shared_attention import SharedAttention, shared_attention_shape
@@ -31,6 +33,7 @@ from jaxspec.parallel import ONE_SHARD, Layout, Shards
 __all__ = [
     "Attention",
     "GatedDelta",
+    "KimiDelta",
     "LatentAttention",
     "Mamba2",
     "Mixer",
@@ -83,6 +86,8 @@ def mixer_shape(
             return shared_attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
         case GatedDeltaConfig():
             return gated_delta_shape(config, input_size or hidden_size, dtype, shards)
+        case KimiDeltaConfig():
+            return kimi_delta_shape(config, hidden_size, dtype, shards, input_size or hidden_size)
         case LatentConfig():
             if input_size is not None and input_size != hidden_size:
                 raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "

@@ -10,14 +10,12 @@ from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
+from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences, unit_length
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
-
-NORM_EPS = 1e-6  # of queries and keys, in all families
 
 
 @pytree
@@ -66,12 +64,12 @@ class GatedDelta(Pytree):
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
         rate = jnp.exp(self.a_log)
         inputs = DeltaInputs(
-            k=_unit(k),
+            k=unit_length(k),
             v=v,
             g=-rate * jax.nn.softplus(a + self.dt_bias),
             beta=jax.nn.sigmoid(b),
         )
-        q = _unit(q) / self.config.key_dim**0.5
+        q = unit_length(q) / self.config.key_dim**0.5
         new = DeltaNodes(inputs=inputs, channels=channels)
         if state is None:
             return sequences(q, inputs), None
@@ -157,8 +155,3 @@ def gated_delta_shape(
         o=linear_shape(("heads", "hidden"), (groups * gates, hidden_size), dtype),
         config=config,
     )
-
-
-def _unit(x: Array) -> Array:
-    """x [..., Dk] of length 1."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)

@@ -3,12 +3,19 @@
 from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.models.attention import PagedAttend
 from jaxspec.parallel import Layout
 from pallas_kernels.selection import Kernels
+
+NORM_EPS = 1e-6  # of queries and keys, in all families
+
+
+def unit_length(x: Array) -> Array:
+    """x [..., Dk] of length 1."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
 def check_whole_sequences(layout: Layout) -> None:

@@ -1,13 +1,14 @@
-"""The gated MLP of all dense model families."""
+"""The MLP of dense model families: with a gate, or without one."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config.experts import SquaredRelu
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
-from jaxspec.models.tensors import One, Stacked, TensorMap
+from jaxspec.models.tensors import One, Source, Stacked, TensorMap
 from jaxspec.models.wrapped_tensors import Fused, scaled
 from jaxspec.parallel import Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, pytree, static
@@ -15,9 +16,10 @@ from jaxspec.parallel.pytree import Pytree, pytree, static
 
 @pytree
 class Dense(Pytree):
-    """Weights of one layer's MLP: stacked gate and up projections, and the down projection."""
+    """Weights of one layer's MLP: stacked gate and up projections, and the down projection. Without
+    a gate the up projection is alone."""
 
-    gate_up: Linear  # [H, 2, F]
+    gate_up: Linear  # [H, 2, F], or [H, 1, F]
     down: Linear  # [F, H]
     config: DenseConfig = static()
 
@@ -40,8 +42,10 @@ class Dense(Pytree):
     def mapped_at(self, prefix: str, tensor_map: TensorMap) -> "Dense":
         """``mapped`` where the names of the projections begin with ``prefix``."""
         config = self.config
-        stacked = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
-        source = scaled(stacked, config.gate_multiplier, 1.0)
+        source: Source = Stacked((f"{prefix}up_proj",))
+        if not isinstance(config.activation, SquaredRelu):
+            stacked = Stacked((f"{prefix}gate_proj", f"{prefix}up_proj"))
+            source = scaled(stacked, config.gate_multiplier, 1.0)
         if config.fused:
             source = Fused(f"{prefix}gate_up_proj", source, (config.intermediate_size,) * 2)
         return self.replace(
@@ -57,11 +61,11 @@ def dense_shape(config: DenseConfig, hidden_size: int, dtype: jnp.dtype, shards:
 
     Raises ValueError for a width that cannot be split evenly.
     """
-    width = config.intermediate_size
+    width, count = config.intermediate_size, 1 if isinstance(config.activation, SquaredRelu) else 2
     check_divides("intermediate_size", width, shards.of("ff"))
     return Dense(
         gate_up=linear_shape(
-            ("hidden", "two", "ff"), (hidden_size, 2, width), dtype, bias=config.bias
+            ("hidden", "two", "ff"), (hidden_size, count, width), dtype, bias=config.bias
         ),
         down=linear_shape(("ff", "hidden"), (width, hidden_size), dtype, bias=config.bias),
         config=config,

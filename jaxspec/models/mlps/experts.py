@@ -1,4 +1,4 @@
-"""A mixture of experts: each token goes through some of many SwiGLU MLPs.
+"""A mixture of experts: each token goes through some of many MLPs.
 
 Where experts are split over devices, each device has some of them, whole. It computes what these
 add to all tokens; the sum over the devices is that of a row-parallel product. All devices choose by
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.experts import ExpertsConfig, SquaredRelu
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape, takes_none
@@ -41,14 +41,18 @@ class Experts(Pytree):
     Attributes:
       correction: added to the scores by which experts are chosen; always float32.
       shared: the expert that all tokens go through, and ``shared_gate`` its weight.
+      to_latent, from_latent: between hidden states and what experts read and write, if that is a
+        vector of L entries; else L is H.
     """
 
     router: Linear  # [H, E]
     correction: Array | None = array("routes")  # [E]
-    gate_up: AnyExpertLinear  # [E, H, 2, F]
-    down: AnyExpertLinear  # [E, F, H]
+    gate_up: AnyExpertLinear  # [E, L, 2, F]; without gates [E, L, 1, F]
+    down: AnyExpertLinear  # [E, F, L]
     shared: Dense | None = None
     shared_gate: Linear | None = None  # [H, 1]
+    to_latent: Linear | None = None  # [H, L]
+    from_latent: Linear | None = None  # [L, H]
     config: ExpertsConfig = static()
 
     def __call__(self, x: Array, step: ForwardPass) -> "Mixture":
@@ -80,7 +84,10 @@ class Experts(Pytree):
         if self.config.weighs_input:
             rows = rows * routes.weights.astype(rows.dtype)
             routes = routes._replace(weights=jnp.ones_like(routes.weights))
-        return mix(local, rows, routes, self.config.routing.num_experts, step)
+        read = rows if self.to_latent is None else self.to_latent(rows, step.kernels)
+        mixed = mix(local, read, routes, self.config.routing.num_experts, step)
+        # Of this device's part of the sum.
+        return mixed if self.from_latent is None else self.from_latent(mixed, step.kernels)
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
         """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""
@@ -100,9 +107,8 @@ class Experts(Pytree):
         names = self.config.names
         block = f"{prefix}{names.block}."
         modules = [f"{block}experts.{i}." for i in range(self.config.routing.num_experts)]
-        gate_up = tuple(
-            Stacked((f"{module}{names.gate}", f"{module}{names.up}")) for module in modules
-        )
+        kinds = (names.up,) if _without_gate(self.config) else (names.gate, names.up)
+        gate_up = tuple(Stacked(tuple(f"{module}{kind}" for kind in kinds)) for module in modules)
         down = tuple(One(f"{module}{names.down}") for module in modules)
         router, shared = f"{block}{names.router}", self.shared
         around_shared = f"{block}{names.shared}." if names.shared else block
@@ -113,6 +119,8 @@ class Experts(Pytree):
             down=tensor_map.linear(self.down, PerExpert(down)),
             shared=shared and shared.mapped_at(around_shared, tensor_map),
             shared_gate=tensor_map.linear(self.shared_gate, One(f"{block}{names.shared_gate}")),
+            to_latent=tensor_map.linear(self.to_latent, One(f"{block}fc1_latent_proj")),
+            from_latent=tensor_map.linear(self.from_latent, One(f"{block}fc2_latent_proj")),
         )
 
 
@@ -170,13 +178,17 @@ def experts_shape(
     routing, width = config.routing, config.intermediate_size
     count = routing.num_experts
     check_divides("num_experts", count, shards.of("experts"))
-    shared = gate = None
+    shared = gate = to_latent = from_latent = None
     if config.shared_size:
         activation, fused = config.shared_activation or "silu", config.shared_fused
         dense = DenseConfig(config.shared_size, activation=activation, fused=fused)
         shared = dense_shape(dense, hidden_size, dtype, shards)
     if config.shared_gate:
         gate = linear_shape(("whole_hidden", "routes"), (hidden_size, 1), dtype)
+    inputs = config.latent or hidden_size
+    if config.latent is not None:
+        to_latent = linear_shape(("whole_hidden", "features"), (hidden_size, inputs), dtype)
+        from_latent = linear_shape(("features", "whole_hidden"), (inputs, hidden_size), dtype)
     return Experts(
         router=linear_shape(
             ("whole_hidden", "routes"), (hidden_size, count), dtype, bias=routing.bias
@@ -184,17 +196,23 @@ def experts_shape(
         correction=vector(count, jnp.float32, when=routing.correction),
         gate_up=expert_linear_shape(
             ("experts", "whole_hidden", "two", "units"),
-            (count, hidden_size, 2, width),
+            (count, inputs, 1 if _without_gate(config) else 2, width),
             dtype,
             bias=config.bias,
         ),
         down=expert_linear_shape(
             ("experts", "units", "whole_hidden"),
-            (count, width, hidden_size),
+            (count, width, inputs),
             dtype,
             bias=config.bias,
         ),
         shared=shared,
         shared_gate=gate,
+        to_latent=to_latent,
+        from_latent=from_latent,
         config=config,
     )
+
+
+def _without_gate(config: ExpertsConfig) -> bool:
+    return isinstance(config.activation, SquaredRelu)

@@ -40,7 +40,7 @@ class LocalExperts(Pytree):
     """A device's experts, of which ``first`` is the first.
 
     Attributes:
-      gate_up: [E, H, 2, F].
+      gate_up: [E, H, 2, F]; without gates [E, H, 1, F].
       down: [E, F, H].
     """
 

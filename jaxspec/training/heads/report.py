@@ -70,8 +70,8 @@ itself it generates nothing.
 |---|---|
 | reads | {_read(head)} |
 | layer | {head.config.num_layers} of hidden {head.config.hidden_size}, \
-{layer.mixer.heads}, \
-SwiGLU of {layer.mlp.intermediate_size} |
+{layer.attention.heads}, \
+SwiGLU of {layer.units} |
 | draft vocabulary | {vocabulary}, {card.coverage:.2%} of the learned tokens |
 | training | {last.step} steps of {config.batch_size} rows = {last.tokens / 1e6:.1f} M tokens, \
 {config.loss.described}, AdamW, learning rate {config.learning_rate:g}, \

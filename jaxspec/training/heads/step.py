@@ -88,7 +88,7 @@ def init_head(
       config: config of the head's own layers.
       token_ids: target ids of the draft vocabulary [W], ascending; None for the whole vocabulary.
     """
-    if min([config.num_layers, *(layer.mlp.intermediate_size for layer in config.layers)]) < 1:
+    if min([config.num_layers, *(layer.units for layer in config.layers)]) < 1:
         raise ValueError("a head needs at least one layer, and an MLP of at least one unit")
     if method == "eagle1" and (capture or token_ids is not None):
         raise ValueError("an EAGLE-1 head reads the last hidden state and drafts every token")
