@@ -26,7 +26,7 @@ WAYS = (None, (3, 1), (7, LENGTH), (5, 10), (1, 1))
 FAST_DENSE = (
     *("llama-mha", "llama-gqa", "llama-mqa", "llama-tied", "llama-biases", "llama-head-dim"),
     *("llama3-rope", "qwen2-windows", "qwen3", "mistral-window"),
-    *("mixtral", "qwen3_moe", "glm4_moe", "bamba"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "falcon_h1", "nemotron_h", "kimi_linear"),
 )
 # Names and orders of tensors that other families do not have.
 FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe")
