@@ -64,7 +64,7 @@ class DenseAndExpertsConfig:
 MlpConfig = DenseConfig | ExpertsConfig | XieluConfig | DenseAndExpertsConfig
 
 
-def experts_of(mlp: MlpConfig) -> ExpertsConfig | None:
+def experts_of(mlp: MlpConfig | None) -> ExpertsConfig | None:
     """The experts of an MLP, if it has any."""
     mlp = mlp.experts if isinstance(mlp, DenseAndExpertsConfig) else mlp
     return mlp if isinstance(mlp, ExpertsConfig) else None

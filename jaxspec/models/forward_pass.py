@@ -9,7 +9,7 @@ be a kernel: see linear.py and quantized/.)
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
