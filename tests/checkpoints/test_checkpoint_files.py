@@ -19,7 +19,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.quantize.checkpoint import Checkpoint
 from tests.helpers.checkpoints import tiny_eagle1_head, tiny_llama
-from tests.helpers.quantized_checkpoints import awq, gptq, quantize_checkpoint
+from tests.helpers.quantized_checkpoints import awq, gptq, modelopt_float8, quantize_checkpoint
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -139,7 +139,7 @@ def test_a_heads_names_stay(llama: Path, tmp_path: Path):
 @pytest.fixture(scope="module")
 def packed(llama: Path, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("packed")
-    forms = {"gptq": gptq(), "awq": awq()}
+    forms = {"gptq": gptq(), "awq": awq(), "fp8": modelopt_float8()}
     return {
         name: quantize_checkpoint(llama, folder / name, form)[0] for name, form in forms.items()
     }
@@ -156,6 +156,7 @@ def with_file(packed: Path, folder: Path, name: str, content: dict[str, Any] | N
     return folder
 
 
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
 OLDER = {key: value for key, value in AUTO_GPTQ.items() if key[:5] not in ("quant", "check")}
 
 
@@ -165,8 +166,13 @@ OLDER = {key: value for key, value in AUTO_GPTQ.items() if key[:5] not in ("quan
         ("gptq", "quantize_config.json", AUTO_GPTQ),
         ("gptq", "quantize_config.json", OLDER),
         ("awq", "quant_config.json", AUTO_AWQ),
+        (
+            "fp8",
+            "hf_quant_config.json",
+            {"quantization": MODELOPT, "producer": {"name": "modelopt"}},
+        ),
     ],
-    ids=["AutoGPTQ", "older AutoGPTQ", "AutoAWQ"],
+    ids=["AutoGPTQ", "older AutoGPTQ", "AutoAWQ", "ModelOpt"],
 )
 def test_a_quantizers_own_file_is_read(form: str, name: str, content, packed, tmp_path: Path):
     folder = with_file(packed[form], tmp_path / "beside", name, content)
@@ -175,9 +181,10 @@ def test_a_quantizers_own_file_is_read(form: str, name: str, content, packed, tm
         Checkpoint(folder)
 
 
-def test_packed_tensors_need_a_word_of_how(packed, tmp_path: Path):
-    folder = with_file(packed["gptq"], tmp_path / "silent", "", None)
-    message = r"qweight is packed, but config.json has no quantization_config, and there is no quan"
+@pytest.mark.parametrize(("form", "part"), [("gptq", "qweight"), ("fp8", "weight")])
+def test_packed_tensors_need_a_word_of_how(form: str, part: str, packed, tmp_path: Path):
+    folder = with_file(packed[form], tmp_path / "silent", "", None)
+    message = rf"{part} is packed, but config.json has no quantization_config, and there is no quan"
     with pytest.raises(ValueError, match=message) as caught:
         load_from(folder)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
