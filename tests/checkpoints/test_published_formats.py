@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.checkpoints.load import load
 from jaxspec.commands import generate
-from tests.helpers.marks import LEFT_OUT, slow
+from jaxspec.models.mixers.attention import Attention
+from jaxspec.models.mlps.dense import Dense
+from jaxspec.models.quantized.float8 import Float8Linear
+from tests.helpers.marks import LEFT_OUT
 from tests.helpers.published_formats import PUBLISHED, publish
 from tests.helpers.served import ask
 
 PROMPT, NUM_TOKENS = "one two one two one", 24
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
-FAST = "Llama, NVFP4 of ModelOpt"
 
 
 def by_command(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -35,10 +38,19 @@ def by_command(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_file_is_read(tmp_path: Path):
+    """The guard of the slow tests below."""
+    target = load(publish("Llama, FP8 of ModelOpt", tmp_path), "none").target
+    mixer, mlp = target.layers[0].mixer, target.layers[0].mlp
+    assert isinstance(mixer, Attention) and isinstance(mlp, Dense)
+    for linear in (mixer.qkv, mixer.o, mlp.gate_up, mlp.down):
+        assert isinstance(linear, Float8Linear)
+        assert linear.input_scale is not None and linear.input_scale.shape == ()
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings(LEFT_OUT)
-@pytest.mark.parametrize(
-    "name", [FAST, *(slow(name) for name in (*PUBLISHED, "gpt-oss") if name != FAST)]
-)
+@pytest.mark.parametrize("name", [*PUBLISHED, "gpt-oss"])
 def test_texts_are_those_of_plain_decoding(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
