@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints.formats.four_bits import checked_exponents, factor_of
+from jaxspec.checkpoints.formats.four_bits import E4M3, checked_exponents, factor_of
 from jaxspec.checkpoints.formats.views import (
     OF_EXPERT,
     Bounds,
@@ -24,7 +24,6 @@ from jaxspec.checkpoints.formats.views import (
 )
 from jaxspec.models.tensors import CheckpointTensor
 
-E4M3 = "F8_E4M3"
 BLOCK = (128, 128)  # outputs and inputs
 GROUP = (1, 32)  # of MXFP8
 MOST_EXPONENT = 246  # 448 * 2^(246 - 127) is the largest number that float32 has

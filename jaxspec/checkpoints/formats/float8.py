@@ -13,9 +13,9 @@ DeepSeek-V4's experts are 4-bit floats: ``weight`` I8 [out, in / 2], ``scale`` E
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.checkpoints.formats.eight_bits import BLOCK, E4M3, GROUP, float8_module
+from jaxspec.checkpoints.formats.eight_bits import BLOCK, GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
-from jaxspec.checkpoints.formats.four_bits import float4_module
+from jaxspec.checkpoints.formats.four_bits import E4M3, float4_module
 from jaxspec.checkpoints.formats.plain import check_plain
 from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.tensors import CheckpointTensor

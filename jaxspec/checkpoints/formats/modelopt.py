@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.checkpoints.formats.eight_bits import E4M3, GROUP, float8_module
+from jaxspec.checkpoints.formats.eight_bits import GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
-from jaxspec.checkpoints.formats.four_bits import factor_of, float4_module
+from jaxspec.checkpoints.formats.four_bits import E4M3, factor_of, float4_module
 from jaxspec.checkpoints.formats.plain import check_plain
 from jaxspec.checkpoints.formats.views import Tensors, part_of, with_modules
 from jaxspec.models.json.values import shown

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxspec.checkpoints.formats.four_bits import E4M3
 from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.json.values import shown
 
-E4M3 = "F8_E4M3"
 # Projections of attention and MLPs, which are those that checkpoints quantize. Lists do not always
 # name MTP layers, which some quantizers do not know and copy. An indexer's weights of heads are not
 # quantized; the list of GLM-5.2 has another name for them.
