@@ -68,7 +68,7 @@ class Block(nn.Module):
         q, k = rotate(heads("q", config.num_heads)(y)), rotate(heads("k", config.num_kv_heads)(y))
         out = jax.nn.dot_product_attention(q, k, heads("v", config.num_kv_heads)(y), is_causal=True)
         x = x + nn.DenseGeneral(size, axis=(-2, -1), use_bias=False, name="o")(out)
-        y, ff = norm("post_norm")(x), CONFIG.layers[0].mlp.intermediate_size
+        y, ff = norm("post_norm")(x), CONFIG.layers[0].units
         gate = nn.Dense(ff, use_bias=False, name="gate")(y)
         up = nn.Dense(ff, use_bias=False, name="up")(y)
         return x + nn.Dense(size, use_bias=False, name="down")(nn.silu(gate) * up)

@@ -36,7 +36,7 @@ PROJECTIONS = tuple(
     f"{name}.weight"
     for name in (
         *("proj", "proj_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
-        *("input_linear", "output_linear"),
+        *("input_linear", "output_linear", "w1", "w2", "w3"),
     )
 )
 PLAIN = tuple(f"{name}.weight" for name in ("in_proj_a", "in_proj_b", "in_proj_ba", "eh_proj"))

@@ -267,9 +267,9 @@ def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
     """One layer like the target's first, without a window; one of CONFIG's attention for a target
     that begins with a mixer of another kind."""
     first = target.config.layers[0]
-    own = first if isinstance(first.mixer, AttentionConfig) else CONFIG.layers[0]
-    mixer = dataclasses.replace(own.mixer, window=None, sinks=False, **changes)
-    layer = LayerConfig(mixer, dense_like(first.mlp))
+    alike = first if isinstance(first.mixer, AttentionConfig) else CONFIG.layers[0]
+    mixer = dataclasses.replace(alike.attention, window=None, sinks=False, **changes)
+    layer = LayerConfig(mixer, dense_like(first.mlp or CONFIG.layers[0].mlp))
     return dataclasses.replace(target.config, layers=(layer,))
 
 

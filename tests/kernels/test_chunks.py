@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import options_misfit, paged_attention
+from pallas_kernels.paged_attention import chunk_misfit, paged_attention
 from pallas_kernels.paged_attention.reference import visible_slots
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 
@@ -60,7 +60,7 @@ def test_tokens_of_a_prompt_see_their_chunk():
 
 def test_no_kernel_attends_in_chunks():
     """Asked for by name it is an error; else plain jax.numpy runs."""
-    assert options_misfit(AttentionOptions(chunk=8)) == "attention in chunks of 8 positions"
+    assert chunk_misfit(AttentionOptions(chunk=8)) == "attention in chunks of 8 positions"
     pages = LayerPages(*(jnp.ones((3, 1, 8, 128), jnp.bfloat16),) * 2)
     context = QueryContext(jnp.array([[1, 2]]), jnp.array([3]), jnp.array([[3]]))
     q = jnp.ones((1, 1, 2, 128), jnp.bfloat16)

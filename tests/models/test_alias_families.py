@@ -126,19 +126,24 @@ def test_interleaved_heads_are_written_as_they_were_read(checkpoint, tmp_path: P
     assert_same(joined, model)
 
 
+def ropes_of(layer: Any) -> tuple[Any, ...]:
+    """Of its mixer."""
+    return layer.mixer.ropes
+
+
 @pytest.mark.parametrize("name", ["ministral3", "mistral4"])
 def test_queries_are_scaled_by_their_position(name: str):
     raw = raw_config(name)
     config = parse_model_config(raw)
     assert config.max_position == 512
-    assert {rope.query_scaling for layer in config.layers for rope in layer.mixer.ropes} == {
+    assert {rope.query_scaling for layer in config.layers for rope in ropes_of(layer)} == {
         QueryScaling(0.5, 16)
     }
     del raw["rope_parameters"]
-    [rope] = parse_model_config(raw).layers[0].mixer.ropes
+    [rope] = ropes_of(parse_model_config(raw).layers[0])
     assert rope.query_scaling is not None and rope.query_scaling.beta == 0.1
     raw["rope_parameters"] = YARN | {"llama_4_scaling_beta": 0}
-    [rope] = parse_model_config(raw).layers[0].mixer.ropes
+    [rope] = ropes_of(parse_model_config(raw).layers[0])
     assert rope.query_scaling is None
 
 

@@ -202,7 +202,7 @@ def test_a_published_config_is_read():
     config = assistant_config(raw, parse_model_config(target))
     assert config.sources == (13, 13, 13, 14)
     assert config.ordered == OrderedConfig(2048, 32)
-    heads = [layer.mixer.heads for layer in config.model.layers[2:]]
+    heads = [layer.mixer and layer.mixer.heads for layer in config.model.layers[2:]]
     assert heads == [f"4 query and 1 KV heads of {width} of another model" for width in (256, 512)]
 
 

@@ -467,8 +467,9 @@ def test_to_hf_config_round_trips(raw: dict[str, Any]):
 
 
 def test_to_hf_config_refuses_what_no_family_has():
-    config = parse_model_config(QWEN2).map_layers(
-        lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bias=True))
-    )
+    def with_bias(layer: Any) -> Any:
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bias=True))
+
+    config = parse_model_config(QWEN2).map_layers(with_bias)
     with pytest.raises(ValueError, match="no supported Hugging Face family"):
         to_hf_config(config)

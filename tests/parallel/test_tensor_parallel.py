@@ -271,7 +271,7 @@ def test_the_collectives_of_a_layer_on_a_grid():
     state = empty_state(params)
     found = totals(parse_collectives(decode_hlo(params, state, greedy=True)))
     layers, tokens, float32 = TARGET.num_layers, BATCH, 4
-    hidden, width = TARGET.hidden_size, TARGET.layers[0].mlp.intermediate_size
+    hidden, width = TARGET.hidden_size, TARGET.layers[0].units
     mixer = TARGET.layers[0].attention
     queries = mixer.num_heads * mixer.head_dim
     qkv = queries + 2 * 4 * mixer.head_dim  # its two KV heads are repeated for four devices

@@ -18,8 +18,9 @@ from jaxspec.models.json.values import shown
 # name MTP layers, which some quantizers do not know and copy. An indexer's weights of heads are not
 # quantized; the list of GLM-5.2 has another name for them.
 PROJECTION = re.compile(
-    r"(?!mtp\.)(?:.*\.)?(?P<place>layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123]))"
+    r"(?!mtp\.)(?:.*\.)?layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123])"
 )
+PLACE = re.compile(r"(?:^|\.)(layers\.\d+\..*)")
 
 
 def check_plain(
@@ -46,12 +47,21 @@ def check_plain(
             continue
         if tensor.dtype == E4M3:
             raise ValueError(f"{tensor.name} is {E4M3}, but the scales of {module} are missing")
-        match = PROJECTION.fullmatch(module) if listed and is_meant(module) else None
-        if match and not any(_names(entry, match["place"]) for entry in listed):
+        if not listed or not PROJECTION.fullmatch(module) or not is_meant(module):
+            continue
+        # Lists have the names of the file, some of which are others than the package's.
+        names = (module, tensor.name.removesuffix(".weight"))
+        if not any(_names(entry, n) for entry in listed for n in (*names, *map(_place, names))):
             raise ValueError(
                 f"{tensor.name} is {tensor.dtype} and {module} has no scales, but "
                 f"quantization_config: {key} does not name it: name it there if it is not quantized"
             )
+
+
+def _place(module: str) -> str:
+    """The name of a module from ``layers`` on."""
+    found = PLACE.search(module)
+    return found[1] if found else module
 
 
 def _names_in(listed: Any, key: str) -> list[str]:
@@ -61,9 +71,9 @@ def _names_in(listed: Any, key: str) -> list[str]:
 
 
 def _names(entry: str, place: str) -> bool:
-    """Whether an entry of a list means the module at ``place``, which begins with ``layers``.
-    Entries may begin with the prefix of another class that wraps the model, be an expression, have
-    asterisks, be the last names of a module, or name a module that holds it."""
+    """Whether an entry of a list means the module ``place``, a whole name or one from ``layers``
+    on. Entries may begin with the prefix of another class that wraps the model, be an expression,
+    have asterisks, be the last names of a module, or name a module that holds it."""
     if entry.startswith("mtp"):
         return False
     if entry.startswith("re:"):

@@ -228,7 +228,8 @@ LISTS = [
 def test_a_plain_projection_that_a_list_does_not_name_is_an_error(form: str, key: str):
     with pytest.raises(ValueError, match=f"{MODULE}.weight is F32 .*: {key} does not name it: n"):
         canonical(CONFIGS[form] | {key: ["lm_head"]}, PLAIN)
-    for entry in ("model.layers.*.self_attn", "*self_attn*", "re:.*q_proj", "self_attn.q_proj"):
+    names = "model.layers.*.self_attn", "*self_attn*", "re:^model.*q_proj", "self_attn.q_proj"
+    for entry in names:
         assert canonical(CONFIGS[form] | {key: ["lm_head", entry]}, PLAIN) == PLAIN
     assert canonical(CONFIGS[form], PLAIN) == PLAIN
 
@@ -262,3 +263,14 @@ def test_a_file_may_name_an_algorithm_of_modelopt_alone():
     assert set(canonical(config, stored(MODULE, **parts))) == {
         f"{MODULE}.{part}" for part in ("values", "scale", "inputs")
     }
+
+
+@pytest.mark.parametrize("entry", ["model.layers.0.feed_forward.w2", "re:.*w2$", "feed_forward.w2"])
+def test_lists_have_the_names_of_the_file(entry: str):
+    """As LFM2's, whose tensors are called otherwise here."""
+    one = Stored("model.layers.0.feed_forward.w2.weight", np.ones((4, 4), np.float32), "F32")
+    plain: dict[str, Any] = {"model.layers.0.mlp.down_proj.weight": one}
+    config = CONFIGS["mxfp8"]
+    assert canonical(config | {"ignore": ["lm_head", entry]}, plain) == plain
+    with pytest.raises(ValueError, match=r"feed_forward.w2.weight is F32 .* ignore does not name"):
+        canonical(config | {"ignore": ["lm_head"]}, plain)

@@ -164,7 +164,8 @@ def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
 def test_latents_of_the_context_are_read_once_for_all_heads():
     config = dataclasses.replace(SHAPES["deepseek-v3"], vocab_size=1000, hidden_size=64, mtp=None)
     layer = config.layers[0]  # without experts
-    layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, num_heads=4))
+    mixer: Any = layer.mixer
+    layer = dataclasses.replace(layer, mixer=dataclasses.replace(mixer, num_heads=4))
     config = dataclasses.replace(config, layers=(layer, layer))
     target = random_decoder(config, BFLOAT16, None, seed=0)
     params = make_params(parse_mode("plain"), target, None, None, Kernels())

@@ -74,7 +74,8 @@ def chosen_by_last(target: Decoder, tokens: jax.Array, length: jax.Array) -> jax
     step, found = make_pass(*how, WHOLE, NO_KERNELS), []
     x = decoder.embed(target, tokens)
     for layer in target.layers:
-        mixed, _ = layer.mixer(step.norm(x, layer.input_norm), None, step)
+        mixer: Any = layer.mixer
+        mixed, _ = mixer(step.norm(x, layer.input_norm), None, step)
         x, normed = step.add_norm(x, mixed, layer.post_norm)
         assert isinstance(layer.mlp, Experts)
         scores = normed[0, length - 1] @ layer.mlp.router.weight
