@@ -269,7 +269,8 @@ def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
     first = target.config.layers[0]
     alike = first if isinstance(first.mixer, AttentionConfig) else CONFIG.layers[0]
     mixer = dataclasses.replace(alike.attention, window=None, sinks=False, **changes)
-    layer = LayerConfig(mixer, dense_like(first.mlp or CONFIG.layers[0].mlp))
+    mlp: Any = first.mlp or CONFIG.layers[0].mlp
+    layer = LayerConfig(mixer, dense_like(mlp))
     return dataclasses.replace(target.config, layers=(layer,))
 
 
