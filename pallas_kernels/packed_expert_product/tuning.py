@@ -1,7 +1,6 @@
 """Choices made for Hopper GPUs: sizes of the kernel's blocks.
 
-Timed on an H200 (docs/results/experts.md): no other variant of 10 was more than 10 % faster in more
-than one case.
+Chosen by times on an H200, see docs/results/experts.md.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ Attention does not rotate, and MLPs have no gate. Experts may read and write a l
 place of hidden states. MTP layers have a mixer and an MLP, in checkpoints as two layers.
 
 transformers 5.24 takes steps of Mamba-2 to be at least ``time_step_min`` in prompts, but not where
-it reads single tokens. Here they are as they are in both, as in NVIDIA's own code and vLLM.
+it reads single tokens. Here they are as they are in both.
 """
 
 import dataclasses
