@@ -7,12 +7,12 @@ from jaxspec.config.checks import check_positive
 from jaxspec.config.mixers import (
     AttentionConfig,
     MixerConfig,
-    RecurrentConfig,
     SharedAttentionConfig,
     SideBySideConfig,
     SingleMixerConfig,
 )
 from jaxspec.config.mlps import DenseAndExpertsConfig, MlpConfig
+from jaxspec.config.recurrent import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)

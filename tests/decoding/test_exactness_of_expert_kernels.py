@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import functional
-from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
 from jaxspec.functional import EngineParams

@@ -16,7 +16,7 @@ from jaxspec.cache.delta_rule import recurrence
 from jaxspec.cache.recurrent import DeltaState
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import DraftModelDrafter, NGramDrafter, NoDrafter

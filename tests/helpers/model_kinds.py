@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder

@@ -25,6 +25,7 @@ from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_produc
 from pallas_kernels.packed_expert_product.order import file_order, stored_order
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
 from pallas_kernels.packed_experts import Code, PackedExperts, numbers_of
+from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_own, random_rows
@@ -35,8 +36,6 @@ VARIANTS = (
     PackedExpertTuning(shares=2),
     PackedExpertTuning(tiles=3),
 )
-# Of the sum of absolute products: a hidden unit may round to its other neighbor in bfloat16.
-ERROR = 2.0**-8
 
 
 @functools.lru_cache(maxsize=len(TEST_CASES))
@@ -49,34 +48,12 @@ def random_bytes(shape: tuple[int, ...], code: Code, seed: int = 0) -> np.ndarra
     return values - (values & 127 == 127) if code == "e4m3" else values
 
 
-def assert_exact(found: Any, case: Case, arguments: Any) -> None:
+def assert_widened_exact(found: Any, case: Case, arguments: Any) -> None:
     """Against the products of the widened weights in float64, with hidden units rounded."""
     x, experts, gate_up, down, bias = arguments
     every = jnp.arange(case.num_experts)
-    wide, wide_down = (np.asarray(weights.of(every), np.float64) for weights in (gate_up, down))
-    biases = np.zeros((case.num_experts, 2, case.units))
-    if bias is not None:
-        biases = np.asarray(bias, np.float64)
-    rows = np.asarray(x, np.float64)
-    assert found.shape == (*experts.shape, case.hidden) and found.dtype == jnp.float32
-    wanted, terms = np.zeros(found.shape), np.zeros(found.shape)
-    for (row, choice), expert in np.ndenumerate(np.asarray(experts)):
-        if expert == case.num_experts:
-            continue
-        gate, up = np.einsum("h,tfh->tf", rows[row], wide[expert]) + biases[expert]
-        if case.clamp is not None:
-            alpha, limit = case.clamp
-            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-            units = (up + 1) * gate / (1 + np.exp(-alpha * gate))
-        else:
-            units = gate / (1 + np.exp(-gate)) * up
-        rounded = units.astype(jnp.bfloat16).astype(np.float64)
-        wanted[row, choice] = wide_down[expert, 0] @ rounded
-        terms[row, choice] = np.abs(wide_down[expert, 0]) @ np.abs(rounded)
-    here = np.asarray(experts) < case.num_experts
-    errors = np.asarray(found)[here].astype(np.float64) - wanted[here]
-    assert (np.abs(errors) <= ERROR * terms[here]).all()
-    assert np.linalg.norm(errors) <= 1e-3 * np.linalg.norm(wanted)
+    wide = np.moveaxis(np.asarray(gate_up.of(every)), -1, 1), np.asarray(down.of(every))[:, 0]
+    assert_exact(found, case, (x, experts, wide[0], np.swapaxes(wide[1], 1, 2), bias))
 
 
 def run_interpreted(arguments: Any, case: Case, config: PackedExpertTuning | None = None) -> Any:
@@ -161,7 +138,7 @@ def test_interpreted_it_is_the_reference(case: Case):
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_interpreted_it_is_the_product(case: Case, config: PackedExpertTuning | None):
     arguments = arguments_of(case)
-    assert_exact(run_interpreted(arguments, case, config), case, arguments)
+    assert_widened_exact(run_interpreted(arguments, case, config), case, arguments)
 
 
 @pytest.mark.slow
@@ -197,7 +174,7 @@ def test_on_the_device_it_is_the_product(case: Case, config: PackedExpertTuning 
     kernel = functools.partial(packed_expert_product_mosaic, clamp=case.clamp, config=config)
     function = jax.jit(kernel)
     first = function(*arguments)
-    assert_exact(first, case, arguments)
+    assert_widened_exact(first, case, arguments)
     here = (arguments[1] < case.num_experts)[..., None]
     for _ in range(20):
         assert not jnp.any(here & (first != function(*arguments))), "a race"

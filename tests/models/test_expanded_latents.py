@@ -105,7 +105,7 @@ def one_pass(
     """A layer's pass over one sequence, as a function and the shapes of its arguments."""
     mixer = latent_shape(config, HIDDEN, jnp.dtype(dtype), ONE_SHARD)
     state = jax.eval_shape(lambda: mixer.init_state(Geometry(1 + COLUMNS, PAGE, 1), WHOLE))
-    layer: Any = types.SimpleNamespace(mixer=config, centred=False)
+    layer: Any = types.SimpleNamespace(mixer=config, mixers=(config,), centred=False)
 
     def run(mixer: LatentAttention, state: Any, x: Array, table: Array, lens: Array):
         positions = lens[:, None] + jnp.arange(num_tokens)

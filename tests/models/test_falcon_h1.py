@@ -11,8 +11,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoints.safetensors_io import save_tree
-from jaxspec.config.mixers import AttentionConfig, Mamba2Config, SideBySideConfig
+from jaxspec.config.mixers import AttentionConfig, SideBySideConfig
 from jaxspec.config.model import draft_layers
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.tensors import One, joining, splitting

@@ -12,7 +12,7 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from jaxspec.cache import Geometry
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import make_pass

@@ -11,7 +11,8 @@ import pytest
 
 from jaxspec.checkpoints.mtp import load_mtp_head
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_tree
-from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.linear import Linear

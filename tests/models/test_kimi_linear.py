@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import KimiDeltaConfig, LatentConfig
+from jaxspec.config.mixers import LatentConfig
+from jaxspec.config.recurrent import KimiDeltaConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.tensors import joining, splitting

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import AttentionConfig, ShortConvConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.recurrent import ShortConvConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import NoDrafter
 from jaxspec.evaluation.benchmarks.floors import floor_bytes

@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config.mixers import AttentionConfig, Mamba2Config
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.mixers.mamba2 import mamba2_shape
 from jaxspec.parallel import Shards, make_mesh, mesh_layout

@@ -16,9 +16,10 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, N
 from jaxspec.checkpoints.mtp import has_mtp_layers, load_mtp_head
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.config.experts import ExpertsConfig, SquaredRelu
-from jaxspec.config.mixers import AttentionConfig, Mamba2Config
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import draft_layers
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.from_config.model import load_model_config, parse_model_config

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import LatentConfig, RecurrentConfig, SharedAttentionConfig
+from jaxspec.config.mixers import LatentConfig, SharedAttentionConfig
 from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.recurrent import RecurrentConfig
 from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from jaxspec.checkpoints.formats import canonical, named_quantization
-from jaxspec.config.mixers import AttentionConfig, LatentConfig, RecurrentConfig
+from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.recurrent import RecurrentConfig
 from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.from_config.block_layouts import says_block
 from jaxspec.models.from_config.eagle_head import eagle_head_config

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxspec.config.mixers import RecurrentConfig
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.recurrent import RecurrentConfig
 from jaxspec.decoding import functional
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.sampling import make_sampling

@@ -7,9 +7,10 @@ scale. The others are multiplied into the weights of projections when these are 
 import dataclasses
 from typing import Any
 
-from jaxspec.config.mixers import AttentionConfig, Mamba2Config, SideBySideConfig
+from jaxspec.config.mixers import AttentionConfig, SideBySideConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.families.family import Family, Keys, attention_of, dense_of, model_of, sizes
 from jaxspec.models.families.mamba_hybrid import MAMBA_DEFAULTS, MAMBA_FIXED, mamba_of
 from jaxspec.models.families.rope import rope_of

@@ -5,8 +5,9 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.config.mixers import KimiDeltaConfig, LatentConfig
+from jaxspec.config.mixers import LatentConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.recurrent import KimiDeltaConfig
 from jaxspec.models.families.family import (
     Family,
     Keys,

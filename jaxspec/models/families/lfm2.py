@@ -6,9 +6,9 @@ from collections.abc import Callable
 from types import MappingProxyType
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
-from jaxspec.config.mixers import ShortConvConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.recurrent import ShortConvConfig
 from jaxspec.models.families.family import (
     Family,
     Keys,

@@ -4,9 +4,10 @@ import dataclasses
 from types import MappingProxyType
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, RoutingConfig
-from jaxspec.config.mixers import AttentionConfig, Mamba2Config
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.families.dense import GRANITE, read_granite
 from jaxspec.models.families.family import (
     Family,

@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig, SquaredRelu
-from jaxspec.config.mixers import AttentionConfig, Mamba2Config
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER, MtpConfig
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.families.family import (
     Family,
     Keys,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from types import MappingProxyType
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, Fused, RoutingConfig
-from jaxspec.config.mixers import GatedDeltaConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import AFTER
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.families.family import (
     Family,
     Keys,

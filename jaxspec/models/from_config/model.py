@@ -150,7 +150,7 @@ def _family_of(raw: Mapping[str, Any]) -> Family | WithImages:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported, given = ", ".join(FAMILIES), shown(model_type)
-        if model_type in ASSISTANTS:
+        if isinstance(model_type, str) and model_type in ASSISTANTS:
             raise ValueError(f"model_type {given} is a drafter, and no model: give it as drafter")
         raise ValueError(f"model_type {given} is not supported; supported are {supported}")
     return FAMILIES[model_type]

@@ -8,14 +8,16 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.config.mixers import (
     AttentionConfig,
-    GatedDeltaConfig,
-    KimiDeltaConfig,
     LatentConfig,
-    Mamba2Config,
     MixerConfig,
     SharedAttentionConfig,
-    ShortConvConfig,
     SideBySideConfig,
+)
+from jaxspec.config.recurrent import (
+    GatedDeltaConfig,
+    KimiDeltaConfig,
+    Mamba2Config,
+    ShortConvConfig,
 )
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jaxspec.cache import Geometry
 from jaxspec.cache.delta_rule import DeltaInputs, sequences
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences, unit_length

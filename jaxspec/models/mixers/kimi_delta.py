@@ -8,7 +8,7 @@ from jax import Array, lax
 from jaxspec.cache import Geometry
 from jaxspec.cache.channel_decay import ChannelInputs, sequences_by_channel
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
-from jaxspec.config.mixers import KimiDeltaConfig
+from jaxspec.config.recurrent import KimiDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences, unit_length

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jaxspec.cache import Geometry
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.cache.state_space import SumInputs, sequences_of_sums
-from jaxspec.config.mixers import Mamba2Config
+from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences

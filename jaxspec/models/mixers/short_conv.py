@@ -6,7 +6,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.convolution import ConvolutionState, convolution, run_taps
-from jaxspec.config.mixers import ShortConvConfig
+from jaxspec.config.recurrent import ShortConvConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences

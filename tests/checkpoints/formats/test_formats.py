@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from jaxspec.checkpoints import safetensors_io
+from jaxspec.checkpoints import kernel_order
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -231,7 +231,7 @@ def test_modules_are_put_in_the_order_of_kernels_one_at_a_time(checkpoints, monk
         seen.append(sum(array.dtype == jnp.int4 for array in new))
         return in_kernel_order(linear)
 
-    monkeypatch.setattr(safetensors_io, "in_kernel_order", in_order)
+    monkeypatch.setattr(kernel_order, "in_kernel_order", in_order)
     load(checkpoints["compressed"][0])
     assert seen == [*range(1, 9)]  # those in order, and the one that is put in order
 

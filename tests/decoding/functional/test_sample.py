@@ -23,7 +23,7 @@ from jaxspec import (
     split_padded,
     token_logprobs,
 )
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.decoding.sampling import perturb, process_logits
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder

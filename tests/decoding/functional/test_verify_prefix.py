@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import functional
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.sampling import make_controls, make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
