@@ -263,7 +263,7 @@ def packed_own(code: Code) -> tuple[Any, Any]:
     return stored, stored.replace(gate_up=packed[0], down=packed[1])
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", ["e4m3", slow("e2m1"), slow("int4")])
 def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(code: Code):
     stored, packed = packed_own(code)
     index = jnp.array([[5, 0], [3, 5]])
@@ -294,6 +294,7 @@ def test_a_mixture_by_the_kernel_is_that_of_widened_experts(code: Code):
     assert mix.by_kernel(stored, x, routes, step) is None
 
 
+@pytest.mark.slow
 def test_many_rows_are_multiplied_so_many_at_a_time():
     """In parts of equal size, and as together."""
     _, packed = packed_own("int4")
