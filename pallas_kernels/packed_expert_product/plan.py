@@ -1,0 +1,101 @@
+"""Sizes of a product with experts of 4 or 8 bits, and of the ring that its blocks go through."""
+
+import dataclasses
+import math
+from typing import Any
+
+from pallas_kernels.activations import Gating
+from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
+from pallas_kernels.packed_experts import Code
+from pallas_kernels.ring import ring_stages
+
+MOST_BYTES = 160  # of an output's weights in a block
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedExpertPlan:
+    """Sizes of the products of slots with experts of ``parts`` [width, depth]."""
+
+    num_experts: int
+    slots: int
+    lanes: int
+    shared: bool  # whether all slots have the same lanes
+    depth: int
+    parts: int  # 2: gate and up
+    width: int
+    code: Code
+    scaled: tuple[int, int]  # outputs and inputs that share a scale
+    scale_dtype: Any
+    clamp: Gating | None
+    config: PackedExpertTuning
+    dtype: Any  # of results
+    interpret: bool
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.code == "e4m3" else 4
+
+    @property
+    def line(self) -> int:
+        """Bytes of a row of a tile in shared memory."""
+        return math.gcd(self.config.line, self._bytes)
+
+    @property
+    def row(self) -> int:
+        """Bytes of an output's weights in a block: lines, several where these are short."""
+        lines = self._bytes // self.line
+        most = max(1, MOST_BYTES // self.line) if self.line < self.config.line else 1
+        return self.line * max(size for size in range(1, most + 1) if not lines % size)
+
+    @property
+    def _bytes(self) -> int:
+        """Of an output's weights."""
+        return self.depth * self.bits // 8
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block."""
+        return self.row * 8 // self.bits
+
+    @property
+    def blocks(self) -> int:
+        return self.depth // self.block
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups that share the blocks of the same outputs."""
+        return max(n for n in range(1, self.config.shares + 1) if not self.blocks % n)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of outputs that a CTA computes, one after the other."""
+        tiles = self.width // self.config.tile
+        most = 1 if self.shares > 1 else self.config.tiles
+        return max(n for n in range(1, most + 1) if not tiles % n)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block that have scales in the ring; 0 where blocks of outputs have them."""
+        return 0 if self.code == "e4m3" else max(1, self.block // self.scaled[1])
+
+    @property
+    def step(self) -> int:
+        """Inputs that are summed before the sums are scaled, if they are."""
+        return self.block if self.code == "e2m1" else min(self.block, self.scaled[1])
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a product of the tensor cores."""
+        return min(self.config.unit, self.step)
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        config = self.config
+        scales = self.groups * self.scale_dtype.itemsize
+        stage = self.parts * config.tile * (self.row + scales) + 2 * self.lanes * self.block
+        results = self.dtype.itemsize * self.lanes * config.tile
+        results += 4 * self.lanes * config.tile * self.parts * (self.shares - 1)
+        fitting = ring_stages(config.ctas, stage, results, config.most_stages)
+        # A warpgroup always takes the same ones.
+        return min(self.tiles * self.blocks, fitting // self.shares * self.shares)
