@@ -17,6 +17,7 @@ from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel import WHOLE, Layout, Shards, make_mesh, mesh_layout, partition_specs
+from pallas_kernels.activations import Gelu
 from pallas_kernels.expert_product import expert_product, misfit
 from pallas_kernels.expert_product.cases import (
     BENCHMARK_CASES,
@@ -99,6 +100,11 @@ def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
 def test_it_lowers_for_cuda(case: Case):
     function = functools.partial(expert_product, clamp=case.clamp, implementation="mosaic_gpu")
     lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
+
+
+def test_gelu_lowers_for_cuda():
+    function = functools.partial(expert_product, clamp=Gelu(), implementation="mosaic_gpu")
+    lowered(function, *jax.eval_shape(lambda: make_arguments(TEST_CASES[0])))
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
