@@ -170,7 +170,6 @@ def _idle_elements(layers: Iterable[Layer]) -> int:
     """Weights of the experts that a token does not choose."""
     idle = 0.0
     for experts in nodes_of(layers, Experts):
-        routing = experts.config.routing
-        share = 1 - routing.top_k / routing.num_experts
+        share = 1 - experts.share_read(experts.config.routing.top_k)
         idle += share * _elements((experts.gate_up, experts.down))
     return round(idle)

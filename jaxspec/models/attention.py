@@ -63,6 +63,16 @@ class PagedAttend(Pytree):
     split_tokens: bool = static(default=False)
 
     @property
+    def is_token(self) -> Array:
+        """Bool [B, T]: False for padding, and for the tree nodes of rows that do not decode.
+
+        Nodes are always written. Of consecutive tokens some are in their slots already.
+        """
+        if self.ancestors is not None:
+            return self.slots > 0
+        return jnp.arange(self.slots.shape[1]) < (self.kv_lens - self.context_lens)[:, None]
+
+    @property
     def context(self) -> QueryContext:
         """What the tokens see, as kernels take it."""
         lens, ends = self.context_lens, self.kv_lens

@@ -6,10 +6,11 @@ from jax import Array
 
 from pallas_kernels.activations import units_of
 from pallas_kernels.packed_product.tuning import scaled_rows
-from pallas_kernels.round_tokens.reference import round_tokens_reference
+from pallas_kernels.round_tokens.reference import GROUP, round_tokens_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
 WIDTH_STEP = 256  # the kernel's row width is a multiple: two entries for each of 128 threads
+GROUPED_STEP = 4 * GROUP  # with several groups: each of 4 warps has one
 MAX_WIDTH = 16384  # widest row that fits the registers
 
 
@@ -22,8 +23,8 @@ def round_tokens(
     Args:
       x: [M, K]
       num_groups: of each row.
-      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, one group, K
-        a multiple of 256 up to 16384.
+      implementation: see selection.Implementation; the Hopper kernel takes bfloat16, K up to
+        16384: one group and a multiple of 256, or groups of 128 and a multiple of 512.
 
     Returns e4m3 [M, K], rounded to nearest, and float32 scales [num_groups, P]: P is M padded to a
     multiple of 32 (as packed_product takes them); the padding holds anything.
@@ -32,7 +33,8 @@ def round_tokens(
     mosaic = kernel_module("round_tokens", implementation, misfit(x, num_groups))
     if mosaic is None:
         return round_tokens_reference(x, num_groups, padded)
-    return mosaic.round_tokens_mosaic(x, padded)
+    kernel = mosaic.round_tokens_mosaic if num_groups == 1 else mosaic.round_groups_mosaic
+    return kernel(x, padded)
 
 
 @jax.named_scope("round_tokens")
@@ -57,9 +59,11 @@ def round_gated(
 
 def misfit(x: Array, num_groups: int) -> str | None:
     """Why the kernel cannot take these rows, None if it can."""
-    width = x.shape[-1]
-    if x.dtype != jnp.bfloat16 or num_groups > 1:
-        return f"{x.dtype} rows in {num_groups} groups: bfloat16 and one group"
-    if width % WIDTH_STEP or width > MAX_WIDTH:
-        return f"rows of {width}: a multiple of {WIDTH_STEP} up to {MAX_WIDTH}"
+    width, step = x.shape[-1], WIDTH_STEP if num_groups == 1 else GROUPED_STEP
+    if x.dtype != jnp.bfloat16 or (num_groups > 1 and width != num_groups * GROUP):
+        return (
+            f"{x.dtype} rows in {num_groups} groups: bfloat16 and one group, or groups of {GROUP}"
+        )
+    if width % step or width > MAX_WIDTH:
+        return f"rows of {width}: a multiple of {step} up to {MAX_WIDTH}"
     return None

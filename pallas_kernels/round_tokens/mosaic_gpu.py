@@ -18,7 +18,8 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.activations import units_of
 from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.mosaic_module_names import fixed_name
-from pallas_kernels.round_tokens.reference import rounded_by, scale_of
+from pallas_kernels.round_tokens.group_parts import group_scales
+from pallas_kernels.round_tokens.reference import GROUP, rounded_by, scale_of
 from pallas_kernels.round_tokens.row_parts import THREAD_NAME, RowParts, row_parts
 
 
@@ -40,6 +41,24 @@ def round_tokens_mosaic(x: Array, padded: int, *, interpret: Any = None) -> tupl
         _store(parts, row, part, scale, rounded_ref, scale_ref)
 
     return _kernel(round_tokens_kernel, parts, rows, padded, interpret)(x)
+
+
+@functools.partial(jax.jit, static_argnames=("padded", "interpret"))
+def round_groups_mosaic(x: Array, padded: int, *, interpret: Any = None) -> tuple[Array, Array]:
+    """See pallas_kernels.round_tokens.round_tokens, for groups of 128, and
+    ``round_tokens_mosaic``."""
+    rows, width = x.shape
+    parts = RowParts(width, warpgroups=1)
+
+    @fixed_name(interpret)
+    def round_groups_kernel(x_ref, rounded_ref, scale_ref, largest):
+        row = kernel_axes.index("row")
+        part = parts.load(x_ref.at[row]).astype(jnp.float32)
+        scale = group_scales(parts, part, scale_ref, row, interpret)
+        rounded_ref[row, parts.slice_of_part()] = rounded_by(part, scale)
+
+    groups = width // GROUP
+    return _kernel(round_groups_kernel, parts, rows, padded, interpret, groups)(x)
 
 
 @functools.partial(jax.jit, static_argnames=("padded", "interpret"))
@@ -77,12 +96,14 @@ def _sigmoid(x: Array) -> Array:
     return root * root
 
 
-def _kernel(body: Any, parts: RowParts, rows: int, padded: int, interpret: Any) -> Any:
+def _kernel(
+    body: Any, parts: RowParts, rows: int, padded: int, interpret: Any, groups: int = 1
+) -> Any:
     return plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((rows, parts.width), FLOAT8),
-            jax.ShapeDtypeStruct((1, padded), jnp.float32),
+            jax.ShapeDtypeStruct((groups, padded), jnp.float32),
         ),
         scratch_types={"largest": parts.scratch(interpret)},
         grid=(rows,),

@@ -10,6 +10,7 @@ from pallas_kernels.float8 import FLOAT8, LARGEST
 
 # Rows without a larger entry count as 0: the reciprocal of a smaller scale could overflow.
 SMALLEST = 1e-30
+GROUP = 128  # entries that share a scale where the kernel has several groups
 
 
 # jit: outside of a program this is one, instead of one for each step.

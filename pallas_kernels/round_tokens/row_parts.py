@@ -99,15 +99,21 @@ def row_parts(width: int) -> RowParts:
 def _emit_largest(_: Any, part: Any, scratch: Any, *, warps: int) -> Any:
     """The largest entry of a thread, of a warp, and, through shared memory, of all warps."""
     i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
-    value = _largest(_entries(functools.reduce(arith.maximumf, part.registers.flat)))
-    for distance in (16, 8, 4, 2, 1):
-        value = arith.maximumf(value, utils.shfl_bfly(value, distance))
+    value = largest_of_warp(functools.reduce(arith.maximumf, part.registers.flat))
     pointer, warp = utils.memref_ptr(scratch), Word(mgpu.thread_idx()) // 32
     place = utils.getelementptr(pointer, [(warp * FLOAT).value], i8)
     llvm.store(value, place)  # all lanes store the same
     gpu.barrier()
     numbers = llvm.load(ir.VectorType.get((warps,), f32), pointer, alignment=WARPS * FLOAT)
     return mgpu.FragmentedArray.splat(_largest(_entries(numbers)), ())
+
+
+def largest_of_warp(values: Any) -> Any:
+    """The largest entry of a warp's vectors, in all of its threads."""
+    value = _largest(_entries(values))
+    for distance in (16, 8, 4, 2, 1):
+        value = arith.maximumf(value, utils.shfl_bfly(value, distance))
+    return value
 
 
 def _largest(values: Any) -> Any:

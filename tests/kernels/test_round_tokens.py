@@ -11,7 +11,11 @@ import pytest
 
 from pallas_kernels.benchmark import noise
 from pallas_kernels.round_tokens import round_gated, round_tokens
-from pallas_kernels.round_tokens.mosaic_gpu import round_gated_mosaic, round_tokens_mosaic
+from pallas_kernels.round_tokens.mosaic_gpu import (
+    round_gated_mosaic,
+    round_groups_mosaic,
+    round_tokens_mosaic,
+)
 from tests.helpers.kernels import interpreted, lowered
 
 CASES = ((1, 512), (5, 4096), (3, 3072), (2, 2048), (33, 14336))
@@ -67,9 +71,14 @@ def test_units_are_rounded(case: tuple[int, int]):
     assert_units(round_gated(gate_up), gate_up)
 
 
+def rounded_in_groups(x: Any, **options: Any) -> Any:
+    return round_tokens(x, x.shape[1] // 128, **options)
+
+
 def assert_same(found: Any, x: Any) -> None:
     """As the reference: rows, and their scales but for the padding."""
-    for one, other in zip(found, jax.jit(round_tokens)(x), strict=True):
+    reference = rounded_in_groups if len(found[1]) > 1 else round_tokens
+    for one, other in zip(found, jax.jit(reference)(x), strict=True):
         one, other = (y[:, : len(x)] if y.dtype == jnp.float32 else y for y in (one, other))
         np.testing.assert_array_equal(*(np.asarray(y).view(np.uint8) for y in (one, other)))
 
@@ -77,6 +86,7 @@ def assert_same(found: Any, x: Any) -> None:
 # What each operation takes, its function, its kernel, and what its results are checked by.
 OPERATIONS: dict[str, Any] = {
     "rows": (rows_of, round_tokens, round_tokens_mosaic, assert_same),
+    "groups": (rows_of, rounded_in_groups, round_groups_mosaic, assert_same),
     "units": (gate_up_of, round_gated, round_gated_mosaic, assert_units),
 }
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
@@ -117,9 +127,10 @@ def test_on_the_device_it_rounds(case: tuple[int, int], name: str):
     [
         (jnp.zeros((2, 512)), 1, "float32 rows in 1 groups: bfloat16 and one group"),
         (jnp.zeros((2, 512), jnp.bfloat16), 2, "rows in 2 groups"),
+        (jnp.zeros((2, 256), jnp.bfloat16), 2, "rows of 256: a multiple of 512 up to 16384"),
         (jnp.zeros((2, 100), jnp.bfloat16), 1, "rows of 100: a multiple of 256 up to 16384"),
     ],
-    ids=["dtype", "groups", "width"],
+    ids=["dtype", "groups", "width of groups", "width"],
 )
 def test_unsupported_arguments_are_named(x: Any, groups: int, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):

@@ -122,6 +122,36 @@ def test_passes_that_keep_nothing_take_small_experts_in_one_part(paged, loops):
     assert ("stablehlo.while" in lowered.as_text()) == loops
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_kernels_read_no_experts_for_padding(tree, monkeypatch):
+    """Of a run the tokens that are there count, also where others have written them; of a tree the
+    nodes of rows that decode."""
+    real = [[True, True, False], [True, False, False]]
+    attend = PagedAttend(
+        rows=jnp.arange(2),
+        page_table=jnp.ones((2, 1), jnp.int32),
+        context_lens=jnp.array([4, 0]),
+        slots=jnp.array(real) * 5 if tree else jnp.array([[0, 9, 0], [7, 0, 0]]),
+        positions=jnp.zeros((2, 3), jnp.int32),
+        kv_lens=jnp.array([7, 3]) if tree else jnp.array([6, 1]),
+        ancestors=jnp.ones((2, 3, 1), jnp.uint32) if tree else None,
+    )
+    x, routes = random_rows(6, 32, 8, 2, seed=1)
+    step = ForwardPass(attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
+    given = []
+
+    def product(step, x, experts, *weights):
+        given.append(experts)
+        return jnp.ones((*experts.shape, x.shape[1]))
+
+    monkeypatch.setattr(ForwardPass, "expert_product", product)
+    mixed = mix.mix(random_own(8, 32, 40, None), x, routes, 8, step)
+    is_token = np.array(real).reshape(6, 1)
+    np.testing.assert_array_equal(given[0], np.where(is_token, routes.experts, 8))
+    wanted = np.where(is_token, np.sum(routes.weights, axis=1, keepdims=True), 0)
+    np.testing.assert_allclose(mixed, np.broadcast_to(wanted, x.shape), rtol=1e-6)
+
+
 def test_softmax_of_all_or_of_the_chosen():
     logits = jnp.array([[0.0, 3.0, 1.0, 3.0, -1.0]])
     total = np.exp([0.0, 3.0, 1.0, 3.0, -1.0]).sum()

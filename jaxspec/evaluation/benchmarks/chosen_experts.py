@@ -65,7 +65,7 @@ def unread_bytes(experts: Iterable[Experts], chosen: Iterable[float]) -> int:
     layers begin again after the last, if there are more numbers."""
     total, sizes = 0.0, [(layer, local_bytes((layer.gate_up, layer.down))) for layer in experts]
     for (layer, size), number in zip(itertools.cycle(sizes), chosen, strict=False):
-        total += (1 - number / layer.config.routing.num_experts) * size
+        total += (1 - layer.share_read(number)) * size
     return round(total)
 
 

@@ -5,6 +5,7 @@ merge work and the GPU would use less power, so timings would be too good.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,18 +22,22 @@ from jaxspec.evaluation.benchmarks.draft_heads import HeadKind, head_shapes_for
 from jaxspec.evaluation.benchmarks.random_quantized import QUANTIZED, random_quantized
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import ExpertLinear
+from jaxspec.models.mlps.experts import Experts
 from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
 from jaxspec.models.pipeline_stage import Stage
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts_shape
 from jaxspec.models.quantized.schemes import ROUNDINGS, in_scheme, rounded
+from jaxspec.models.quantized.shared_among import fits, joined
 from jaxspec.models.shapes import weight_name
 from jaxspec.parallel import Shards, mesh_layout
 
 # Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so
 # their trees grow deep. A flat distribution would use the node budget for the first two levels.
 DRAFT_LOGIT_SCALE = 8.0
+LEAST_OUTPUTS = 128  # of a projection that is published in 8 bits: a block
 
 
 def random_decoder(
@@ -65,7 +70,10 @@ def decoder_in_schemes(
     Raises ValueError as ``random_decoder``.
     """
     if quantization is not None and nodes_of(decoder, PackedExpertLinear):
-        made = rounded(decoder, ROUNDINGS[quantization], lm_head=False)
+        made = rounded(
+            decoder, functools.partial(_rounded_as_published, quantization), lm_head=False
+        )
+        made = map_nodes(made, _with_shared_among, Experts)
     else:
         made = in_scheme(decoder, quantization, lm_head=False)
     if lm_head_quantization is None:
@@ -73,6 +81,17 @@ def decoder_in_schemes(
     if made.lm_head is None:
         raise ValueError("the LM head is the embedding table: leave out --lm-head-quantization")
     return made.replace(lm_head=in_scheme(made.lm_head, lm_head_quantization, lm_head=True))
+
+
+def _rounded_as_published(quantization: Scheme, linear: Linear) -> AnyLinear:
+    """A Linear in a scheme, if files have it so: not routers, gates and others of few outputs."""
+    is_small = math.prod(linear.out_shape) < LEAST_OUTPUTS
+    return linear if is_small or "routes" in linear.axes else ROUNDINGS[quantization](linear)
+
+
+def _with_shared_among(experts: Experts) -> Experts:
+    """Experts of ShapeDtypeStructs, as loaders put the shared one among them."""
+    return jax.eval_shape(joined, experts) if fits(experts) else experts
 
 
 def with_packed_experts[Weights](weights: Weights, expert_format: ExpertFormat | None) -> Weights:

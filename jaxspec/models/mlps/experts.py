@@ -40,7 +40,8 @@ class Experts(Pytree):
 
     Attributes:
       correction: added to the scores by which experts are chosen; always float32.
-      shared: the expert that all tokens go through, and ``shared_gate`` its weight.
+      shared: the expert that all tokens go through, and ``shared_gate`` its weight. None with a
+        ``shared_size``: it is the last one of gate_up and down (see quantized/shared_among.py).
       to_latent, from_latent: between hidden states and what experts read and write, if that is a
         vector of L entries; else L is H.
     """
@@ -60,9 +61,11 @@ class Experts(Pytree):
         with jax.named_scope("mlp"):
             whole = self.whole(x, step)
             rows = whole.reshape(-1, whole.shape[-1])
-            mixed = self.mixed(rows, self.routes(rows, step), step)
-        shared = None if self.shared is None else self.shared(x, step)
-        weight = None if self.shared_gate is None else self._weight_of_shared(x, step)
+            mixed = self.mixed(rows, self._with_shared(rows, self.routes(rows, step)), step)
+        shared = weight = None
+        if self.shared is not None:
+            shared = self.shared(x, step)
+            weight = None if self.shared_gate is None else self._weight_of_shared(x, step)
         axes = step.layout.axes("experts")
         return Mixture(mixed.reshape(whole.shape), axes, shared, weight)
 
@@ -93,6 +96,30 @@ class Experts(Pytree):
         """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""
         logits = self.router.float32(rows)
         return choose_experts(logits, self.config.routing, self.correction, step.top_k)
+
+    @property
+    def shared_is_last(self) -> bool:
+        """Whether the last of the experts is the shared one."""
+        return self.shared is None and self.config.shared_size > 0
+
+    def share_read(self, chosen: float) -> float:
+        """The part of the experts' weights that is read where so many are chosen."""
+        shared = int(self.shared_is_last)
+        return (chosen + shared) / (self.config.routing.num_experts + shared)
+
+    def _with_shared(self, rows: Array, routes: Routes) -> Routes:
+        """The routes of rows [N, H], and of all to the shared expert if it is the last one."""
+        if not self.shared_is_last:
+            return routes
+        shape, last = (len(rows), 1), self.config.routing.num_experts
+        weight = jnp.ones(shape)
+        if self.shared_gate is not None:
+            weight = jax.nn.sigmoid(self.shared_gate.float32(rows))
+        experts = jnp.full(shape, last, routes.experts.dtype)
+        return Routes(
+            jnp.concatenate([routes.experts, experts], axis=1),
+            jnp.concatenate([routes.weights, weight], axis=1),
+        )
 
     def _weight_of_shared(self, x: Array, step: ForwardPass) -> Array:
         """[B, T, 1]"""

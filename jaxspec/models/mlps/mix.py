@@ -99,6 +99,7 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
     if multiply is None:
         return None
     index, here = _local(local, routes)
+    here &= _is_token(step, len(x))  # experts that padding chose are not read
     experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
     if local.gate_up.packed is not None and len(x) > MOST_ROWS:
         if jax.eval_shape(multiply, x[:MOST_ROWS], experts[:MOST_ROWS]) is None:
@@ -111,6 +112,14 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
     if local.down.bias is not None:
         mixed = mixed + local.down.bias[index]
     return _total(jnp.where(here[..., None], mixed * routes.weights[..., None], 0.0))
+
+
+def _is_token(step: ForwardPass, num_rows: int) -> Array | bool:
+    """Whether each of N rows is no padding: bool [N, 1]; True where that is not known."""
+    attend = step.attend
+    if not isinstance(attend, PagedAttend) or attend.slots.size != num_rows:
+        return True
+    return attend.is_token.reshape(num_rows, 1)
 
 
 def _product_by_kernel(

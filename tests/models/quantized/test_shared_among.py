@@ -1,0 +1,109 @@
+"""The shared expert as the last of a layer's experts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoints.kernel_order import in_order
+from jaxspec.config.experts import ExpertsConfig, RoutingConfig
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.mlps.experts import Experts, experts_shape
+from jaxspec.models.quantized.float8 import Float8Linear, as_linear, float8_shape
+from jaxspec.models.quantized.float8_experts import float8_experts_shape
+from jaxspec.models.quantized.packed_experts import packed_experts
+from jaxspec.models.quantized.shared_among import shared_among
+from jaxspec.parallel import Layout, Shards
+from pallas_kernels.selection import NO_KERNELS
+
+SIZE, BLOCK = 128, (128, 128)
+CONFIG = ExpertsConfig(
+    2 * SIZE, RoutingConfig(4, 2, normalize=True), shared_size=2 * SIZE, shared_gate=True
+)
+STEP = ForwardPass(dense_causal_attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
+
+
+def numbers(rng: np.random.Generator, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape.shape, scale=0.3), shape.dtype)
+
+
+def experts(config: ExpertsConfig = CONFIG, *, packed: bool = True) -> Any:
+    """Random experts in blocks of 8-bit floats, the shared one, too, as a loader has them: on a GPU
+    whose kernel reads them, ``packed``."""
+    made: Any = experts_shape(config, SIZE, jnp.dtype("float32"), Shards())
+    formats = {
+        name: float8_experts_shape(getattr(made, name), BLOCK, jnp.dtype("float32"))
+        for name in ("gate_up", "down")
+    }
+    shared = made.shared.replace(
+        gate_up=float8_shape(made.shared.gate_up, 1, jnp.dtype("float32")),
+        down=float8_shape(made.shared.down, config.shared_size // SIZE, jnp.dtype("float32")),
+    )
+    rng = np.random.default_rng(0)
+    made = jax.tree.map(lambda shape: numbers(rng, shape), made.replace(**formats, shared=shared))
+    if packed:
+        made = made.replace(gate_up=packed_experts(made.gate_up), down=packed_experts(made.down))
+    return made.replace(
+        shared=made.shared.replace(
+            gate_up=in_blocks(made.shared.gate_up), down=in_blocks(made.shared.down)
+        )
+    )
+
+
+def in_blocks(linear: Float8Linear) -> Float8Linear:
+    """With the same scales for all outputs of a block."""
+    size = linear.out_shape[-1]
+    of_blocks = jnp.repeat(linear.scale[..., :: BLOCK[0]], BLOCK[0], axis=-1)
+    return linear.replace(scale=of_blocks[..., :size])
+
+
+@jax.jit
+def result(made: Experts, x: jax.Array) -> jax.Array:
+    mixture = made(x, STEP)
+    return mixture.partial_sums(Layout(), NO_KERNELS, lambda *_: False)[0]
+
+
+def test_it_is_computed_beside_the_others():
+    made = experts()
+    among = shared_among(made)
+    assert among.shared is None and among.gate_up.num_experts == 5 and among.shared_is_last
+    x = numbers(np.random.default_rng(1), jax.ShapeDtypeStruct((2, 3, SIZE), jnp.dtype("float32")))
+    wide = made.shared.replace(  # in 8 bits it would round its inputs
+        gate_up=as_linear(made.shared.gate_up, jnp.dtype("float32")),
+        down=as_linear(made.shared.down, jnp.dtype("float32")),
+    )
+    wanted = result(made.replace(shared=wide), x)
+    np.testing.assert_allclose(result(among, x), wanted, atol=2e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_without_a_gate_it_counts_whole():
+    config = dataclasses.replace(CONFIG, shared_gate=False)
+    made = experts(config)
+    x = numbers(np.random.default_rng(1), jax.ShapeDtypeStruct((1, 2, SIZE), jnp.dtype("float32")))
+    with_gate = shared_among(experts()).replace(shared_gate=None)
+    np.testing.assert_array_equal(result(shared_among(made), x), result(with_gate, x))
+
+
+def test_where_the_kernel_does_not_run_it_stays():
+    made = experts(packed=False)
+    assert in_order(made).shared is not None or jax.default_backend() == "gpu"
+
+
+def test_what_does_not_fit_exactly_stays():
+    made = experts()
+    shared = made.shared
+    uneven = shared.gate_up.replace(scale=shared.gate_up.scale.at[0, 0, 3].multiply(2))
+    narrow = dataclasses.replace(CONFIG, shared_size=SIZE)
+    latent = dataclasses.replace(CONFIG, latent=SIZE)
+    none = dataclasses.replace(CONFIG, shared_size=0, shared_gate=False)
+    for other in (
+        made.replace(shared=shared.replace(gate_up=uneven)),
+        made.replace(shared=shared.replace(down=as_linear(shared.down, jnp.dtype("float32")))),
+        experts(narrow),
+        made.replace(config=latent),
+        made.replace(shared=None, config=none),
+    ):
+        assert shared_among(other) is other
