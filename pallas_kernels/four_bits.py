@@ -12,7 +12,11 @@ from jax import Array, lax
 
 # int4: from -8 to 7, stored plus 8. e2m1: floats of a sign, two bits of exponent, one of mantissa.
 Code = Literal["int4", "e2m1"]
+# Of scales that are bytes. e8m0: exponents, 2^(byte - 127). e5m3: the 8 bits of float16 behind its
+# sign, but for subnormal ones and infinities.
+ScaleCode = Literal["e8m0", "e5m3"]
 MANTISSA_BITS = 23  # of float32
+E5M3_SHIFT = 7  # to the bits of float16
 
 
 def widened_pairs(pairs: Array, code: Code) -> Array:
@@ -36,10 +40,13 @@ def _of_e2m1(fields: Array) -> Array:
     return jnp.where(fields >= 8, -magnitude, magnitude)
 
 
-def widened_scales(scales: Array) -> Array:
-    """Scales in float32: bytes (uint8) are exponents, 2^(byte - 127); floats are numbers."""
+def widened_scales(scales: Array, code: ScaleCode = "e8m0") -> Array:
+    """Scales in float32: bytes (uint8) are of ``code``; floats are numbers."""
     if scales.dtype != jnp.uint8:
         return scales.astype(jnp.float32)
+    if code == "e5m3":
+        halves = scales.astype(jnp.uint16) << E5M3_SHIFT
+        return lax.bitcast_convert_type(halves, jnp.float16).astype(jnp.float32)
     bits = scales.astype(jnp.uint32) << MANTISSA_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
 

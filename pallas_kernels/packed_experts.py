@@ -1,6 +1,8 @@
 """Experts' weights of 4 or 8 bits, as the kernel reads them, and their numbers in plain jnp."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -8,10 +10,41 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import four_bits
-from pallas_kernels.four_bits import widened_pairs, widened_scales
+from pallas_kernels.four_bits import ScaleCode, widened_pairs, widened_scales
 from pallas_kernels.packed_expert_product.order import file_order
 
 Code = four_bits.Code | Literal["e4m3"]  # the latter: floats of 8 bits, one in a byte
+
+
+def bits_of(code: Code) -> int:
+    return 8 if code == "e4m3" else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How experts are stored. Attributes as of PackedExperts."""
+
+    code: Code
+    block: tuple[int, int]
+    scale_dtype: str
+    scale_code: ScaleCode = "e8m0"
+    has_factor: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a number."""
+        return bits_of(self.code)
+
+
+# As most are published.
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        "fp8": Format("e4m3", (128, 128), "float32"),
+        "mxfp4": Format("e2m1", (1, 32), "uint8"),
+        "nvfp4": Format("e2m1", (1, 16), "uint8", "e5m3", has_factor=True),
+        "int4": Format("int4", (1, 32), "bfloat16"),
+    }
+)
 
 
 @jax.tree_util.register_dataclass
@@ -22,12 +55,12 @@ class PackedExperts:
     Attributes:
       values: uint8 [E, P, F, bytes], where P projections (gate and up: 2) have F outputs each;
         stored as order.py says.
-      scale: of e4m3, float32 [E, P, rows, columns] of blocks of outputs and inputs, of which the
-        last may be shorter. Of others, [E, P, groups, F] of groups of inputs: floats, or uint8
-        exponents, 2^(byte - 127).
+      scale: of blocks, float32 [E, P, rows, columns] of outputs and inputs, of which the last may
+        be shorter. Of groups of inputs, [E, P, groups, F]: floats, or bytes (uint8).
       factor: float32 [E, P, F], or None: all 1.
       code: of the numbers.
       block: outputs and inputs that share a scale; the former is 1 where there are groups.
+      scale_code: of scales that are bytes; those of e5m3 are neither 0 nor subnormal.
     """
 
     values: Array
@@ -35,11 +68,12 @@ class PackedExperts:
     factor: Array | None
     code: Code = dataclasses.field(metadata={"static": True})
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    scale_code: ScaleCode = dataclasses.field(default="e8m0", metadata={"static": True})
 
     @property
     def bits(self) -> int:
         """Of a number."""
-        return 8 if self.code == "e4m3" else 4
+        return bits_of(self.code)
 
     @property
     def num_experts(self) -> int:
@@ -62,8 +96,8 @@ class PackedExperts:
     def of(self, index: Array) -> Array:
         """Weights float32 [..., P, F, in] of the experts that ``index`` int [...] chooses, in
         input order."""
-        scale = widened_scales(self.scale[index])
-        if self.code == "e4m3":
+        scale = widened_scales(self.scale[index], self.scale_code)
+        if self.block[0] > 1:
             for axis, size in ((-2, self.block[0]), (-1, self.block[1])):
                 scale = jnp.repeat(scale, size, axis)
             scale = scale[..., : self.width, : self.depth]

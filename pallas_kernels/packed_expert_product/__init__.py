@@ -15,7 +15,7 @@ from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.selection import Implementation, kernel_module
 
 LINE = 128  # inputs of a block of e4m3 in the kernel, at most
-LEAST_GROUP = 32  # inputs that share a scale
+LEAST_GROUP = {"e8m0": 32, "e5m3": 16}  # inputs that share a scale, by its code
 
 
 @jax.named_scope("packed_expert_product")
@@ -73,9 +73,10 @@ def weights_misfit(weights: PackedExperts) -> str | None:
         if outputs % LEAST_UNITS or inputs % LINE:
             return f"blocks of {outputs} outputs and {inputs} inputs: multiples of 64 and 128"
         return None
-    if inputs % LEAST_GROUP or depth % inputs:
-        return f"groups of {inputs} of {depth} inputs: multiples of {LEAST_GROUP} that divide them"
+    least = LEAST_GROUP[weights.scale_code]
+    if inputs % least or depth % inputs:
+        return f"groups of {inputs} of {depth} inputs: multiples of {least} that divide them"
     if (weights.code == "e2m1") != (weights.scale.dtype == jnp.uint8):
-        wanted = "exponents (uint8)" if weights.code == "e2m1" else "floats"
+        wanted = "bytes (uint8)" if weights.code == "e2m1" else "floats"
         return f"{weights.code} with scales of {weights.scale.dtype}: {wanted}"
     return None

@@ -13,53 +13,59 @@ from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noi
 from pallas_kernels.expert_product import cases
 from pallas_kernels.packed_expert_product import packed_expert_product
 from pallas_kernels.packed_expert_product.order import stored_order
-from pallas_kernels.packed_experts import Code, PackedExperts
+from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
+from pallas_kernels.packed_experts import FORMATS, Format, PackedExperts
 
-BLOCKS = {"e4m3": (128, 128), "e2m1": (1, 32), "int4": (1, 32)}  # as most are published
+TENSOR_SCALE = 2.0**-6  # about the factors of NVFP4, whose scales are about 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Case(cases.Case):
-    """As of expert_product, of numbers of ``code``."""
+    """As of expert_product, in a format of FORMATS."""
 
-    code: Code = "e4m3"
+    form: str = "fp8"
 
     def __str__(self) -> str:
-        return f"{self.code}: {super().__str__()}"
+        return f"{self.form}: {super().__str__()}"
+
+    @property
+    def stored(self) -> Format:
+        return FORMATS[self.form]
 
     @property
     def num_bytes(self) -> int:
         """Bytes read and written: the chosen experts, rows, hidden units twice, results."""
-        numbers, (outputs, inputs) = 3 * self.num_chosen * self.hidden * self.units, self.block
-        scales = numbers // (outputs * inputs) * {"e4m3": 4, "e2m1": 1, "int4": 2}[self.code]
+        numbers = 3 * self.num_chosen * self.hidden * self.units
+        (outputs, inputs), bits = self.stored.block, self.stored.bits
+        scales = numbers // (outputs * inputs) * jnp.dtype(self.stored.scale_dtype).itemsize
         pairs = self.rows * self.k
         other = 2 * self.rows * self.hidden + pairs * (4 * self.units + 4 * self.hidden)
-        return numbers * (8 if self.code == "e4m3" else 4) // 8 + scales + other
-
-    @property
-    def block(self) -> tuple[int, int]:
-        return BLOCKS[self.code]
+        return numbers * bits // 8 + scales + other
 
 
 TEST_CASES = (
-    Case(3, 2, 8, 128, 64, code="e4m3"),
-    Case(8, 3, 6, 192, 128, biased=True, code="e4m3"),
-    Case(12, 3, 5, 320, 192, missing=3, code="e4m3"),
-    Case(40, 4, 6, 256, 128, code="e4m3"),
-    Case(3, 2, 8, 256, 64, code="e2m1"),
-    Case(8, 3, 6, 192, 128, biased=True, code="e2m1"),
-    Case(40, 4, 6, 320, 192, biased=True, missing=3, code="e2m1"),
-    Case(3, 2, 8, 256, 64, code="int4"),
-    Case(8, 3, 6, 192, 128, biased=True, code="int4"),
-    Case(40, 4, 6, 320, 192, missing=3, code="int4"),
+    Case(3, 2, 8, 128, 64, form="fp8"),
+    Case(8, 3, 6, 192, 128, biased=True, form="fp8"),
+    Case(12, 3, 5, 320, 192, missing=3, form="fp8"),
+    Case(40, 4, 6, 256, 128, form="fp8"),
+    Case(3, 2, 8, 256, 64, form="mxfp4"),
+    Case(8, 3, 6, 192, 128, biased=True, form="mxfp4"),
+    Case(40, 4, 6, 320, 192, biased=True, missing=3, form="mxfp4"),
+    Case(3, 2, 8, 256, 64, form="nvfp4"),
+    Case(8, 3, 6, 192, 128, biased=True, form="nvfp4"),
+    Case(40, 4, 6, 320, 192, missing=3, form="nvfp4"),
+    Case(3, 2, 8, 256, 64, form="int4"),
+    Case(8, 3, 6, 192, 128, biased=True, form="int4"),
+    Case(40, 4, 6, 320, 192, missing=3, form="int4"),
 )
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 # A layer of Qwen3.6-35B-A3B, of gpt-oss-20b, and of Kimi K2 with a twelfth of its experts.
 BENCHMARK_CASES = (
-    *(Case(rows, 8, 256, 2048, 512, code="e4m3") for rows in ROWS),
-    *(Case(rows, 8, 256, 2048, 512, code="e2m1") for rows in ROWS),
-    *(Case(rows, 4, 32, 2880, 2880, biased=True, code="e2m1") for rows in ROWS),
-    *(Case(rows, 8, 32, 7168, 2048, code="int4") for rows in ROWS),
+    *(Case(rows, 8, 256, 2048, 512, form="fp8") for rows in ROWS),
+    *(Case(rows, 8, 256, 2048, 512, form="mxfp4") for rows in ROWS),
+    *(Case(rows, 8, 256, 2048, 512, form="nvfp4") for rows in ROWS),
+    *(Case(rows, 4, 32, 2880, 2880, biased=True, form="mxfp4") for rows in ROWS),
+    *(Case(rows, 8, 32, 7168, 2048, form="int4") for rows in ROWS),
 )
 
 
@@ -82,30 +88,41 @@ def _weights(
     case: Case, seed: int, index: int, outputs: tuple[int, ...], depth: int
 ) -> PackedExperts:
     """Random bytes, with scales that make the outputs about 1."""
-    bits = 8 if case.code == "e4m3" else 4
-    shape = (*outputs, depth * bits // 8)
+    stored = case.stored
+    shape = (*outputs, depth * stored.bits // 8)
     values = np.random.default_rng([seed, index, 1]).integers(0, 256, shape, np.uint8)
-    if case.code == "e4m3":
+    if stored.code == "e4m3":
         values -= values & 127 == 127  # no NaN
+    numbers, factor = jnp.asarray(values), None
+    scale = _scales(stored, seed, index, outputs, depth)
+    if stored.scale_code == "e5m3":
+        numbers, scale = with_e5m3_scales(numbers, jnp.swapaxes(scale, -1, -2))
+        scale = jnp.swapaxes(scale, -1, -2)
+        factor = (1 + 0.1 * noise(seed, 20 + index, outputs)) * TENSOR_SCALE
     return PackedExperts(
-        values=stored_order(jnp.asarray(values), case.code),
-        scale=_scales(case, seed, index, outputs, depth),
-        factor=None,
-        code=case.code,
-        block=case.block,
+        values=stored_order(numbers, stored.code),
+        scale=scale,
+        factor=factor,
+        code=stored.code,
+        block=stored.block,
+        scale_code=stored.scale_code,
     )
 
 
-def _scales(case: Case, seed: int, index: int, outputs: tuple[int, ...], depth: int) -> Array:
+def _scales(stored: Format, seed: int, index: int, outputs: tuple[int, ...], depth: int) -> Array:
+    """As files have them, groups before outputs."""
     experts, parts, width = outputs
-    rows, columns = case.block
-    if case.code == "e4m3":
+    rows, columns = stored.block
+    if rows > 1:
         shape = (experts, parts, -(-width // rows), -(-depth // columns))
         return jnp.abs(noise(seed, 10 + index, shape)) * depth**-0.5 / 128
     shape = (experts, parts, depth // columns, width)
-    floats = jnp.abs(noise(seed, 10 + index, shape)) * depth**-0.5 / 3
-    if case.code == "int4":
-        return floats.astype(jnp.bfloat16)
+    signed = noise(seed, 10 + index, shape) * depth**-0.5 / 3
+    if stored.scale_code == "e5m3":  # of which some are subnormal, and a few 0
+        return (signed / TENSOR_SCALE).astype(jnp.float8_e4m3fn)
+    floats = jnp.abs(signed)
+    if stored.scale_dtype != "uint8":
+        return floats.astype(stored.scale_dtype)
     return jnp.clip(127 + jnp.round(jnp.log2(floats + 2.0**-20)), 1, 254).astype(jnp.uint8)
 
 

@@ -74,6 +74,7 @@ def packed_expert_product_mosaic(
             code=weights.code,
             scaled=weights.block,
             scale_dtype=weights.scale.dtype,
+            scale_code=weights.scale_code,
             clamp=clamp,
             config=config
             or packed_expert_tuning(len(slots.expert), lanes, weights.width, weights.bits),
@@ -320,8 +321,8 @@ def _weights(plan: PackedExpertPlan, refs: Any, stage: Array, start: int, part: 
         case "int4":
             return integer_weights(values, inputs, interpret=interpret)
         case "e2m1":
-            scales, group = refs["scale"].at[place], plan.scaled[1]
-            return scaled_e2m1(values, scales, inputs, group, interpret=interpret)
+            scales, group, code = refs["scale"].at[place], plan.scaled[1], plan.scale_code
+            return scaled_e2m1(values, scales, inputs, group, code, interpret=interpret)
 
 
 def _warpgroup(plan: PackedExpertPlan) -> Array:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from pallas_kernels.activations import Gating
+from pallas_kernels.four_bits import ScaleCode
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
 from pallas_kernels.packed_experts import Code
 from pallas_kernels.ring import ring_stages
@@ -26,6 +27,7 @@ class PackedExpertPlan:
     code: Code
     scaled: tuple[int, int]  # outputs and inputs that share a scale
     scale_dtype: Any
+    scale_code: ScaleCode
     clamp: Gating | None
     config: PackedExpertTuning
     dtype: Any  # of results

@@ -5,15 +5,17 @@ to where bfloat16 has them:
 
 - e4m3 and e2m1 have fewer bits of exponent: moved there they are bfloat16 of a much smaller number,
   by a power of two. Also numbers below the least normal one are right. A product brings them back,
-  exactly. Of e2m1 it is the product with the scale of the group, which is exact, too, for a scale
-  is a power of two; a part of the power is left to the sums (SUMS_OF_E2M1), for it would not fit a
-  factor in bfloat16.
+  exactly. Of e2m1 it is the product with the scale of the group, which is exact, too: a scale is a
+  power of two (e8m0), or it has four bits (e5m3), which with the two of a number fit the eight of
+  bfloat16. A part of the power is left to the sums (SUMS_OF_E2M1), for it would not fit a factor in
+  bfloat16.
 - int4, which are stored plus 8: with the exponent of 128 they are 128 and as much more.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -26,7 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.expert_product.tuning import OUTPUTS
-from pallas_kernels.four_bits import widened_scales
+from pallas_kernels.four_bits import ScaleCode, widened_scales
 from pallas_kernels.packed_expert_product.order import WORD
 from pallas_kernels.packed_experts import numbers_of
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
@@ -35,9 +37,15 @@ from pallas_kernels.words import Word
 E2M1_SHIFT = 126  # e2m1 as bfloat16 is smaller by 2 to this
 LEFT_SHIFT = 63  # of it, what is left to the sums
 SUMS_OF_E2M1 = 2.0**LEFT_SHIFT  # times sums of ``scaled_e2m1``
+# Of a byte of a scale: how far it is moved to the bits of bfloat16, and what is added to its
+# exponent: the difference of the biases.
+SCALE_BITS: Mapping[ScaleCode, tuple[int, int]] = MappingProxyType(
+    {"e8m0": (7, 0), "e5m3": (4, 127 - 15)}
+)
 BIAS = 136  # what ``biased_pairs`` add: 128, where the step of bfloat16 is 1, and 8
 E4M3_POWER = 0x7B80  # 2^120 in bfloat16: e4m3 as bfloat16 is smaller by that
 HALF = 0x00010001  # in both halves of a word
+PAIRS_APART = 8  # inputs between a thread's pairs
 CHUNK = 16  # bytes of a row, which a swizzle moves as one: a word for each of four threads
 _SWIZZLED_BYTES = 128  # lines of shared memory, among which a swizzle permutes chunks
 
@@ -73,17 +81,19 @@ def integer_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
     return _inlined(emit, part, swizzled(part.line, 8))(ref) - jnp.bfloat16(BIAS)
 
 
-def scaled_e2m1(ref: Any, scales: Any, part: Part, group: int, *, interpret: bool) -> Array:
+def scaled_e2m1(
+    ref: Any, scales: Any, part: Part, group: int, code: ScaleCode, *, interpret: bool
+) -> Array:
     """e2m1 numbers times their scales over SUMS_OF_E2M1, exactly, as ``float8_weights``.
 
-    ``scales``: uint8 exponents [groups of the block, OUTPUTS] in shared memory, for a ``group`` of
-    32 inputs or a multiple; those of 2^-63 to 2^63 are exact.
+    ``scales``: uint8 [groups of the block, OUTPUTS] of ``code`` in shared memory, for a ``group``
+    of 16 inputs or a multiple; those of 2^-63 to 2^63 are exact.
     """
     if interpret:
         numbers = _of_part(numbers_of(ref[...], "e2m1"), part)
-        factors = _of_part(jnp.repeat(widened_scales(scales[...]).T, group, 1), part)
+        factors = _of_part(jnp.repeat(widened_scales(scales[...], code).T, group, 1), part)
         return (numbers * (factors / SUMS_OF_E2M1)).astype(jnp.bfloat16)
-    emit = functools.partial(_emit_e2m1, part=part, size=ref.shape[1], group=group)
+    emit = functools.partial(_emit_e2m1, part=part, size=ref.shape[1], group=group, code=code)
     return _inlined(emit, part, swizzled(part.line, 8), ())(ref, scales)
 
 
@@ -115,14 +125,18 @@ def _emit_integers(_: Any, tiles: Any, *, part: Part, size: int) -> Any:
     return _array(registers, part)
 
 
-def _emit_e2m1(_: Any, tiles: Any, scales: Any, *, part: Part, size: int, group: int) -> Any:
-    registers, by_group = _registers(part, 4), {}
+def _emit_e2m1(
+    _: Any, tiles: Any, scales: Any, *, part: Part, size: int, group: int, code: ScaleCode
+) -> Any:
+    registers, by_place = _registers(part, 4), {}
     for i, half, word in _words(tiles, part, size, 2 * CHUNK):
-        place = (part.start + i * 2 * CHUNK) // group, half
-        if place not in by_group:
-            by_group[place] = _scale(scales, *place)
+        first = part.start + i * 2 * CHUNK
+        places = [((first + PAIRS_APART * j) // group, half) for j in range(4)]
+        for place in places:
+            if place not in by_place:
+                by_place[place] = _scale(scales, *place, code)
         for j, pair in enumerate(e2m1_pairs(word)):
-            registers[i, j, half] = arith.mulf(_as_pair(pair), by_group[place])
+            registers[i, j, half] = arith.mulf(_as_pair(pair), by_place[places[j]])
     return _array(registers, part)
 
 
@@ -147,11 +161,11 @@ def _words(tiles: Any, part: Part, size: int, inputs: int) -> Iterator[tuple[int
             yield i, half, Word(_load(tiles, offset, _i32(), WORD))
 
 
-def _scale(scales: Any, group: int, half: int) -> Any:
+def _scale(scales: Any, group: int, half: int, code: ScaleCode) -> Any:
     """The scale of a thread's row in a group, twice, in bfloat16, times what pairs lack."""
     byte = Word(_load(scales, row_of(Word(mgpu.thread_idx()), half) + group * OUTPUTS, _i8(), 1))
     wide = Word(arith.extui(_i32(), byte.value))
-    return _as_pair(scale_pair(wide))
+    return _as_pair(scale_pair(wide, code))
 
 
 def _load(ref: Any, offset: Word, kind: Any, alignment: int) -> Any:
@@ -223,6 +237,7 @@ def e2m1_pairs(word: Any) -> list[Any]:
     ]
 
 
-def scale_pair(byte: Any) -> Any:
-    """Two bfloat16 in 32 bits of 2^(byte - 127), times 2^(E2M1_SHIFT - LEFT_SHIFT)."""
-    return byte * (HALF << 7) + (E2M1_SHIFT - LEFT_SHIFT) * (HALF << 7)
+def scale_pair(byte: Any, code: ScaleCode) -> Any:
+    """Two bfloat16 in 32 bits of a scale, times 2^(E2M1_SHIFT - LEFT_SHIFT)."""
+    place, more = SCALE_BITS[code]
+    return byte * (HALF << place) + (more + E2M1_SHIFT - LEFT_SHIFT) * (HALF << 7)

@@ -13,7 +13,7 @@ from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
 from pallas_kernels.expert_product.cases import chosen_experts
-from pallas_kernels.four_bits import widened_pairs
+from pallas_kernels.four_bits import ScaleCode, widened_pairs, widened_scales
 from pallas_kernels.packed_expert_product import misfit, packed_expert_product, widening
 from pallas_kernels.packed_expert_product.cases import (
     BENCHMARK_CASES,
@@ -23,8 +23,9 @@ from pallas_kernels.packed_expert_product.cases import (
 )
 from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_product_mosaic
 from pallas_kernels.packed_expert_product.order import file_order, stored_order
+from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
-from pallas_kernels.packed_experts import Code, PackedExperts, numbers_of
+from pallas_kernels.packed_experts import FORMATS, Code, PackedExperts, numbers_of
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
@@ -93,11 +94,35 @@ def test_a_thread_widens_the_numbers_that_tensor_cores_want(code: Code):
         np.testing.assert_array_equal(floats * power - bias, wanted)
 
 
-def test_scales_are_powers_of_two_in_both_halves():
+@pytest.mark.parametrize("code", ["e8m0", "e5m3"])
+def test_scales_are_in_both_halves(code: ScaleCode):
+    power = 2.0 ** (widening.E2M1_SHIFT - widening.LEFT_SHIFT)
     for byte in (64, 120, 127, 190):
-        pair = np.array([widening.scale_pair(byte)], np.uint32).view(jnp.bfloat16)
-        power = 2.0 ** (byte - 127 + widening.E2M1_SHIFT - widening.LEFT_SHIFT)
-        np.testing.assert_array_equal(pair.astype(np.float64), [power, power])
+        mantissa = 1 + byte % 8 / 8
+        scale = 2.0 ** (byte - 127) if code == "e8m0" else 2.0 ** (byte // 8 - 15) * mantissa
+        assert widened_scales(jnp.uint8(byte), code) == scale
+        pair = np.array([widening.scale_pair(byte, code)], np.uint32).view(jnp.bfloat16)
+        np.testing.assert_array_equal(pair.astype(np.float64), [scale * power] * 2)
+
+
+def test_weights_of_nvfp4_are_exact_as_the_kernel_has_them():
+    """Every number times every scale: as jnp widens them, and as a thread does in bfloat16."""
+    scales = np.arange(256, dtype=np.uint8)[np.arange(256) & 127 != 127]
+    scales = scales.view(jnp.float8_e4m3fn)[:, None].repeat(16, 1)  # [254, 16]
+    codes = np.arange(0, 256, 17).astype(np.uint8).repeat(8)  # each number twice in a byte
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.concatenate([magnitudes, -magnitudes])
+    wanted = (scales.astype(np.float64) * numbers)[..., None].repeat(16, 2)  # [254, 16, 16]
+    pairs = np.broadcast_to(codes, (len(scales), len(codes)))
+    stored, made = map(np.asarray, with_e5m3_scales(jnp.asarray(pairs), jnp.asarray(scales)))
+    assert made.min() >= 8  # neither 0 nor subnormal
+    found = np.asarray(widened_pairs(jnp.asarray(stored), "e2m1")).reshape(wanted.shape)
+    widened = np.asarray(widened_scales(jnp.asarray(made), "e5m3"))
+    np.testing.assert_array_equal(found * widened[..., None], wanted)
+    factors = widening.scale_pair(made.astype(np.uint32), "e5m3").view(jnp.bfloat16)[:, ::2]
+    products = found.astype(np.float64) * 2.0**-126 * factors.astype(np.float64)[..., None]
+    np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
+    np.testing.assert_array_equal(products * widening.SUMS_OF_E2M1, wanted)
 
 
 @pytest.mark.parametrize(("line", "size"), [(32, 160), (64, 64), (128, 128)])
@@ -142,10 +167,10 @@ def test_interpreted_it_is_the_product(case: Case, config: PackedExpertTuning | 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", CODES)
-def test_interpreted_a_row_is_the_same_whatever_others_choose(code: Code):
+@pytest.mark.parametrize("form", FORMATS)
+def test_interpreted_a_row_is_the_same_whatever_others_choose(form: str):
     """Another row of NaN included."""
-    case = Case(5, 2, 4, 128, 64, code=code)
+    case = Case(5, 2, 4, 128, 64, form=form)
     x, experts, *rest = arguments_of(case)
     x, experts = x.at[1].set(jnp.nan), experts.at[0].set(jnp.array([2, 0]))
     first = run_interpreted((x, experts, *rest), case)[0]
@@ -182,9 +207,9 @@ def test_on_the_device_it_is_the_product(case: Case, config: PackedExpertTuning 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [4, 8, 32, 128])
-@pytest.mark.parametrize("code", CODES)
-def test_on_the_device_a_row_is_the_same_whatever_others_choose(code: Code, rows: int):
-    case = Case(rows, 8, 64, 2048, 512, code=code)
+@pytest.mark.parametrize("form", FORMATS)
+def test_on_the_device_a_row_is_the_same_whatever_others_choose(form: str, rows: int):
+    case = Case(rows, 8, 64, 2048, 512, form=form)
     x, experts, *rest = arguments_of(case)
     function = jax.jit(functools.partial(packed_expert_product, implementation="mosaic_gpu"))
     first = function(x, experts, *rest)[0]
@@ -202,6 +227,7 @@ def test_on_the_device_a_row_is_the_same_whatever_others_choose(code: Code, rows
         ({"hidden": 96}, "96 inputs and 64 outputs: multiples of 64"),
         ({"code": "e4m3", "block": (128, 64)}, "blocks of 128 outputs and 64 inputs"),
         ({"block": (1, 16)}, "groups of 16 of 128 inputs"),
+        ({"block": (1, 24), "scale_code": "e5m3"}, "groups of 24 of 128 inputs: multiples of 16"),
         ({"scale": "float8_e4m3fn"}, "e2m1 with scales of float8_e4m3fn"),
         ({"x": "float32"}, "rows of float32"),
     ],
@@ -213,7 +239,8 @@ def test_what_the_kernel_cannot_take_is_said(change: dict[str, Any], problem: st
     def weights(parts: int, width: int, depth: int) -> PackedExperts:
         scale = shape((4, parts, 1, 1), change.get("scale", "uint8"))
         values = shape((4, parts, width, depth if code == "e4m3" else depth // 2), "uint8")
-        return PackedExperts(values, scale, None, code, change.get("block", (1, 32)))
+        block, scale_code = change.get("block", (1, 32)), change.get("scale_code", "e8m0")
+        return PackedExperts(values, scale, None, code, block, scale_code)
 
     x = shape((change.get("rows", 3), hidden), change.get("x", "bfloat16"))
     found = misfit(x, weights(2, 64, hidden), weights(1, hidden, 64))
@@ -235,13 +262,18 @@ def in_8_bits(shape: tuple[int, ...], axes: tuple[str, ...]) -> Float8Experts:
     )
 
 
-def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], code: Any) -> FourBitExperts:
-    """Random experts [E, in, *out] in groups of 32, with factors."""
+def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: Any) -> FourBitExperts:
+    """Random experts [E, in, *out], with factors."""
     experts, size, *outputs = shape
-    random = np.random.default_rng(2)
-    scale = random.integers(118, 124, (experts, *outputs, size // 32)).astype(np.uint8)
-    if code == "int4":
+    random, code = np.random.default_rng(2), FORMATS[form].code
+    assert code != "e4m3"
+    by_group = (experts, *outputs, size // FORMATS[form].block[1])
+    scale = random.integers(118, 124, by_group).astype(np.uint8)
+    if form == "int4":
         scale = (2.0 ** (scale.astype(np.float32) - 127)).astype(jnp.bfloat16)
+    if form == "nvfp4":
+        scale = (random.normal(size=by_group) / 64).astype(jnp.float8_e4m3fn)
+        assert (scale == 0).any() and (scale < 0).any()
     return FourBitExperts(
         pairs=jnp.asarray(random_bytes((experts, *outputs, size // 2), code)),
         scale=jnp.asarray(scale),
@@ -252,22 +284,29 @@ def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], code: Any) -> FourB
     )
 
 
-def packed_own(code: Code) -> tuple[Any, Any]:
+def bytes_of(experts: Any) -> int:
+    """Of numbers and scales."""
+    values = experts.values if isinstance(experts, Float8Experts) else experts.pairs
+    return values.nbytes + experts.scale.nbytes
+
+
+def packed_own(form: str) -> tuple[Any, Any]:
     """LocalExperts of 6 experts as a file has them, and as the kernel reads them."""
     own = random_own(6, 128, 64, None)
     gate_up, down = ((6, 128, 2, 64), own.gate_up.axes), ((6, 64, 128), own.down.axes)
-    make = in_8_bits if code == "e4m3" else functools.partial(in_4_bits, code=code)
+    make = in_8_bits if form == "fp8" else functools.partial(in_4_bits, form=form)
     stored = own.replace(gate_up=make(*gate_up), down=make(*down))
     packed = [packed_experts(linear) for linear in (stored.gate_up, stored.down)]
     assert all(isinstance(linear, PackedExpertLinear) for linear in packed)
     return stored, stored.replace(gate_up=packed[0], down=packed[1])
 
 
-@pytest.mark.parametrize("code", ["e4m3", slow("e2m1"), slow("int4")])
-def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(code: Code):
-    stored, packed = packed_own(code)
+@pytest.mark.parametrize("form", [slow("fp8"), slow("mxfp4"), "nvfp4", slow("int4")])
+def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(form: str):
+    stored, packed = packed_own(form)
     index = jnp.array([[5, 0], [3, 5]])
     for ours, theirs in ((packed.gate_up, stored.gate_up), (packed.down, stored.down)):
+        assert ours.values.nbytes + ours.scale.nbytes == bytes_of(theirs)
         np.testing.assert_array_equal(ours.of(index), theirs.of(index))
         np.testing.assert_array_equal(ours.of(jnp.asarray(2)), theirs.of(jnp.asarray(2)))
 
@@ -281,9 +320,9 @@ class Interpreted:
         return interpreted(packed_expert_product_mosaic, *arrays, clamp=None)
 
 
-@pytest.mark.parametrize("code", ["e4m3", slow("e2m1"), slow("int4")])
-def test_a_mixture_by_the_kernel_is_that_of_widened_experts(code: Code):
-    stored, packed = packed_own(code)
+@pytest.mark.parametrize("form", ["fp8", slow("mxfp4"), slow("nvfp4"), slow("int4")])
+def test_a_mixture_by_the_kernel_is_that_of_widened_experts(form: str):
+    stored, packed = packed_own(form)
     x, routes = random_rows(5, 128, 6, 3, seed=1)
     x = jnp.asarray(x, jnp.bfloat16)
     step: Any = Interpreted()
@@ -321,8 +360,8 @@ def test_experts_of_other_formats_stay_as_they_are():
     assert isinstance(packed_experts(fits), PackedExpertLinear)
     zero = fits.replace(zero=jnp.zeros(fits.scale.shape))
     small = in_4_bits((2, 32, 64), axes, "int4")
-    floats = in_4_bits((2, 64, 64), axes, "e2m1")
-    floats = floats.replace(scale=floats.scale.astype(jnp.float8_e4m3fn))
+    floats = in_4_bits((2, 64, 64), axes, "mxfp4")
+    floats = floats.replace(scale=floats.scale.astype(jnp.bfloat16))
     by_output = in_8_bits((2, 64, 64), axes).replace(block=(1, 64))
     for experts in (zero, small, floats, by_output):
         assert packed_experts(experts) is experts

@@ -13,6 +13,7 @@ from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
 from pallas_kernels.packed_expert_product.order import stored_order
+from pallas_kernels.packed_expert_product.scales import ONE
 from pallas_kernels.packed_experts import Code
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
@@ -47,18 +48,20 @@ def random_quantized(shapes: Any, places: Any, key: Array, spread: float) -> Any
 def _random_experts(
     shapes: PackedExpertLinear, places: Any, key: Array, spread: float
 ) -> PackedExpertLinear:
-    keys, step = jax.random.split(key, 3), spread / NUMBERS[shapes.code]
-    values, scale, bias = shapes.values, shapes.scale, shapes.bias
-    if scale.dtype == jnp.uint8:
+    keys, step = jax.random.split(key, 4), spread / NUMBERS[shapes.code]
+    values, scale, bias, factor = shapes.values, shapes.scale, shapes.bias, shapes.factor
+    made = shapes.replace(values=_bytes(values.shape, shapes.code, places.values)(keys[0]))
+    if factor is not None:  # then scales are about 1
+        factor, step = _scales(factor.shape, factor.dtype, places.factor)(keys[3], step), 1.0
+    if shapes.scale_code == "e5m3":
+        scales = _near_one(scale.shape, places.scale)(keys[1])
+    elif scale.dtype == jnp.uint8:
         scales = _exponents(scale.shape, places.scale)(keys[1], step)
     else:
         scales = _scales(scale.shape, scale.dtype, places.scale)(keys[1], step)
-    made = shapes.replace(
-        values=_bytes(values.shape, shapes.code, places.values)(keys[0]), scale=scales
-    )
-    if bias is None:
-        return made
-    return made.replace(bias=_scales(bias.shape, bias.dtype, places.bias)(keys[2], spread))
+    if bias is not None:
+        bias = _scales(bias.shape, bias.dtype, places.bias)(keys[2], spread)
+    return made.replace(scale=scales, factor=factor, bias=bias)
 
 
 @functools.cache
@@ -79,6 +82,16 @@ def _exponents(shape: tuple[int, ...], place: Any) -> Any:
     def generate(key: Array, step: float) -> Array:
         about = 127 + jnp.round(jnp.log2(step)).astype(jnp.int32)
         return (about + jax.random.randint(key, shape, -1, 2, jnp.int8)).astype(jnp.uint8)
+
+    return jax.jit(generate, out_shardings=place)
+
+
+@functools.cache
+def _near_one(shape: tuple[int, ...], place: Any) -> Any:
+    """From a key to scales of e5m3 from 0.8 to 1.25."""
+
+    def generate(key: Array) -> Array:
+        return (ONE + jax.random.randint(key, shape, -3, 3, jnp.int8)).astype(jnp.uint8)
 
     return jax.jit(generate, out_shardings=place)
 

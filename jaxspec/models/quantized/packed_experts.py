@@ -1,7 +1,7 @@
 """Experts of 4 or 8 bits as the kernel packed_expert_product reads them.
 
-Loaders make them of what a file holds where the kernel runs, on one Hopper GPU: the same numbers,
-in another order.
+Loaders make them of what a file holds where the kernel runs, on one Hopper GPU: the same weights,
+in another order, and with the scales of NVFP4 as other bytes.
 """
 
 import jax
@@ -10,15 +10,17 @@ from jax import Array, lax
 
 from jaxspec.config.quantization import ExpertFormat
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear
+from jaxspec.models.quantized.float8 import E4M3
 from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import array, pytree, static
-from pallas_kernels.four_bits import widened_scales
+from pallas_kernels.four_bits import ScaleCode, widened_scales
 from pallas_kernels.packed_expert_product import weights_misfit
 from pallas_kernels.packed_expert_product.order import stored_order
-from pallas_kernels.packed_experts import Code, PackedExperts
+from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
+from pallas_kernels.packed_experts import FORMATS, Code, PackedExperts
 
 
 @pytree
@@ -27,12 +29,13 @@ class PackedExpertLinear(AnyExpertLinear):
 
     Attributes:
       values: uint8 [E, *out, bytes], see packed_expert_product/order.py.
-      scale: of e4m3, float32 [E, *out, in] by blocks of the last output dimension and of the input,
-        of which the last may be shorter; of others [E, *out, n] with n groups of inputs before the
-        last output dimension.
+      scale: of blocks, float32 [E, *out, in] by those of the last output dimension and of the
+        input, of which the last may be shorter; of groups, [E, *out, n] with n groups of inputs
+        before the last output dimension.
       factor: float32 [E, *out]; None: all 1.
       code: of the numbers.
       block: outputs and inputs that share a scale.
+      scale_code: of scales that are bytes.
       activations: the dtype of inputs and outputs.
     """
 
@@ -43,6 +46,7 @@ class PackedExpertLinear(AnyExpertLinear):
     axes: tuple[str, ...] = static()
     code: Code = static()
     block: tuple[int, int] = static()
+    scale_code: ScaleCode = static(default="e8m0")
     activations: jnp.dtype = static()
 
     @property
@@ -57,12 +61,13 @@ class PackedExpertLinear(AnyExpertLinear):
             factor=None if self.factor is None else self.factor.reshape(parts),
             code=self.code,
             block=self.block,
+            scale_code=self.scale_code,
         )
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         experts, size, *outputs = self.axes
         by_output = (experts, *outputs)
-        blocks = ("group", "group") if self.code == "e4m3" else (size, outputs[-1])
+        blocks = ("group", "group") if self.block[0] > 1 else (size, outputs[-1])
         return {
             "values": (*by_output, size),
             "scale": (*by_output[:-1], *blocks),
@@ -92,6 +97,7 @@ class PackedExpertLinear(AnyExpertLinear):
 
 def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
     """The same experts as the kernel reads them; those that it does not read as they are."""
+    scale_code: ScaleCode = "e8m0"
     match experts:
         case Float8Experts(values=values, block=block):
             scale, factor, code = widened_scales(experts.scale), None, "e4m3"
@@ -99,8 +105,11 @@ def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
             if block[0] == 1:  # a scale for each output
                 return experts
         case FourBitExperts(pairs=stored, zero=None, factor=factor, code=code):
-            scale = jnp.swapaxes(experts.scale, -1, -2)
-            block = (1, 2 * stored.shape[-1] // scale.shape[-2])
+            scale, block = experts.scale, (1, 2 * stored.shape[-1] // experts.scale.shape[-1])
+            if code == "e2m1" and scale.dtype == E4M3:
+                scale_code = "e5m3"
+                stored, scale = with_e5m3_scales(stored, scale)
+            scale = jnp.swapaxes(scale, -1, -2)
         case _:
             return experts
     made = PackedExpertLinear(
@@ -111,6 +120,7 @@ def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
         axes=experts.axes,
         code=code,
         block=block,
+        scale_code=scale_code,
         activations=jnp.dtype(experts.dtype),
     )
     if weights_misfit(made.packed) is not None:
@@ -118,32 +128,28 @@ def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
     return made.replace(values=stored_order(stored, code))
 
 
-# The code of numbers, the outputs and inputs that share a scale, and its dtype, by name.
-_FORMATS: dict[ExpertFormat, tuple[Code, tuple[int, int], str]] = {
-    "fp8": ("e4m3", (128, 128), "float32"),
-    "mxfp4": ("e2m1", (1, 32), "uint8"),
-    "int4": ("int4", (1, 32), "bfloat16"),
-}
-
-
 def packed_experts_shape(linear: ExpertLinear, name: ExpertFormat) -> PackedExpertLinear:
     """A PackedExpertLinear of ShapeDtypeStructs in a format, in place of an ExpertLinear of such.
 
     Raises ValueError for sizes that the kernel does not take.
     """
-    code, (outputs, inputs), scale_dtype = _FORMATS[name]
+    stored = FORMATS[name]
     experts, size, *lead, width = linear.weight.shape
-    rows = (-(-width // outputs), -(-size // inputs))
-    blocks = rows if code == "e4m3" else (size // inputs, width)
+    outputs, inputs = stored.block
+    blocks = (-(-width // outputs), -(-size // inputs)) if outputs > 1 else (size // inputs, width)
     made = PackedExpertLinear(
         values=array_shape(
-            experts, *lead, width, size if code == "e4m3" else size // 2, dtype=jnp.dtype("uint8")
+            experts, *lead, width, size * stored.bits // 8, dtype=jnp.dtype("uint8")
         ),
-        scale=array_shape(experts, *lead, *blocks, dtype=jnp.dtype(scale_dtype)),
+        scale=array_shape(experts, *lead, *blocks, dtype=jnp.dtype(stored.scale_dtype)),
+        factor=array_shape(
+            experts, *lead, width, dtype=jnp.dtype("float32"), when=stored.has_factor
+        ),
         bias=linear.bias,
         axes=linear.axes,
-        code=code,
-        block=(outputs, inputs),
+        code=stored.code,
+        block=stored.block,
+        scale_code=stored.scale_code,
         activations=jnp.dtype(linear.dtype),
     )
     packed = jax.eval_shape(lambda experts: experts.packed, made)
