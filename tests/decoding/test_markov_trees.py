@@ -21,6 +21,7 @@ from jaxspec.decoding.sampling import Sampling, make_sampling
 from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads.corrections import Block
 from tests.decoding.test_acceptance import proposer_of
 from tests.decoding.test_lattice import CONTEXTS, ROOTS, SEEDS, paths_of
 from tests.helpers.block_heads import block_target, random_head
@@ -41,7 +42,7 @@ def drafter() -> BlockDrafter:
     before, after = np.random.default_rng(0).standard_normal((2, *head.markov.before.shape))
     scale = 1.5 * before.shape[1] ** -0.25
     markov = head.markov.replace(before=jnp.float32(scale * before), after=scale * after)
-    return BlockDrafter(head=head.replace(markov=markov))
+    return BlockDrafter(head=head.replace(correction=markov))
 
 
 def block_logits(seed: int) -> np.ndarray:
@@ -54,7 +55,7 @@ def grown(
     target: Decoder, own: BlockDrafter, logits: Array, sampling: Sampling, spec: SpeculationConfig
 ) -> DraftTree:
     proposer = proposer_of(spec, sampling, CONTEXTS, target_vocab=VOCAB)
-    return own._tree(target, proposer, ROOTS, logits)
+    return own._tree(target, proposer, ROOTS, Block(logits[..., :0], logits))
 
 
 def tree_of(shape: TreeShape, logits: np.ndarray, temperature: float) -> DraftTree:

@@ -12,8 +12,13 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import BlockDrafter, MixedDrafter, NGramDrafter, SuffixDrafter
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
-from jaxspec.models.heads.block import Confidence
+from jaxspec.models.heads import (
+    BlockConfig,
+    BlockHead,
+    Confidence,
+    MarkovConfig,
+    block_head_shapes,
+)
 from tests.helpers.random_models import (
     CONFIG,
     as_dtype,
@@ -60,7 +65,7 @@ def random_head(
         block_size=block_size,
         mask_token=MASK,
         predicts_next=kind == "dspark",
-        markov_rank=target.hidden_size if kind == "dspark" else 0,
+        correction=MarkovConfig(target.hidden_size) if kind == "dspark" else None,
         confidence="output and token" if confidence else None,
     )
     return random_arrays(block_head_shapes(config, target, jnp.dtype(jnp.float32)), seed)
@@ -96,7 +101,7 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
         size = np.sqrt(np.mean(embed * embed, axis=1, keepdims=True))
         after = np.asarray(target.lm_head.weight).T[: target.config.vocab_size]
         markov = head.markov.replace(before=jnp.asarray(embed / size), after=jnp.asarray(after))
-        head = head.replace(markov=markov, norm=times(0.2, head.norm))
+        head = head.replace(correction=markov, norm=times(0.2, head.norm))
     return noisy(head, noise)
 
 

@@ -236,7 +236,7 @@ def test_the_markov_head_is_that_of_the_published_equations(tmp_path: Path):
     save_block_head(head, tmp_path, TARGET)
     tensors = load_file(tmp_path / "model.safetensors")
     assert head.markov is not None
-    ours = head.markov(TARGET, jnp.array([[3, 95], [0, 17]]))  # [2, 2, V]
+    ours = head.markov.bias(TARGET, jnp.array([[3, 95], [0, 17]]))  # [2, 2, V]
     for place, token in (((0, 0), 3), ((0, 1), 95), ((1, 0), 0), ((1, 1), 17)):
         np.testing.assert_allclose(ours[place], markov_logits(tensors, token), rtol=0, atol=1e-4)
 

@@ -128,7 +128,7 @@ def after_each(
     def run(head: BlockHead, outputs: Any, hidden: Any, before: Any) -> tuple[jax.Array, ...]:
         drafted, sure = decoder.logits(TARGET, outputs), jnp.zeros(len(before))
         if head.markov is not None:
-            drafted += head.markov(TARGET, before)
+            drafted += head.markov.bias(TARGET, before)
         if head.confidence is not None:
             sure = head.confidence(outputs, head.markov, before)
         wanted = decoder.logits(TARGET, hidden)

@@ -64,7 +64,7 @@ RUNS = {
         ),
         (["--method", "dflash", "--block-size", "65"], "leave nothing to learn to 64 steps"),
         (["--method", "dspark", "--anchors", "0"], "one or more places of a row"),
-        (["--method", "dspark", "--markov-rank", "-1"], "is at least 0, got -1"),
+        (["--method", "dspark", "--markov-rank", "-1"], "is at least 1, got -1"),
         (
             ["--method", "dspark", "--mask-token", "4096"],
             "4096 is no id of the target's 4096 tokens",

@@ -23,13 +23,14 @@ from jaxspec.decoding.drafters.base import (
 from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
-from jaxspec.decoding.trees.grow import Beams, Proposer, grow
+from jaxspec.decoding.trees.grow import Beams, Proposer, grow, of_parents
 from jaxspec.decoding.trees.lattice import lattice_tree
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.block_context import Context
+from jaxspec.models.heads.corrections import Block
 from jaxspec.models.linear import ReadsRounded
 from jaxspec.parallel.pytree import Pytree, array, pytree
 
@@ -55,7 +56,7 @@ class BlockDrafter(Drafter, Pytree):
     """Drafts a chain or a tree from one pass of a block head.
 
     A call whose trees are less deep than a block runs a shorter one, with fewer masks. A tree holds
-    the likeliest paths; with a Markov head, the likeliest of those that ``top_k`` beams find.
+    the likeliest paths; with a correction, the likeliest of those that ``top_k`` beams find.
     """
 
     head: BlockHead
@@ -145,7 +146,7 @@ class BlockDrafter(Drafter, Pytree):
             )
         logits = head.logits(target, outputs, options.kernels)
         proposer = make_proposer(target, state, options, target.layout)
-        tree = self._tree(target, proposer, roots, logits)
+        tree = self._tree(target, proposer, roots, Block(outputs, logits))
         if options.confidence:
             tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
@@ -156,15 +157,17 @@ class BlockDrafter(Drafter, Pytree):
         rounds = isinstance(reader, ReadsRounded) and reader.rounds
         return tokens <= (MOST_ROUNDED_BESIDE if rounds else MOST_BESIDE)
 
-    def _tree(self, target: Decoder, proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
-        markov = self.head.markov
-        if markov is None:
-            return lattice_tree(proposer, roots, logits)
+    def _tree(self, target: Decoder, proposer: Proposer, roots: Array, block: Block) -> DraftTree:
+        correction = self.head.correction
+        if correction is None:
+            return lattice_tree(proposer, roots, block.logits)
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
-            return logits[:, beams.depth, None] + markov(target, beams.tokens), carry
+            carry = of_parents(beams, carry)
+            return correction.step(target, block, beams.tokens, beams.depth, carry)
 
-        return grow(proposer, roots, logits[:, 0] + markov(target, roots), step, None)[0]
+        logits, carry = correction.step(target, block, roots[:, None], 0, correction.start(block))
+        return grow(proposer, roots, logits[:, 0], step, carry)[0]
 
     def commit(
         self,

@@ -51,6 +51,13 @@ class Children(NamedTuple):
     log_probs: Array
 
 
+def of_parents(beams: Beams, carry: Any) -> Any:
+    """For each beam what its parent has of ``carry``: arrays [B, m, ...] -> [B, k, ...], m beams of
+    the level before."""
+    row = jnp.arange(len(beams.parents))[:, None]
+    return jax.tree.map(lambda x: x[row, beams.parents], carry)
+
+
 Step = Callable[[Beams, Any], tuple[Array, Any]]  # -> (logits [B, k, W / shards], carry)
 
 

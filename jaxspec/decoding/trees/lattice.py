@@ -2,7 +2,7 @@
 
 The logits of a depth do not depend on the tokens before, so a block is a lattice: every path takes
 one token of each depth, and its log-probability is the sum of theirs. The likeliest paths make the
-tree. Where they do depend (DSpark's Markov head), ``grow.grow`` grows it level by level, and
+tree. Where a correction makes them depend, ``grow.grow`` grows it level by level, and
 its ``top_k`` beams may miss some of the likeliest paths.
 """
 

@@ -15,6 +15,7 @@ from jaxspec.models.heads import (
     BlockHead,
     DraftHead,
     HeadConfig,
+    MarkovConfig,
     block_head_shapes,
     block_layers,
     default_block_capture,
@@ -104,7 +105,7 @@ def block_head_config(target: ModelConfig, kind: BlockKind) -> BlockConfig:
         block_size=DSPARK_BLOCK if is_dspark else DFLASH_BLOCK,
         mask_token=0,
         predicts_next=is_dspark,
-        markov_rank=MARKOV_RANK if is_dspark else 0,
+        correction=MarkovConfig(MARKOV_RANK) if is_dspark else None,
     )
 
 

@@ -5,25 +5,23 @@ The layers are Qwen3's, without windows. An unknown key is an error.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.from_config.block_layouts import (
-    CONFIDENCE,
-    DFLASH,
-    DSPARK,
-    BlockLayout,
-    block_layout,
+from jaxspec.models.from_config.block_corrections import (
+    confidence_config,
+    correction_config,
+    dspark_options,
 )
+from jaxspec.models.from_config.block_layouts import DFLASH, DSPARK, BlockLayout, block_layout
 from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
 from jaxspec.models.from_config.model import parse_model_config, to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, default_capture
 from jaxspec.models.json.keys import WINDOW_KEYS
 from jaxspec.models.json.values import (
     Problems,
-    check_flag,
     is_integer,
     is_positive_integer,
     shown,
@@ -44,15 +42,15 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         model = _layers(layout.layers)
         _check_fit(model, options, target)
     with problems.caught():
-        rank = _markov_rank(options)
+        correction = correction_config(options)
     with problems.caught():
-        confidence = _confidence(options)
+        confidence = confidence_config(options)
     with problems.caught():
         _check_block(options, target, 1 if next_ else 2)
     with problems.caught():
         capture = _captured(layout, target)
     problems.raise_all()
-    if not next_ and (rank or confidence):
+    if not next_ and (correction or confidence):
         raise ValueError(
             "sample_from_anchor = False is not supported for a head with a Markov or a confidence "
             "head, only True"
@@ -63,7 +61,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         block_size=options["block_size"],
         mask_token=options["mask_token_id"],
         predicts_next=next_,
-        markov_rank=rank,
+        correction=correction,
         confidence=confidence,
     )
 
@@ -91,22 +89,6 @@ def _layers(raw: Mapping[str, Any]) -> ModelConfig:
     if any(layer.attention.window for layer in model.layers):
         raise ValueError("sliding windows in the layers of a block drafter are not supported")
     return model
-
-
-def _markov_rank(options: Mapping[str, Any]) -> int:
-    rank, kind = options.get("markov_rank", 0), options.get("markov_head_type")
-    if not is_integer(rank) or rank < 0:
-        raise ValueError(f"markov_rank must be an integer from 0, got {shown(rank)}")
-    if rank and kind != "vanilla":
-        raise ValueError(f"markov_head_type {shown(kind)} is not supported, only 'vanilla'")
-    return rank
-
-
-def _confidence(options: Mapping[str, Any]) -> Literal["output", "output and token"] | None:
-    enabled, with_markov = (check_flag(name, options.get(name, False)) for name in CONFIDENCE)
-    if not enabled:
-        return None
-    return "output and token" if with_markov else "output"
 
 
 def _check_fit(model: ModelConfig, options: Mapping[str, Any], target: ModelConfig) -> None:
@@ -166,13 +148,5 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
     }
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
-    markov, confidence = head.markov, head.confidence
-    rank = 0 if markov is None else markov.before.shape[1]
-    dspark: dict[str, Any] = {"num_anchors": 0, "markov_rank": rank}
-    if rank:
-        dspark["markov_head_type"] = "vanilla"
-    dspark["enable_confidence_head"] = confidence is not None
-    if confidence is not None:
-        reads_token = confidence.weight.shape[1] > head.config.hidden_size
-        dspark["confidence_head_with_markov"] = reads_token
+    dspark = {"num_anchors": 0} | dspark_options(head)
     return config | {"architectures": [DSPARK]} | options | dspark

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.models.families.family import check_keys
+from jaxspec.models.from_config.block_corrections import CONFIDENCE, DSPARK_KEYS
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import check_flag, shown
@@ -23,13 +24,9 @@ SPECULATORS = "speculators_model_type"
 SPECULATORS_KINDS = ("dflash", "dspark")
 _SPECULATORS_NAMES = frozenset({DFLASH, FORGE_DSPARK, "DFlashSpeculator", "DSparkSpeculator"})
 # Keys that the layers do not have. ``auto_map`` names code, ``num_anchors`` is for training.
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
 _SHARED = words("block_size num_target_layers auto_map draft_vocab_size target_hidden_size")
 _PLACE = words("block_size target_layer_ids mask_token_id")
-_DSPARK = words(
-    """num_anchors enable_confidence_head confidence_head_with_markov markov_rank
-    markov_head_type"""
-)
+_DSPARK = DSPARK_KEYS | {"num_anchors"}
 # SpecForge's, of the training, and of the number of heads, which has a key of its own.
 _FORGE_UNUSED = words("attention_mode confidence_head_alpha")
 _NOT_CAUSAL: hf_keys.Allowed = MappingProxyType(

@@ -8,6 +8,7 @@ from jaxspec.models.heads.block import (
     BlockHead,
     block_head_shapes,
 )
+from jaxspec.models.heads.confidence import Confidence
 from jaxspec.models.heads.config import (
     EagleMethod,
     HeadConfig,
@@ -16,6 +17,7 @@ from jaxspec.models.heads.config import (
     default_block_capture,
     default_capture,
 )
+from jaxspec.models.heads.corrections import MarkovConfig
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
 from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape, HeadOutput
@@ -33,6 +35,7 @@ from jaxspec.parallel import ONE_SHARD, Shards, fitting
 __all__ = [
     "BlockConfig",
     "BlockHead",
+    "Confidence",
     "DraftHead",
     "Eagle1Front",
     "Eagle3Front",
@@ -41,6 +44,7 @@ __all__ = [
     "FrontOutput",
     "HeadConfig",
     "HeadOutput",
+    "MarkovConfig",
     "MtpFront",
     "block_head_shapes",
     "block_layers",

@@ -8,7 +8,8 @@ block reads nothing but pages.
 
 Embeddings and LM head are the target's. DFlash's masks are filled in: the output at a mask is the
 token there. In DSpark's blocks each output is the token after it, so as many tokens are drafted
-with one mask less, and a Markov head adds what the token before says of the next one.
+with one mask less. A correction, such as DSpark's Markov head, adds what the tokens before say of
+the next one.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.model import ModelConfig
@@ -25,6 +26,8 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend, make_pass
 from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
+from jaxspec.models.heads.confidence import Confidence
+from jaxspec.models.heads.corrections import Correction, CorrectionConfig, Markov, MarkovConfig
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
@@ -32,10 +35,8 @@ from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
-from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.add_rms_norm.reference import followed_by
-from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
@@ -49,7 +50,7 @@ class BlockConfig:
       block_size: tokens of a block, the last committed one included.
       mask_token: id of the tokens after that one.
       predicts_next: the output at a token is the one after it (DSpark), not the one there (DFlash).
-      markov_rank: of the Markov head; 0: there is none.
+      correction: of the logits by the tokens before; None: there is none.
       confidence: what the confidence head reads, the token before by the Markov head's embedding;
         None: there is none.
     """
@@ -59,66 +60,13 @@ class BlockConfig:
     block_size: int
     mask_token: int
     predicts_next: bool = False
-    markov_rank: int = 0
+    correction: CorrectionConfig | None = None
     confidence: Literal["output", "output and token"] | None = None
 
     def __post_init__(self):
-        if self.markov_rank < 0:
-            raise ValueError(f"the rank of a Markov head is at least 0, got {self.markov_rank}")
-        if self.confidence == "output and token" and not self.markov_rank:
+        reads_token = self.confidence == "output and token"
+        if reads_token and not isinstance(self.correction, MarkovConfig):
             raise ValueError("a confidence head that reads the token before needs a Markov head")
-
-
-@pytree
-class Markov(Pytree):
-    """DSpark's Markov head: logits that a token adds to those of the token after it.
-
-    Both tables are whole on every device.
-    """
-
-    before: Array = array("embed_rows", "features")  # [V, r], read at the token
-    after: Array = array("embed_rows", "features")  # [V, r]
-
-    def __call__(self, target: Decoder, tokens: Array) -> Array:
-        """This shard's part of the logits: int32 [...] -> float32 [..., V / shards]."""
-        axes, size = target.layout.vocab, target.local_vocab
-        after = self.after
-        if axes:
-            padding = size * lax.axis_size(axes) - after.shape[0]  # as the target's vocabulary
-            after = jnp.pad(after, ((0, padding), (0, 0)))
-            after = lax.dynamic_slice_in_dim(after, shard_offset(size, axes), size)
-        with jax.named_scope("markov"):
-            return einsum_f32("...r,vr->...v", self.before[tokens], after)
-
-    def mapped(self, tensor_map: TensorMap) -> "Markov":
-        """The same, with every array replaced by ``tensor_map``'s result."""
-        return self.replace(
-            before=tensor_map.array("markov_head.markov_w1.weight", self.before),
-            after=tensor_map.array("markov_head.markov_w2.weight", self.after),
-        )
-
-
-@pytree
-class Confidence(Pytree):
-    """DSpark's confidence head: how likely a drafted token is accepted if those before it are."""
-
-    weight: Array = array("units", "features")  # [1, H], or [1, H + r]
-    bias: Array = array("units")  # [1]
-
-    def __call__(self, outputs: Array, markov: Markov | None, before: Array) -> Array:
-        """Float32 logits [...] from the layers' normed outputs [..., H] and the tokens before the
-        drafted ones, int32 [...]."""
-        if self.weight.shape[1] > outputs.shape[-1]:
-            assert markov is not None  # see BlockConfig
-            outputs = jnp.concatenate([outputs, markov.before[before]], axis=-1)
-        return einsum_f32("...f,uf->...u", outputs, self.weight)[..., 0] + self.bias[0]
-
-    def mapped(self, tensor_map: TensorMap) -> "Confidence":
-        """The same, with every array replaced by ``tensor_map``'s result."""
-        return self.replace(
-            weight=tensor_map.array("confidence_head.proj.weight", self.weight),
-            bias=tensor_map.array("confidence_head.proj.bias", self.bias),
-        )
 
 
 @pytree
@@ -138,7 +86,7 @@ class BlockHead(Pytree):
     hidden_norm: Array = array("hidden")
     layers: tuple[Layer, ...]
     norm: Array = array("hidden")
-    markov: Markov | None = None
+    correction: Correction | None = None
     lm_head_copy: LMHeadCopy | None = None
     confidence: Confidence | None = None
     config: ModelConfig = static()
@@ -151,6 +99,11 @@ class BlockHead(Pytree):
     @property
     def dtype(self) -> jnp.dtype:
         return self.fc.dtype
+
+    @property
+    def markov(self) -> Markov | None:
+        """The correction, if it is a Markov head."""
+        return self.correction if isinstance(self.correction, Markov) else None
 
     @property
     def method(self) -> str:
@@ -244,7 +197,7 @@ class BlockHead(Pytree):
         return self.outputs(target, block, positions, states, both, kernels, context.rows)
 
     def logits(self, target: Decoder, outputs: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """This shard's float32 logits of outputs, before a Markov head: [B, depth, V / shards]."""
+        """This shard's float32 logits of outputs, not corrected: [B, depth, V / shards]."""
         return target_logits(target, self.lm_head_copy, outputs, kernels)
 
     @jax.named_scope("confidence")
@@ -271,7 +224,7 @@ class BlockHead(Pytree):
                 layer.mapped(f"layers.{index}.", tensor_map)
                 for index, layer in enumerate(self.layers)
             ),
-            markov=None if self.markov is None else self.markov.mapped(tensor_map),
+            correction=None if self.correction is None else self.correction.mapped(tensor_map),
             confidence=None if self.confidence is None else self.confidence.mapped(tensor_map),
             **norms,
         )
@@ -288,15 +241,17 @@ def block_head_shapes(
     shards = shards.one_dimensional
     config, hidden, vocab = head.model, head.model.hidden_size, target.vocab_size
     features = target.hidden_size * len(head.capture)
-    table = array_shape(vocab, head.markov_rank, dtype=dtype, when=head.markov_rank > 0)
-    read = hidden + (head.markov_rank if head.confidence == "output and token" else 0)
+    correction, read = head.correction, hidden
+    if head.confidence == "output and token":
+        assert isinstance(correction, MarkovConfig)  # see BlockConfig
+        read += correction.rank
     judge = Confidence(weight=array_shape(1, read, dtype=dtype), bias=array_shape(1, dtype=dtype))
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
         layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
-        markov=None if table is None else Markov(before=table, after=table),
+        correction=None if correction is None else correction.shape(hidden, vocab, dtype),
         confidence=None if head.confidence is None else judge,
         config=config,
         capture=head.capture,

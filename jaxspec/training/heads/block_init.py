@@ -5,7 +5,13 @@ import jax.numpy as jnp
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.block_head import block_config, to_hf_block
-from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes, default_block_capture
+from jaxspec.models.heads import (
+    BlockConfig,
+    BlockHead,
+    MarkovConfig,
+    block_head_shapes,
+    default_block_capture,
+)
 from jaxspec.training.heads.block_loss import BlockMethod
 from jaxspec.training.initial import init_layers, reads_last
 
@@ -50,7 +56,7 @@ def new_block_config(
         block_size=block_size,
         mask_token=mask_token,
         predicts_next=dspark,
-        markov_rank=markov_rank,
+        correction=MarkovConfig(markov_rank) if markov_rank else None,
         confidence=("output and token" if markov_rank else "output") if dspark else None,
     )
     shapes = block_head_shapes(config, target, jnp.dtype("float32"))
@@ -75,4 +81,4 @@ def init_block_head(target: Decoder, config: BlockConfig, seed: int = 0) -> Bloc
     if head.markov is None:
         return head
     markov = head.markov.replace(after=jnp.zeros_like(head.markov.after))
-    return head.replace(markov=markov)
+    return head.replace(correction=markov)

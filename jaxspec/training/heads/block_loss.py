@@ -129,7 +129,7 @@ class BlockLoss(Loss):
         """
         drafted, target_logits = (decoder.logits(target, x) for x in (outputs, wanted))
         if head.markov is not None:
-            drafted += head.markov(target, before)
+            drafted += head.markov.bias(target, before)
         p, log_q = jax.nn.softmax(target_logits), jax.nn.log_softmax(drafted)
         overlap = jnp.minimum(p, jnp.exp(log_q)).sum(axis=-1)
         loss = -self.token_weight * (p * log_q).sum(axis=-1)

@@ -1,0 +1,6 @@
+"""Corrections of block heads: the logits of a draft token, once those before it are known."""
+
+from jaxspec.models.heads.corrections.base import Block, Correction, CorrectionConfig
+from jaxspec.models.heads.corrections.markov import Markov, MarkovConfig
+
+__all__ = ["Block", "Correction", "CorrectionConfig", "Markov", "MarkovConfig"]

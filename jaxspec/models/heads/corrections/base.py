@@ -1,0 +1,58 @@
+"""What a correction is: it says more of a draft token when the tokens before it are known.
+
+A block head computes the logits of all depths at once, so those of a depth cannot depend on the
+tokens drafted before it. A correction changes them by these tokens, path by path.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.tensors import TensorMap
+
+
+class Block(NamedTuple):
+    """What a head has computed of one block of T drafted positions.
+
+    Attributes:
+      outputs: [B, T, H] normed outputs, which the LM head reads.
+      logits: float32 [B, T, V / shards] without a correction.
+    """
+
+    outputs: Array
+    logits: Array
+
+
+class Correction(Protocol):
+    """A frozen pytree of weights that corrects the logits of one depth after the other.
+
+    A *carry* is what it keeps of each path: a pytree of arrays [B, k, ...] for k paths.
+    """
+
+    def start(self, block: Block) -> Any:
+        """The carry of the paths that have no drafted token yet, one for each row: [B, 1, ...]."""
+        ...
+
+    def step(
+        self, target: Decoder, block: Block, tokens: Array, depth: int | Array, carry: Any
+    ) -> tuple[Array, Any]:
+        """This shard's logits after k paths, float32 [B, k, V / shards], and their carry.
+
+        ``tokens`` int32 [B, k] are the last ones of the paths, which have ``depth`` drafted tokens
+        each (0: the token is the root). ``carry`` is that of the paths without these tokens.
+        """
+        ...
+
+    def mapped(self, tensor_map: TensorMap) -> Any:
+        """The same, with every array replaced by ``tensor_map``'s result."""
+        ...
+
+
+class CorrectionConfig(Protocol):
+    """A frozen description of a correction."""
+
+    def shape(self, hidden: int, vocab: int, dtype: jnp.dtype) -> Any:
+        """The correction of ShapeDtypeStructs, for a head of these sizes."""
+        ...
