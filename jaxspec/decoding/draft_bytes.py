@@ -21,7 +21,7 @@ def draft_weight_bytes(drafter: Drafter, steps: int, lm_head: int) -> int:
     """Bytes of weights that a round of so many draft steps reads, all experts included.
 
     Of an EAGLE-3 head only the first step reads ``fc``. Several heads: see ``head_passes``. A block
-    head runs once, and its correction once for each level. Of embedding tables only a few rows are
+    head runs once, and its correction says what it reads. Of embedding tables only a few rows are
     gathered, so a table counts only if it is also the LM head. Of weights of 8 bits beside larger
     ones only these count. A mixture counts as a round in which its model drafts.
 
@@ -55,11 +55,10 @@ def _heads_bytes(heads: tuple[DraftHead, ...], steps: int, lm_head: int) -> int:
 
 
 def _block_bytes(head: BlockHead, steps: int, lm_head: int) -> int:
-    """Bytes of its Markov head: one table for each level, of the other table only a few rows."""
-    apart = head.correction, head.lm_head_copy
-    layers = local_bytes(without_exchanges(head)) - local_bytes(apart)
-    markov = 0 if head.markov is None else local_bytes(head.markov.after)
-    return layers + _shared_lm_head_bytes(head, lm_head) + steps * markov
+    counted = head.correction, head.lm_head_copy
+    layers = local_bytes(without_exchanges(head)) - local_bytes(counted)
+    corrections = 0 if head.correction is None else head.correction.bytes_read(steps)
+    return layers + _shared_lm_head_bytes(head, lm_head) + corrections
 
 
 def _assistant_bytes(assistant: Assistant) -> int:

@@ -22,7 +22,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.decoding.draft_bytes import draft_weight_bytes
 from jaxspec.decoding.drafters import BlockDrafter, MixedDrafter
 from jaxspec.models.from_config.model import load_model_config, read_json
-from jaxspec.models.heads import BlockHead
+from jaxspec.models.heads import BlockHead, MarkovConfig
 from jaxspec.models.mixers import Attention
 from jaxspec.models.pipeline_cut import chosen_layers
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
@@ -112,6 +112,25 @@ def test_a_head_is_written_in_its_layout_bit_for_bit(
         assert fields.get(key) == before.get(key)
 
 
+@pytest.mark.parametrize(("kind", "name", "rows"), [("gated", "gate", 1), ("rnn", "joint", 3)])
+def test_markov_heads_of_other_kinds(
+    kind: str, name: str, rows: int, heads: dict[str, Path], target_dir: Path, target: ModelConfig,
+    tmp_path: Path,
+):  # fmt: skip
+    rng, columns = np.random.default_rng(3), 64 + RANK * (1 if kind == "gated" else 2)
+    weight = rng.standard_normal((rows * RANK, columns)).astype(np.float32)
+    tensors = {"weight": weight, "bias": weight[:, 0].copy()}
+    named = {f"markov_head.{name}_proj.{part}": one for part, one in tensors.items()}
+    given = changed_copy(heads["dspark"], tmp_path / "in", {"markov_head_type": kind}, **named)
+    head = load_block_head(given, target, FLOAT32)
+    assert head.markov is not None and head.markov.config == MarkovConfig(RANK, kind)  # pyright: ignore
+    save_block_head(head, tmp_path / "out", load_decoder(target_dir, target, FLOAT32))
+    assert arrays_equal(load_block_head(tmp_path / "out", target, FLOAT32), head)
+    assert read_json(tmp_path / "out" / "config.json")["markov_head_type"] == kind
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(np.array_equal(written[key], one) for key, one in named.items())
+
+
 def test_dflash_heads_of_deepspec_have_no_markov_head(
     heads: dict[str, Path], target_dir: Path, target: ModelConfig, tmp_path: Path
 ):
@@ -193,7 +212,10 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "dflash", {"dflash_config": {"causal": True}}, {}, "causal = True is not supported",
     ),
     "another Markov head": (
-        "dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type 'rnn' is not supported",
+        "dspark", {"markov_head_type": "fir"}, {}, "markov_head_type 'fir' is not supported",
+    ),
+    "a gate that is missing": (
+        "dspark", {"markov_head_type": "gated"}, {}, "markov_head.gate_proj.weight is missing",
     ),
     "confidence that reads no Markov head": (
         "dspark", {"markov_rank": 0}, {}, "that reads the token before needs a Markov head",

@@ -21,7 +21,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from tests.decoding.test_acceptance import P_VALUE, chi_square
-from tests.helpers.block_heads import block_params, block_target
+from tests.helpers.block_heads import CORRECTED, block_params, block_target
 from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
@@ -127,7 +127,7 @@ def p_value(found: np.ndarray, prompt: np.ndarray, temperature: float = TEMPERAT
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 @pytest.mark.parametrize("shape", SPECS)
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", *CORRECTED])
 def test_texts_have_the_targets_distribution(kind: str, shape: str, rule: str):
     found, depth = drawn(kind, dataclasses.replace(SPECS[shape], acceptance=rule), PROMPT)
     assert 0.5 < depth < 2.5, "drafts must be accepted and refused"

@@ -17,7 +17,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.functional import EngineParams
 from tests.decoding.test_exactness import PROMPTS, TREES, Case, check, sampling_of
-from tests.helpers.block_heads import KINDS, block_params, block_target
+from tests.helpers.block_heads import CORRECTED, KINDS, block_params, block_target
 from tests.helpers.engines import seal
 from tests.helpers.marks import slow
 from tests.helpers.random_models import generate
@@ -35,6 +35,7 @@ CHOICES = [
     (DRAFTERS, tuple(OWN_TREES), (1, 5, 16), (3, 8), (0.0, SAMPLED)),
     (KINDS, tuple(OWN_TREES), (4, 64), (1,), (1.0,)),
     (WITH_SUFFIXES, tuple(OWN_TREES), (4, 64), (3,), (0.0, 1.0)),
+    (CORRECTED, tuple(OWN_TREES), (5,), (3,), (0.0, SAMPLED)),
 ]
 ALL_CASES = [Case(*choice) for choices in CHOICES for choice in itertools.product(*choices)]
 # The slow cases are all others. DFlash trees by default: the requests of an engine below.
@@ -93,7 +94,7 @@ def test_smaller_trees_run_shorter_blocks(tree: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", OWN_TREES)
-@pytest.mark.parametrize("drafter", [*DRAFTERS, *WITH_SUFFIXES])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *WITH_SUFFIXES, *CORRECTED])
 def test_rejection_at_temperature_0_is_greedy(drafter: str, tree: str):
     """The last row samples, so that nothing of sampling is left out."""
     rejecting = dataclasses.replace(OWN_TREES[tree], acceptance="rejection")

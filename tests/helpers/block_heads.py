@@ -1,6 +1,8 @@
 """Block heads for tests: random ones, and some that guess a random target's tokens."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jaxspec.models.heads import (
     MarkovConfig,
     block_head_shapes,
 )
+from jaxspec.models.heads.corrections import CorrectionConfig, RecurrentMarkov
 from tests.helpers.random_models import (
     CONFIG,
     as_dtype,
@@ -31,6 +34,16 @@ from tests.helpers.random_models import (
 
 MASK = 95  # a token of the target's
 KINDS = ("dflash", "dspark")
+# Heads with a correction, by name: DSpark's or DFlash's layers.
+CORRECTIONS: Mapping[str, tuple[str, CorrectionConfig | None]] = MappingProxyType(
+    {
+        "dflash": ("dflash", None),
+        "dspark": ("dspark", MarkovConfig(CONFIG.hidden_size)),
+        "gated": ("dspark", MarkovConfig(CONFIG.hidden_size, "gated")),
+        "rnn": ("dspark", MarkovConfig(CONFIG.hidden_size, "rnn")),
+    }
+)
+CORRECTED = tuple(kind for kind in CORRECTIONS if kind not in KINDS)
 LOOKUPS = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
 
 
@@ -53,7 +66,10 @@ def random_head(
     seed: int = 5,
     confidence: bool = False,
 ) -> BlockHead:
-    """A head of random weights with Qwen3's layers, ``kind`` one of KINDS."""
+    """A head of random weights with Qwen3's layers, ``kind`` one of CORRECTIONS."""
+    layout, correction = CORRECTIONS[kind]
+    if kind == "dspark":
+        correction = MarkovConfig(target.hidden_size)
     model = draft_layers(target, layers, 40).map_layers(
         lambda layer: dataclasses.replace(
             layer, mixer=dataclasses.replace(layer.attention, qk_norm=True)
@@ -64,8 +80,8 @@ def random_head(
         capture=capture,
         block_size=block_size,
         mask_token=MASK,
-        predicts_next=kind == "dspark",
-        correction=MarkovConfig(target.hidden_size) if kind == "dspark" else None,
+        predicts_next=layout == "dspark",
+        correction=correction,
         confidence="output and token" if confidence else None,
     )
     return random_arrays(block_head_shapes(config, target, jnp.dtype(jnp.float32)), seed)
@@ -101,13 +117,17 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
         size = np.sqrt(np.mean(embed * embed, axis=1, keepdims=True))
         after = np.asarray(target.lm_head.weight).T[: target.config.vocab_size]
         markov = head.markov.replace(before=jnp.asarray(embed / size), after=jnp.asarray(after))
+        if isinstance(markov, RecurrentMarkov):  # its result is the vector, mostly
+            weight = 0.2 * np.asarray(markov.joint.weight)
+            weight[hidden : 2 * hidden, 2 * hidden :] = np.eye(hidden)
+            markov = markov.replace(joint=markov.joint.replace(weight=jnp.asarray(weight)))
         head = head.replace(correction=markov, norm=times(0.2, head.norm))
     return noisy(head, noise)
 
 
 def with_confidence(head: BlockHead, seed: int = 7) -> BlockHead:
     """The head with a random confidence head."""
-    width = head.config.hidden_size + (0 if head.markov is None else head.markov.before.shape[1])
+    width = head.config.hidden_size + (0 if head.markov is None else head.markov.config.rank)
     weight = jax.random.normal(jax.random.key(seed), (1, width)) * width**-0.5
     return head.replace(confidence=Confidence(weight=weight, bias=jnp.full(1, 0.5)))
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxspec.models.heads import BlockHead, MarkovConfig
-from jaxspec.models.heads.corrections import CorrectionConfig
+from jaxspec.models.heads.corrections import MARKOV_KINDS, CorrectionConfig
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import check_flag, is_integer, shown
 
@@ -21,9 +21,11 @@ def correction_config(options: Mapping[str, Any]) -> CorrectionConfig | None:
         raise ValueError(f"markov_rank must be an integer from 0, got {shown(rank)}")
     if not rank:
         return None
-    if kind != "vanilla":
-        raise ValueError(f"markov_head_type {shown(kind)} is not supported, only 'vanilla'")
-    return MarkovConfig(rank)
+    for supported in MARKOV_KINDS:
+        if kind == supported:
+            return MarkovConfig(rank, supported)
+    kinds = ", ".join(map(repr, MARKOV_KINDS))
+    raise ValueError(f"markov_head_type {shown(kind)} is not supported, only {kinds}")
 
 
 def confidence_config(
@@ -39,9 +41,9 @@ def confidence_config(
 def dspark_options(head: BlockHead) -> dict[str, Any]:
     """The keys of a DSpark head, as DeepSpec writes them."""
     markov, confidence = head.markov, head.confidence
-    options: dict[str, Any] = {"markov_rank": 0 if markov is None else markov.rank}
+    options: dict[str, Any] = {"markov_rank": 0}
     if markov is not None:
-        options["markov_head_type"] = "vanilla"
+        options = {"markov_rank": markov.config.rank, "markov_head_type": markov.config.kind}
     options["enable_confidence_head"] = confidence is not None
     if confidence is not None:
         reads_token = confidence.weight.shape[1] > head.config.hidden_size

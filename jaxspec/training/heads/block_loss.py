@@ -23,6 +23,7 @@ from jaxspec.models.attention_heads import Heads
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import BlockHead
+from jaxspec.models.heads.corrections import Markov
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from jaxspec.training.heads.loss import DraftBatch, Loss, target_states
 from pallas_kernels.paged_attention.reference import MASKED
@@ -71,6 +72,8 @@ class BlockLoss(Loss):
     def check(self, head: Any) -> None:
         if not isinstance(head, BlockHead) or head.max_depth != self.steps:
             raise ValueError(f"this BlockLoss trains block heads that draft {self.steps} tokens")
+        if head.correction is not None and type(head.correction) is not Markov:
+            raise ValueError("of corrections, a plain Markov head alone is trained")
         if (head.confidence is not None) != (self.confidence_weight > 0):
             raise ValueError("a confidence head is trained by a loss that has a weight for it")
 

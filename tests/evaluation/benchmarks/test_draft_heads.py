@@ -21,7 +21,7 @@ from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_h
 from jaxspec.evaluation.benchmarks.rounds import Workload
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.from_config.model import parse_model_config, with_mtp_layer
-from jaxspec.models.heads import BlockHead
+from jaxspec.models.heads import BlockHead, MarkovConfig
 from jaxspec.parallel.bytes import local_bytes
 from pallas_kernels.selection import NO_KERNELS
 
@@ -36,7 +36,8 @@ def test_block_heads_have_published_sizes():
     dflash, dspark = (block_head_config(target, kind) for kind in ("dflash", "dspark"))
     assert dflash.capture == dspark.capture == (2, 10, 18, 26, 34)
     assert dflash.model.num_layers == 5 and dflash.model.layers[0].attention.qk_norm
-    assert (dspark.block_size, dspark.markov_rank, dspark.predicts_next) == (7, 256, True)
+    assert (dspark.block_size, dspark.predicts_next) == (7, True)
+    assert dspark.correction == MarkovConfig(256) and dflash.correction is None
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

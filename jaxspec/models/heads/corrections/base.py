@@ -45,6 +45,10 @@ class Correction(Protocol):
         """
         ...
 
+    def bytes_read(self, steps: int) -> int:
+        """Bytes of its weights that so many draft steps read on a device."""
+        ...
+
     def mapped(self, tensor_map: TensorMap) -> Any:
         """The same, with every array replaced by ``tensor_map``'s result."""
         ...
