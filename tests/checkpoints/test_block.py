@@ -195,10 +195,13 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "another kind of layers": (
         "dflash", {"model_type": "llama"}, {}, "model_type 'llama' is not supported for a block",
     ),
-    "windows": (
-        "dflash",
-        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 9},
-        {}, "sliding windows in the layers of a block drafter are not supported",
+    "windows that are not in use": (
+        "dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+        {}, "layer_types has sliding_attention, but no sliding_window is in use",
+    ),
+    "a window of no size": (
+        "dflash", {"dflash_config": {"use_swa": True}}, {},
+        "swa_window_size must be a positive integer, got None",
     ),
     "a later kind": (
         "dflash", {"architectures": ["DFlash2DraftModel"]}, {},
@@ -208,8 +211,12 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "dflash", {"dflash_config": {"target_layer_ids": [0], "selector_rank": 8}}, {},
         "dflash_config: unknown key 'selector_rank'",
     ),
-    "causal blocks": (
-        "dflash", {"dflash_config": {"causal": True}}, {}, "causal = True is not supported",
+    "flags that disagree": (
+        "dflash", {"is_causal": False, "dflash_config": {"causal": True}}, {},
+        "is_causal = False and causal = True contradict each other",
+    ),
+    "another soft cap": (
+        "dflash", {"final_logit_softcapping": 30.0}, {}, "softcapping is 30.0, not None",
     ),
     "another Markov head": (
         "dspark", {"markov_head_type": "fir"}, {}, "markov_head_type 'fir' is not supported",
@@ -264,8 +271,9 @@ def test_heads_that_do_not_fit(
 def test_a_target_whose_embeddings_are_scaled(heads: dict[str, Path], target: ModelConfig):
     scaled = target.map_layers(lambda layer: layer)
     object.__setattr__(scaled, "embed_scale", 8.0)
-    with pytest.raises(ValueError, match="whose embeddings and logits are not scaled"):
-        load_block_head(heads["dflash"], scaled, FLOAT32)
+    with pytest.raises(ValueError, match="whose embeddings and logits are not scaled or capped"):
+        load_block_head(heads["dspark"], scaled, FLOAT32)
+    load_block_head(heads["dflash"], scaled, FLOAT32)  # z-lab's were trained with such ones
 
 
 def test_what_is_refused_where_a_drafter_is_loaded(

@@ -17,7 +17,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.functional import EngineParams
 from tests.decoding.test_exactness import PROMPTS, TREES, Case, check, sampling_of
-from tests.helpers.block_heads import CORRECTED, KINDS, block_params, block_target
+from tests.helpers.block_heads import CORRECTED, KINDS, WINDOWED, block_params, block_target
 from tests.helpers.engines import seal
 from tests.helpers.marks import slow
 from tests.helpers.random_models import generate
@@ -36,6 +36,7 @@ CHOICES = [
     (KINDS, tuple(OWN_TREES), (4, 64), (1,), (1.0,)),
     (WITH_SUFFIXES, tuple(OWN_TREES), (4, 64), (3,), (0.0, 1.0)),
     (CORRECTED, tuple(OWN_TREES), (5,), (3,), (0.0, SAMPLED)),
+    (WINDOWED, ("chain5", "tree12"), (4, 16), (3,), (0.0, SAMPLED)),
 ]
 ALL_CASES = [Case(*choice) for choices in CHOICES for choice in itertools.product(*choices)]
 # The slow cases are all others. DFlash trees by default: the requests of an engine below.
@@ -161,6 +162,7 @@ def plain_requests() -> list[list[int]]:
         slow("ngram+dspark", "tree12", "swap", 4),
         slow("suffix+dflash", "tree12", "recompute", 4),
         slow("suffix+dspark", "chain5", "swap", 8),
+        slow("windowed", "tree12", "swap", 4),
     ],
 )
 def test_prefix_hits_and_preemption_do_not_change_the_text(

@@ -44,6 +44,8 @@ CORRECTIONS: Mapping[str, tuple[str, CorrectionConfig | None]] = MappingProxyTyp
     }
 )
 CORRECTED = tuple(kind for kind in CORRECTIONS if kind not in KINDS)
+WINDOWED = ("windowed", "causal")  # DFlash: windows and causal layers, causal ones alone
+WINDOW = 7
 LOOKUPS = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
 
 
@@ -66,13 +68,16 @@ def random_head(
     seed: int = 5,
     confidence: bool = False,
 ) -> BlockHead:
-    """A head of random weights with Qwen3's layers, ``kind`` one of CORRECTIONS."""
-    layout, correction = CORRECTIONS[kind]
+    """A head of random weights with Qwen3's layers, ``kind`` one of CORRECTIONS or WINDOWED."""
+    layout, correction = CORRECTIONS.get(kind, ("dflash", None))
     if kind == "dspark":
         correction = MarkovConfig(target.hidden_size)
     model = draft_layers(target, layers, 40).map_layers(
         lambda layer: dataclasses.replace(
-            layer, mixer=dataclasses.replace(layer.attention, qk_norm=True)
+            layer,
+            mixer=dataclasses.replace(
+                layer.attention, qk_norm=True, window=WINDOW if kind == "windowed" else None
+            ),
         )
     )
     config = BlockConfig(
@@ -82,6 +87,7 @@ def random_head(
         mask_token=MASK,
         predicts_next=layout == "dspark",
         correction=correction,
+        causal="windows" if kind == "windowed" else "all" if kind == "causal" else "none",
         confidence="output and token" if confidence else None,
     )
     return random_arrays(block_head_shapes(config, target, jnp.dtype(jnp.float32)), seed)
@@ -139,7 +145,8 @@ def block_params(
     *,
     confidence: bool = False,
 ) -> EngineParams:
-    """A guessing head of one of KINDS, after ``ngram+`` or ``suffix+`` mixed with lookup."""
+    """A guessing head of one of KINDS or WINDOWED, after ``ngram+`` or ``suffix+`` mixed with
+    lookup."""
     target = block_target() if target is None else target
     lookup, _, kind = kind.rpartition("+")
     head = guessing_head(target, kind)

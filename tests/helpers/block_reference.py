@@ -6,7 +6,8 @@ DSpark's (arXiv 2607.05147) equations.
 
 The context of a layer are keys and values of all committed tokens but the last, projected from
 ``hidden_norm(fc(captured))`` without the layer's input norm. The block is the last token and masks.
-Every one of its tokens attends to the whole context and to the whole block.
+Every one of its tokens attends to the whole context and to the whole block, but for windows, which
+go along with the token, and for causal layers.
 """
 
 from collections.abc import Mapping
@@ -43,15 +44,32 @@ def block_outputs(
         }
         read = norm(x, own["input_layernorm.weight"], eps)
         keys, values = _keys_and_values(own, config, np.concatenate([context, read]))
-        mixed = [
-            _attended(own, config, read[t], size + t, keys, values) for t in range(len(tokens))
-        ]
+        mixed = []
+        for position in range(size, size + len(tokens)):
+            seen = sees(config, index, position, len(keys))
+            mixed.append(
+                _attended(own, config, read[position - size], position, keys[seen], values[seen])
+            )
         x = x + np.stack(mixed) @ own["self_attn.o_proj.weight"].T
         read = norm(x, own["post_attention_layernorm.weight"], eps)
         gate, up = (read @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
     out = norm(x, weights["norm.weight"], eps)
     return out if next_token else out[1:]
+
+
+def sees(config: Mapping[str, Any], layer: int, position: int, size: int) -> np.ndarray:
+    """The indices of the ``size`` tokens that one at a position sees in a layer."""
+    options, kinds = config.get("dflash_config") or {}, config.get("layer_types") or []
+    slides = layer < len(kinds) and kinds[layer] == "sliding_attention"
+    window = config["sliding_window"] if slides else size
+    causal = slides
+    if options.get("use_swa") and "sliding_attention" not in kinds:
+        window = options["swa_window_size"]
+    for flag in (config.get("is_causal"), options.get("causal"), options.get("causal_head")):
+        causal = causal if flag is None else flag
+    first = max(position - window + 1, 0)
+    return np.arange(first, position + 1 if causal else size)
 
 
 def confidence(tensors: Tensors, outputs: np.ndarray, before: list[int]) -> np.ndarray:

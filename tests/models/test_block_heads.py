@@ -71,7 +71,7 @@ def drafted(params: EngineParams, state: EngineState) -> np.ndarray:
     def run(params: Any, state: EngineState) -> jax.Array:
         head = params.drafter.head
         block = head.block(state.rows.roots, DEPTH)
-        attend = block_attend(state, block.shape[1])
+        attend = block_attend(state, block.shape[1], head.causal)
         states = state.pool.draft.layers
         outputs, _ = head.outputs(params.target, block, attend.positions, states, attend)
         return head.logits(params.target, outputs)

@@ -84,9 +84,12 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "angelslim/qwen3-30b-a3b-eagle3": ("eagle3", 1, 32, 4, 128, 1_000_000, 32000),
     "angelslim/qwen3-4b-eagle3": ("eagle3", 1, 32, 8, 128, 1_000_000, 32000),
     "angelslim/qwen3-vl-4b-eagle3": ("eagle3", 1, 32, 8, 128, 5_000_000, 32000),
+    "quoted/JetSpec--jetspec-Qwen3.6-35B-A3B": ("dflash", 8, 32, 4, 128, 10_000_000, 16),
+    "quoted/RedHatAI--Kimi-K3-speculator.dspark": ("dspark", 5, 96, 16, 64, 10_000, 8),
     "quoted/RedHatAI--gpt-oss-20b-speculator.eagle3": ("eagle3", 1, 64, 8, 64, 10_000, 64000),
     "quoted/deepseek-ai--dspark_qwen3_8b_block7": ("dspark", 5, 32, 8, 128, 10_000, 7),
     "quoted/nebius--EAGLE3-gpt-oss-20b": ("eagle3", 1, 64, 8, 64, 150_000, 64000),
+    "quoted/ornith-ai--Ornith-1.5-35B-A3B-DFlash": ("dflash", 6, 32, 8, 128, 10_000_000, 16),
     "specforge/deepseek-v2-lite-eagle3": ("eagle3", 1, 16, 16, 128, 10_000, 32000),
     "specforge/deepseek-v3-671b-eagle3": ("eagle3", 1, 56, 8, 128, 10_000, 32000),
     "specforge/gemma3-1b-eagle3": ("eagle3", 1, 4, 1, 256, 1_000_000, 32000),
@@ -114,22 +117,27 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "specforge/qwen3-next-80b-a3b-eagle3": ("eagle3", 1, 16, 2, 256, 10_000_000, 32000),
     "specforge/qwen3.5-35b-a3b-dflash": ("dflash", 8, 32, 4, 128, 10_000_000, 16),
     "specforge/qwen3.5-35b-a3b-eagle3": ("eagle3", 1, 16, 2, 256, 10_000_000, 32000),
+    "specforge/qwen3.6-27b-dflash": ("dflash", 5, 32, 8, 128, 10_000_000, 16),
     "specforge/qwen3.6-27b-dspark": ("dspark", 5, 32, 8, 128, 10_000_000, 16),
     "specforge/qwq-32B-eagle3": ("eagle3", 1, 40, 8, 128, 1_000_000, 32000),
     "torchspec/kimi_k25_eagle3": ("eagle3", 1, 64, 64, 128, 50_000, None),
     "torchspec/minimax_m25_eagle3": ("eagle3", 1, 48, 48, 128, 5_000_000, None),
     "torchspec/qwen3_8b_eagle3": ("eagle3", 1, 32, 8, 128, 1_000_000, 32000),
 }  # fmt: skip
+# Windows of block heads, and the layers that are causal inside of a block; of others none.
+SEEN: dict[str, tuple[list[int | None], str]] = {
+    "quoted/JetSpec--jetspec-Qwen3.6-35B-A3B": ([None] * 8, "all"),
+    "quoted/RedHatAI--Kimi-K3-speculator.dspark": ([2048] * 5, "windows"),
+    "quoted/ornith-ai--Ornith-1.5-35B-A3B-DFlash": ([4096] * 5 + [None], "windows"),
+    "specforge/qwen3.6-27b-dflash": ([2048] * 4 + [None], "windows"),
+}
 # Why a head is refused.
 REFUSED_HEADS: dict[str, str] = {
     "angelslim/cosyvoice3-llm-eagle3": "['CosyVoice3Eagle3LlamaForCausalLM'] is not a supp",
     "angelslim/hunyuan-1.8b-eagle3": "unknown key 'add_classification_head' (= False)",
     "angelslim/qwen3_dflash": "architectures ['QwenDFlashDraftModel'] is not a supp",
-    "quoted/JetSpec--jetspec-Qwen3.6-35B-A3B": "causal_head = True is not supported, only False",
-    "quoted/RedHatAI--Kimi-K3-speculator.dspark": "sliding windows in the layers of a block",
     "specforge/qwen3-8b-domino": "architectures ['DominoDraftModel'] is not a supported",
     "specforge/qwen3-8b-peagle": "architectures ['PEagleDraftModel'] is not a supported EAGLE head",
-    "specforge/qwen3.6-27b-dflash": "sliding windows in the layers of a block",
     "torchspec/dflash_draft_config": "dflash_config must be an object, got None",
     "torchspec/kimi_k25_eagle3_mla": "architectures ['Eagle3DeepseekV2ForCausalLM'] is not a sup",
 }  # fmt: skip
@@ -169,10 +177,14 @@ def target_of(head: dict[str, Any]) -> ModelConfig:
     )
 
 
-def read_head(raw: dict[str, Any]) -> tuple[Any, ...]:
+def read_head(name: str) -> tuple[Any, ...]:
     """As HEADS has them."""
+    raw = contents(name)
     if says_block(raw):
         block = block_config(raw, target_of(raw))
+        windows = [layer.attention.window for layer in block.model.layers]
+        none: list[int | None] = [None] * len(windows)
+        assert (windows, block.causal) == SEEN.get(name, (none, "none"))
         kind = "dspark" if block.predicts_next else "dflash"
         model, last = block.model, block.block_size
     else:
@@ -222,11 +234,11 @@ def test_fields_of_a_quantization_are_read_or_named(name: str):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_read(name: str):
-    assert read_head(contents(name)) == HEADS[name]
+    assert read_head(name) == HEADS[name]
 
 
 @pytest.mark.parametrize("name", REFUSED_HEADS)
 def test_a_head_is_refused_for_a_reason(name: str):
     with pytest.raises(ValueError) as caught:
-        read_head(contents(name))
+        read_head(name)
     assert REFUSED_HEADS[name] in str(caught.value) and "\n" not in str(caught.value)

@@ -76,7 +76,8 @@ def block_logits(head: BlockHead, batch: DraftBatch) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size"), [("dspark", 7), slow("dflash", 7), slow("dflash", 1)]
+    ("kind", "page_size"),
+    [("dspark", 7), slow("dflash", 7), slow("dflash", 1), slow("windowed", 7)],
 )
 def test_a_block_of_training_is_a_block_of_drafting(kind: str, page_size: int):
     """After prompts read in chunks and five rounds, on pages; all rows in one batch."""
@@ -110,7 +111,7 @@ def served(params: EngineParams, state: EngineState) -> jax.Array:
         head = params.drafter.head
         state = functional.catch_up(params, state, jnp.arange(len(state.rows.status)))
         block = head.block(state.rows.roots, 5)
-        attend = block_attend(state, block.shape[1])
+        attend = block_attend(state, block.shape[1], head.causal)
         states = state.pool.draft.layers
         outputs, _ = head.outputs(params.target, block, attend.positions, states, attend)
         return head.logits(params.target, outputs)

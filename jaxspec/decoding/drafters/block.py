@@ -29,7 +29,7 @@ from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
-from jaxspec.models.heads.block_context import Context
+from jaxspec.models.heads.block_context import BlockAttend, Causality, Context
 from jaxspec.models.heads.corrections import Block
 from jaxspec.models.linear import ReadsRounded
 from jaxspec.parallel.pytree import Pytree, array, pytree
@@ -134,7 +134,8 @@ class BlockDrafter(Drafter, Pytree):
         head, roots, (pool, rows) = self.head, state.rows.roots, _draft_state(state)
         block = head.block(roots, options.speculation.max_depth)
         context = self._pending(state, options.speculation.max_depth + 1, options)
-        attend, layers = block_attend(state, block.shape[1]), pool.layers
+        attend = block_attend(state, block.shape[1], head.causal)
+        layers = pool.layers
         if self._reads_beside(block.size + context.slots.size):
             outputs, layers = head.outputs_beside(
                 target, block, context, layers, attend, options.kernels
@@ -187,18 +188,18 @@ def _draft_state(state: EngineState) -> tuple[ModelState, BlockRows]:
     return state.pool.draft, state.rows.draft
 
 
-def block_attend(state: EngineState, width: int) -> PagedAttend:
-    """Attention of a block of ``width`` tokens, the root first: each sees the context and the whole
-    block."""
+def block_attend(state: EngineState, width: int, causal: Causality) -> BlockAttend:
+    """Attention of a block of ``width`` tokens, the root first: they see the context, and the block
+    as ``causal`` says."""
     rows = state.rows
     positions = rows.context_lens[:, None] + jnp.arange(width)
     active = jnp.broadcast_to(rows.active[:, None], positions.shape)
-    end = rows.context_lens + width
-    return PagedAttend(
+    paged = PagedAttend(
         rows=rows.index,
         page_table=rows.page_table,
-        context_lens=end,  # all queries see all slots before it, their own included
+        context_lens=rows.context_lens,
         slots=page_slots(rows.page_table, positions, active, state.pool.page_size),
         positions=positions,
-        kv_lens=end,
+        kv_lens=rows.context_lens + width,
     )
+    return BlockAttend(paged=paged, causal=causal)

@@ -1,7 +1,7 @@
 """``config.json`` of block heads, read and written. block_layouts.py has what publishers call
 things; DFlash's (z-lab/dflash) and DeepSpec's layouts are written.
 
-The layers are Qwen3's, without windows. An unknown key is an error.
+The layers are Qwen3's. An unknown key is an error.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from jaxspec.models.from_config.block_corrections import (
     dspark_options,
 )
 from jaxspec.models.from_config.block_layouts import DFLASH, DSPARK, BlockLayout, block_layout
+from jaxspec.models.from_config.block_windows import said_causal, with_windows
 from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
 from jaxspec.models.from_config.model import parse_model_config, to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, default_capture
-from jaxspec.models.json.keys import WINDOW_KEYS
 from jaxspec.models.json.values import (
     Problems,
     is_integer,
@@ -39,8 +39,8 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     with problems.caught():
         check_head_keys(layout.layers)
     with problems.caught():
-        model = _layers(layout.layers)
-        _check_fit(model, options, target)
+        model, causal = with_windows(_layers(layout.layers), layout.layers, options)
+        _check_fit(model, layout, target)
     with problems.caught():
         correction = correction_config(options)
     with problems.caught():
@@ -61,6 +61,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         block_size=options["block_size"],
         mask_token=options["mask_token_id"],
         predicts_next=next_,
+        causal=causal,
         correction=correction,
         confidence=confidence,
     )
@@ -84,19 +85,17 @@ def _layers(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") != "qwen3":
         given = shown(raw.get("model_type"))
         raise ValueError(f"model_type {given} is not supported for a block drafter, only 'qwen3'")
-    own = layer_keys(raw, WINDOW_KEYS)
-    model = parse_model_config({"model_type": "qwen3", **own, "eos_token_id": None})
-    if any(layer.attention.window for layer in model.layers):
-        raise ValueError("sliding windows in the layers of a block drafter are not supported")
-    return model
+    return parse_model_config({"model_type": "qwen3", **layer_keys(raw), "eos_token_id": None})
 
 
-def _check_fit(model: ModelConfig, options: Mapping[str, Any], target: ModelConfig) -> None:
+def _check_fit(model: ModelConfig, layout: BlockLayout, target: ModelConfig) -> None:
+    options, cap = layout.options, "final_logit_softcapping"
     checks = (
         ("vocab_size", model.vocab_size, target.vocab_size),
         ("hidden_size", model.hidden_size, target.hidden_size),
         ("target_hidden_size", options.get("target_hidden_size"), target.hidden_size),
         ("num_target_layers", options.get("num_target_layers"), target.num_layers),
+        (cap, layout.layers.get(cap), target.logit_softcap),
     )
     for name, value, expected in checks:
         if value is not None and value != expected:
@@ -110,9 +109,11 @@ def _check_fit(model: ModelConfig, options: Mapping[str, Any], target: ModelConf
             f"draft_vocab_size {shown(drafted)} of a block drafter is not supported, only the "
             f"target's vocabulary of {target.vocab_size}"
         )
-    if target.embed_scale != 1 or target.logit_divisor != 1 or target.logit_softcap is not None:
+    scaled = target.embed_scale != 1 or target.logit_divisor != 1
+    if not layout.scaled and (scaled or target.logit_softcap is not None):
         raise ValueError(
-            "block drafters need a target whose embeddings and logits are not scaled or capped"
+            "block drafters of this layout need a target whose embeddings and logits are not "
+            f"scaled or capped; only those of {DFLASH} were trained with such ones"
         )
 
 
@@ -146,6 +147,8 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
         "block_size": head.block_size,
         "num_target_layers": target.num_layers,
     }
+    if (causal := said_causal(head)) is not None:
+        config["is_causal"] = causal
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
     dspark = {"num_anchors": 0} | dspark_options(head)

@@ -10,7 +10,6 @@ An unknown key is an error.
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jaxspec.models.families.family import check_keys
@@ -29,11 +28,8 @@ _PLACE = words("block_size target_layer_ids mask_token_id")
 _DSPARK = DSPARK_KEYS | {"num_anchors"}
 # SpecForge's, of the training, and of the number of heads, which has a key of its own.
 _FORGE_UNUSED = words("attention_mode confidence_head_alpha")
-_NOT_CAUSAL: hf_keys.Allowed = MappingProxyType(
-    {"causal": (None, False), "causal_head": (None, False)}
-)
-# Of heads that layers of windows have; windows are refused where layers are read.
-_SPECULATORS_UNUSED = words("sliding_window_non_causal")
+_SEEN = words("causal causal_head use_swa swa_window_size")  # see block_windows.py
+_SPECULATORS_UNUSED = words("max_anchors")  # of the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +38,12 @@ class BlockLayout:
 
     Attributes:
       layers: config of its layers.
-      options: ``block_size``, ``mask_token_id`` and what DSpark's heads have, in DeepSpec's words.
+      options: ``block_size``, ``mask_token_id`` and what DSpark's heads have, in DeepSpec's words;
+        what block_windows.py reads.
       captured: what the file calls the target's layers that the head reads.
       counts_from: how many layers have run where the head reads id 0.
       predicts_next: see BlockConfig.
+      scaled: it was trained with embeddings and logits that have the target's scales and caps.
     """
 
     layers: Mapping[str, Any]
@@ -53,6 +51,7 @@ class BlockLayout:
     captured: str
     counts_from: int
     predicts_next: bool
+    scaled: bool = False
 
 
 def says_block(raw: Mapping[str, Any]) -> bool:
@@ -70,7 +69,7 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
         return _of_speculators(raw)
     names = raw.get("architectures")
     if names == [DSPARK]:
-        own = _SHARED | _PLACE | _DSPARK
+        own = _SHARED | _PLACE | _DSPARK | {"is_causal"}
         return BlockLayout(_without(raw, own), raw, "target_layer_ids", 1, predicts_next=True)
     if names not in ([DFLASH], [FORGE_DSPARK]):
         raise ValueError(
@@ -81,17 +80,14 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
     nested = raw.get("dflash_config")
     if not isinstance(nested, dict):
         raise ValueError(f"dflash_config must be an object, got {shown(nested)}")
-    known = _PLACE | (_DSPARK | _FORGE_UNUSED if dspark else frozenset())
+    known = _PLACE | _SEEN | (_DSPARK | _FORGE_UNUSED if dspark else frozenset())
     projector = (None, "dspark") if dspark else (None, "dflash")
-    fixed = {**_NOT_CAUSAL, "projector_type": projector}
-    check_keys(nested, known, fixed, "dflash_config")
-    top = _without(raw, _SHARED | {"dflash_config", "is_causal"})
-    if raw.get("is_causal") not in (None, False):
-        raise ValueError(f"is_causal = {shown(raw['is_causal'])} is not supported, only False")
+    check_keys(nested, known, {"projector_type": projector}, "dflash_config")
+    own = _SHARED | {"is_causal"}
     size = _agreed_size(raw, nested)
-    shared = {key: raw[key] for key in _SHARED & raw.keys()}
-    options = shared | nested | {"block_size": size}
-    return BlockLayout(top, options, "target_layer_ids", 1, predicts_next=dspark)
+    options = {key: raw[key] for key in own & raw.keys()} | nested | {"block_size": size}
+    top = _without(raw, own | {"dflash_config"})
+    return BlockLayout(top, options, "target_layer_ids", 1, dspark, scaled=not dspark)
 
 
 def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
@@ -106,7 +102,7 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
     known |= _SHARED | words("architectures transformer_layer_config mask_token_id")
     known |= (
         {SPECULATORS}
-        | words("aux_hidden_state_layer_ids sample_from_anchor")
+        | words("aux_hidden_state_layer_ids sample_from_anchor sliding_window_non_causal")
         | (_DSPARK if dspark else set())
     )
     check_keys(raw, known, {"tie_word_embeddings": (None, False)}, where)
@@ -123,6 +119,9 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
     defaults |= dict.fromkeys(CONFIDENCE, True) if dspark else {}
     options = {"block_size": 8} | defaults | {k: v for k, v in raw.items() if v is not None}
     next_ = check_flag("sample_from_anchor", options.get("sample_from_anchor", dspark))
+    both_ways = "sliding_window_non_causal"
+    if check_flag(both_ways, options.get(both_ways, False)):
+        options["is_causal"] = False
     return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, predicts_next=next_)
 
 

@@ -1,15 +1,15 @@
 """Block draft heads: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
 
 One pass writes a whole block of draft tokens. Its input is the last committed token and mask
-tokens; they see the context and, in both directions, each other. The context is not what the head
-has read itself: its keys and values are projections of the target's hidden states, of committed
-tokens only. So a cache page of the head depends on the tokens up to the page's end alone, and a
-block reads nothing but pages.
+tokens; they see the context and each other, in both directions or, in some heads' layers, only
+what comes before. The context is not what the head has read itself: its keys and values are
+projections of the target's hidden states, of committed tokens only. So a cache page of the head
+depends on the tokens up to the page's end alone, and a block reads nothing but pages.
 
-Embeddings and LM head are the target's. DFlash's masks are filled in: the output at a mask is the
-token there. In DSpark's blocks each output is the token after it, so as many tokens are drafted
-with one mask less. A correction, such as DSpark's Markov head, adds what the tokens before say of
-the next one.
+Embeddings and LM head are the target's, with their scales and caps. DFlash's masks are filled in:
+the output at a mask is the token there. In DSpark's blocks each output is the token after it, so as
+many tokens are drafted with one mask less. A correction, such as DSpark's Markov head, adds what
+the tokens before say of the next one.
 """
 
 import dataclasses
@@ -22,10 +22,15 @@ from jax import Array
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
-from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend, make_pass
-from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
+from jaxspec.models.heads.block_context import (
+    AttendBeside,
+    BlockAttend,
+    Causality,
+    Context,
+    WriteOnly,
+)
 from jaxspec.models.heads.confidence import Confidence
 from jaxspec.models.heads.corrections import Correction, CorrectionConfig, Markov, MarkovConfig
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
@@ -50,6 +55,7 @@ class BlockConfig:
       block_size: tokens of a block, the last committed one included.
       mask_token: id of the tokens after that one.
       predicts_next: the output at a token is the one after it (DSpark), not the one there (DFlash).
+      causal: the layers in which a block's tokens see only those before them.
       correction: of the logits by the tokens before; None: there is none.
       confidence: what the confidence head reads, the token before by the Markov head's embedding;
         None: there is none.
@@ -60,6 +66,7 @@ class BlockConfig:
     block_size: int
     mask_token: int
     predicts_next: bool = False
+    causal: Causality = "none"
     correction: CorrectionConfig | None = None
     confidence: Literal["output", "output and token"] | None = None
 
@@ -79,7 +86,7 @@ class BlockHead(Pytree):
       norm: norm before the target's LM head.
       lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       config: of the layers.
-      capture, block_size, mask_token, predicts_next: see BlockConfig.
+      capture, block_size, mask_token, predicts_next, causal: see BlockConfig.
     """
 
     fc: Linear
@@ -94,6 +101,7 @@ class BlockHead(Pytree):
     block_size: int = static()
     mask_token: int = static()
     predicts_next: bool = static(default=False)
+    causal: Causality = static(default="none")
     layout: Layout = static(default=WHOLE)
 
     @property
@@ -175,7 +183,7 @@ class BlockHead(Pytree):
     ) -> tuple[Array, LayerStates]:
         """One pass over a block: the normed outputs at each drafted position [B, depth, H], which
         the target's LM head reads, and the states. ``beside``: see run_layers."""
-        x = decoder.plain_embed(target, block).astype(self.dtype)
+        x = decoder.embed(target, block).astype(self.dtype)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         first = followed_by(step.norm(x, self.layers[0].input_norm), beside)
@@ -188,7 +196,7 @@ class BlockHead(Pytree):
         block: Array,  # [B, T] a result of ``block``
         context: Context,
         states: LayerStates,
-        attend: PagedAttend,  # of the block
+        attend: BlockAttend,  # of the block
         kernels: Kernels = NO_KERNELS,
     ) -> tuple[Array, LayerStates]:
         """``outputs`` of a block whose pass also writes the keys and values of a context."""
@@ -258,5 +266,6 @@ def block_head_shapes(
         block_size=head.block_size,
         mask_token=head.mask_token,
         predicts_next=head.predicts_next,
+        causal=head.causal,
         layout=shards.layout,
     )

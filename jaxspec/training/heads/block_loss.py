@@ -2,8 +2,9 @@
 
 A block is what the drafter runs: a committed token, the *anchor*, and masks. Its context is what
 the head makes of the target's hidden states at the tokens before the anchor, and its tokens attend
-to that context and to each other, both ways. The context is computed once for a row; a mask gives
-each block its part. The layers are the same as in serving; only the attention function differs.
+to that context and to each other, as when the head drafts. The context is computed once for a row;
+a mask gives each block its part. The layers are the same as in serving; only the attention function
+differs.
 
 The output of depth ``d`` drafts the token ``d`` places after the anchor, on condition that the
 tokens between are the row's: DSpark's Markov head reads them from the row.
@@ -23,8 +24,9 @@ from jaxspec.models.attention_heads import Heads
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward_pass import Attend
 from jaxspec.models.heads import BlockHead
+from jaxspec.models.heads.block_context import Causality, is_causal
 from jaxspec.models.heads.corrections import Markov
-from jaxspec.parallel.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from jaxspec.training.heads.loss import DraftBatch, Loss, target_states
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
@@ -161,7 +163,7 @@ def block_outputs(
     roots = jnp.take_along_axis(tokens, anchors, axis=1)
     block = head.block(roots.reshape(-1), steps)  # [B * A, T]
     positions = anchors.reshape(-1, 1) + jnp.arange(block.shape[1])
-    attend = AnchoredAttend(anchors=anchors)
+    attend = AnchoredAttend(anchors=anchors, causal=head.causal)
     outputs, _ = head.outputs(target, block, positions, context, attend)
     return outputs.reshape(*anchors.shape, steps, -1)
 
@@ -177,9 +179,11 @@ def keep_keys(
 @pytree
 class AnchoredAttend(Pytree):
     """An ``Attend`` function for blocks [B * A, T]: each attends to itself and to the context
-    before its anchor, of the keys and values that ``keep_keys`` kept of its row."""
+    before its anchor, of the keys and values that ``keep_keys`` kept of its row. ``causal``: see
+    BlockConfig."""
 
     anchors: Array = array("batch", "alternatives")  # int32 [B, A]
+    causal: Causality = static()
 
     def __call__(
         self, state: tuple[Array, Array], heads: Heads, window: int | None
@@ -188,7 +192,25 @@ class AnchoredAttend(Pytree):
         scale = q.shape[-1] ** -0.5 if heads.scale is None else heads.scale
         rows = self.anchors.shape
         by_row = (x.reshape(*rows, *x.shape[1:]) for x in (q * scale, k, v))
-        return _anchored_attention(*by_row, *state, self.anchors).reshape(q.shape), state
+        causal = is_causal(self.causal, window)
+        seen = _seen(self.anchors, state[0].shape[1], q.shape[1], window, causal)
+        return _anchored_attention(*by_row, *state, seen).reshape(q.shape), state
+
+
+def _seen(anchors: Array, size: int, tokens: int, window: int | None, causal: bool) -> Array:
+    """What each token of a block sees, of its row's context [S] and then of its block [T]: bool
+    [B, A, T, S + T]."""
+    offsets = jnp.arange(tokens)
+    context = jnp.arange(size) - anchors[..., None]  # [B, A, S], from the anchor on
+    block = jnp.broadcast_to(offsets, (*anchors.shape, tokens))
+    slots = jnp.concatenate([context, block], axis=-1)[..., None, :]
+    is_block = jnp.arange(size + tokens) >= size
+    seen = is_block | (slots < 0)
+    if causal:
+        seen &= slots <= offsets[:, None]
+    if window is not None:
+        seen &= offsets[:, None] - slots < window
+    return jnp.broadcast_to(seen, (*anchors.shape, tokens, size + tokens))
 
 
 @jax.checkpoint  # the scores of all layers would not fit in memory
@@ -198,16 +220,15 @@ def _anchored_attention(
     v: Array,  # [B, A, T, G, D]
     context_k: Array,  # [B, S, G, D]
     context_v: Array,  # [B, S, G, D]
-    anchors: Array,  # [B, A]
+    seen: Array,  # bool [B, A, T, S + T]
 ) -> Array:
     """[B, A, T, Q, D]"""
     size = context_k.shape[1]
     grouped = q.reshape(*k.shape[:4], -1, k.shape[-1])  # [B, A, T, G, R, D]
     context = einsum_f32("batgrd,bsgd->bgrats", grouped, context_k)
-    visible = jnp.arange(size) < anchors[..., None]  # [B, A, S]
-    context = jnp.where(visible[:, None, None, :, None], context, MASKED)
     within = einsum_f32("batgrd,baugd->bgratu", grouped, k)
     scores = jnp.concatenate([context, within], axis=-1)
+    scores = jnp.where(seen[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum_f32("bgrats,bsgd->batgrd", weights[..., :size], context_v)
     out += einsum_f32("bgratu,baugd->batgrd", weights[..., size:], v)
