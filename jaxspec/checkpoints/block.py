@@ -7,6 +7,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors, quantization_of, scan
+from jaxspec.checkpoints.draft_ids import (
+    ID_TABLES,
+    check_all_marked,
+    id_tables,
+    ids_are_equal,
+    read_token_ids,
+)
 from jaxspec.checkpoints.safetensors_io import check_not_quantized, load_tree, placements, save_tree
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 from jaxspec.config.model import ModelConfig
@@ -19,11 +26,10 @@ from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.parallel.memory_format import put_weight
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", HEAD)
-# Those of speculators, without meaning for the target's whole vocabulary.
-_ID_TABLES = ("d2t", "t2d")
 
 
 def holds_block_head(directory: str | Path) -> bool:
@@ -54,25 +60,37 @@ def load_block_head(
         config = block_config(raw, target)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
-    harmless = {*_COPIES} if config.predicts_next else set()
-    if SPECULATORS in raw:
-        harmless = {*_COPIES, *_ID_TABLES}
-        if "d2t" in stored and stored["d2t"].read().any():
+    splits, shardings = shapes.mapped(splitting()), placements(shapes, mesh)
+    harmless = {*_COPIES} if config.predicts_next or SPECULATORS in raw else set()
+    tables = ID_TABLES if SPECULATORS in raw or config.draft_vocab_size else ()
+    head = load_tree(
+        stored,
+        shapes.replace(token_ids=None),
+        splits,
+        shardings.replace(token_ids=None),
+        harmless.union(tables),
+    )
+    if shapes.token_ids is None:
+        if not ids_are_equal(stored):
             raise ValueError(
                 f"{directory}: d2t says that draft ids are not the target's, which is not "
-                "supported for a block drafter"
+                "supported for a block drafter that drafts all of them"
             )
-    splits = shapes.mapped(splitting())
-    return load_tree(stored, shapes, splits, placements(shapes, mesh), harmless)
+        check_all_marked(directory, stored.get("t2d"))
+        return head
+    token_ids = read_token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
+    return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
 
 
 def check_block_copies(directory: str | Path, model: str | Path) -> None:
     """Warn of a block head's tables that are not those of the target in the directory ``model``,
-    which are read in their place.
+    which are read in their place. The LM head of a reduced vocabulary is not one of them.
 
     Raises ValueError for tables of another shape.
     """
     stored = scan(directory)
+    if not ids_are_equal(stored):
+        stored = {name: one for name, one in stored.items() if name != HEAD}
     copies = dict(zip((EMBEDDINGS, HEAD), map(stored.get, _COPIES), strict=True))
     found = {name: copy for name, copy in copies.items() if copy is not None}
     if found:
@@ -90,8 +108,12 @@ def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> 
     copies: dict[str, np.ndarray] = {}
     if head.predicts_next:
         copies |= zip(_COPIES, _tables(target), strict=True)
+    if head.token_ids is not None:
+        copies.pop(HEAD, None)
+        copies |= id_tables(np.asarray(head.token_ids), target.config.vocab_size)
     config = to_hf_block(head, target.config)
-    save_tree(directory, head, head.mapped(splitting()), config, copies)
+    splits = head.mapped(splitting())
+    save_tree(directory, head.replace(token_ids=None), splits, config, copies)
 
 
 def _tables(target: Decoder) -> tuple[np.ndarray, np.ndarray]:

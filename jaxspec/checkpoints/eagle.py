@@ -10,6 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors
+from jaxspec.checkpoints.draft_ids import (
+    ID_TABLES,
+    check_all_marked,
+    id_tables,
+    ids_are_equal,
+    read_token_ids,
+)
 from jaxspec.checkpoints.safetensors_io import (
     check_not_quantized,
     load_tree,
@@ -29,8 +36,6 @@ from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.parallel.memory_format import put_weight
-
-MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
 
 
 def head_method(directory: str | Path) -> EagleMethod | None:
@@ -106,12 +111,12 @@ def load_eagle_head(
         without_ids,
         shapes.mapped(first_layer, splitting()),
         shardings.replace(token_ids=None),
-        harmless={"d2t", "t2d"},
+        harmless={*ID_TABLES},
     )
     if shapes.token_ids is None:
-        _check_all_marked(directory, stored.get("t2d"))
+        check_all_marked(directory, stored.get("t2d"))
         return head
-    token_ids = _token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
+    token_ids = read_token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
     return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
 
 
@@ -135,9 +140,7 @@ def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig)
     config = _hf_head_config(head, target)
     extra: dict[str, np.ndarray] = {}
     if head.token_ids is not None:
-        ids = np.asarray(head.token_ids)
-        extra["d2t"] = ids.astype(np.int64) - np.arange(ids.size)
-        extra["t2d"] = np.isin(np.arange(target.vocab_size), ids)
+        extra |= id_tables(np.asarray(head.token_ids), target.vocab_size)
     splits = head.mapped("midlayer" if eagle3 else "layers.0", splitting())
     save_tree(directory, head.replace(token_ids=None), splits, config, extra)
 
@@ -249,44 +252,8 @@ def _draft_vocab_size(
 ) -> int | None:
     """Size of the draft vocabulary; None when draft ids are the target's ids."""
     size = config.draft_vocab_size or target.vocab_size
-    same = "d2t" not in stored or not stored["d2t"].read().any()
+    same = ids_are_equal(stored)
     return None if size == target.vocab_size and same else size
-
-
-def _token_ids(
-    directory: Path, stored: Mapping[str, CheckpointTensor], draft_vocab: int, target_vocab: int
-) -> np.ndarray:
-    """Target ids of the draft ids, int32 [W], from d2t; t2d must agree with it if present."""
-    table, marks = stored.get("d2t"), stored.get("t2d")
-    if table is None or table.shape != (draft_vocab,) or table.dtype not in ("I32", "I64"):
-        raise ValueError(
-            f"{directory} needs a tensor d2t of [{draft_vocab}] integers, draft-to-target ids"
-        )
-    offsets = table.read().astype(np.int64)
-    ids = np.arange(draft_vocab) + offsets
-    if ids.min() < 0 or ids.max() >= target_vocab or np.unique(ids).size != draft_vocab:
-        raise ValueError(f"{directory}: d2t does not map to distinct target ids < {target_vocab}")
-    used = None if marks is None or marks.dtype not in MARK_DTYPES else marks.read()
-    agrees = used is not None and np.array_equal(np.flatnonzero(used), np.sort(ids))
-    if not offsets.any() and not agrees:
-        raise ValueError(
-            f"{directory}: d2t is all zeros, as in a table that was never filled in. If the head "
-            f"drafts the first {draft_vocab} target ids, store a t2d that marks them"
-        )
-    if marks is not None and (marks.shape != (target_vocab,) or not agrees):
-        raise ValueError(f"{directory}: t2d does not mark the {draft_vocab} target ids of d2t")
-    return ids.astype(np.int32)
-
-
-def _check_all_marked(directory: Path, marks: CheckpointTensor | None) -> None:
-    """Raise ValueError for a t2d that marks only some ids, though draft ids are the target's ids.
-    A table of zeros was never filled in."""
-    used = np.zeros(0) if marks is None else marks.read()
-    if used.any() and not used.all():
-        raise ValueError(
-            f"{directory}: t2d marks {np.count_nonzero(used)} of {used.size} target ids, but the "
-            "head drafts all of them: it has no d2t that says otherwise"
-        )
 
 
 def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         block_head = load_block_head(directory, target, *weights)
         check_block_copies(directory, drafted.directory)
         block_head.check_depth(speculation.max_depth)
-        check_top_k(speculation, target.vocab_size)
+        ids = target.vocab_size if block_head.token_ids is None else block_head.token_ids.size
+        check_top_k(speculation, ids)
         return BlockDrafter(head=block_head)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, *weights)

@@ -55,10 +55,11 @@ def _heads_bytes(heads: tuple[DraftHead, ...], steps: int, lm_head: int) -> int:
 
 
 def _block_bytes(head: BlockHead, steps: int, lm_head: int) -> int:
-    counted = head.correction, head.lm_head_copy
+    counted = head.correction, head.lm_head_copy, head.token_ids
     layers = local_bytes(without_exchanges(head)) - local_bytes(counted)
     corrections = 0 if head.correction is None else head.correction.bytes_read(steps)
-    return layers + _shared_lm_head_bytes(head, lm_head) + corrections
+    shared = _shared_lm_head_bytes(head, lm_head) if head.lm_head is None else 0
+    return layers + shared + corrections
 
 
 def _assistant_bytes(assistant: Assistant) -> int:

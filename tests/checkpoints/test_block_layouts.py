@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoints.block import holds_block_head, load_block_head
+from jaxspec.checkpoints.block import (
+    check_block_copies,
+    holds_block_head,
+    load_block_head,
+    save_block_head,
+)
 from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.block_head import block_config
@@ -115,6 +120,36 @@ def test_a_dflash_head_of_the_speculators_library(
         load_block_head(moved, target, FLOAT32)
 
 
+def test_a_reduced_vocabulary(heads: dict[str, Path], target: ModelConfig, tmp_path: Path):
+    """Draft ids stand for every third id of the target; logits are those of the head's LM head."""
+    ids = np.arange(0, 257, 3)
+    lm_head = np.random.default_rng(3).standard_normal((ids.size, 64)).astype(np.float32)
+    tables: dict[str, Any] = {"d2t": ids - np.arange(ids.size), "t2d": np.arange(257) % 3 == 0}
+    fields = {"draft_vocab_size": ids.size}
+    directory = changed_copy(
+        heads["dflash"], tmp_path / "in", fields, **{"lm_head.weight": lm_head}, **tables
+    )
+    head = load_block_head(directory, target, FLOAT32)
+    assert head.token_ids is not None
+    np.testing.assert_array_equal(head.token_ids, ids)
+    model = random_target(tiny_config(vocab_size=257, hidden_size=64))
+    outputs = np.random.default_rng(4).standard_normal((1, 2, 64)).astype(np.float32)
+    ours = head.logits(model, jnp.asarray(outputs))
+    np.testing.assert_allclose(ours, outputs @ lm_head.T, rtol=0, atol=1e-4)
+    assert head.vocab_layout(model).vocab == ()
+    save_block_head(head, tmp_path / "out", model)
+    assert arrays_equal(load_block_head(tmp_path / "out", target, FLOAT32), head)
+    check_block_copies(tmp_path / "out", tmp_path)  # its LM head is not the target's
+    for name, message in (
+        ("d2t", "needs a tensor d2t of [86] integers"),
+        ("lm_head.weight", "lm_head.weight is missing"),
+    ):
+        without = changed_copy(directory, tmp_path / name, **{name: None})
+        with pytest.raises(ValueError) as caught:
+            load_block_head(without, target, FLOAT32)
+        assert message in str(caught.value)
+
+
 def test_newer_files_have_block_size_among_the_options(
     heads: dict[str, Path], target: ModelConfig, tmp_path: Path
 ):
@@ -129,7 +164,8 @@ def test_newer_files_have_block_size_among_the_options(
     ("spell", "fields", "message"),
     [
         (of_specforge, {"dflash_config": None}, "dflash_config must be an object, got None"),
-        (of_specforge, {"draft_vocab_size": 200}, "draft_vocab_size 200 of a block drafter is not"),
+        (of_specforge, {"draft_vocab_size": 258},
+         "draft_vocab_size must be an integer from 1 to the target's vocabulary of 257, got 258"),
         (of_specforge, {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
         (of_specforge, {"block_size": 5, "dflash_config": {"block_size": 6}},
          "block_size is 6 inside dflash_config, and 5 beside it"),

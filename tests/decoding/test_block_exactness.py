@@ -17,7 +17,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.functional import EngineParams
 from tests.decoding.test_exactness import PROMPTS, TREES, Case, check, sampling_of
-from tests.helpers.block_heads import CORRECTED, KINDS, WINDOWED, block_params, block_target
+from tests.helpers.block_heads import CORRECTED, KINDS, OTHERS, block_params, block_target
 from tests.helpers.engines import seal
 from tests.helpers.marks import slow
 from tests.helpers.random_models import generate
@@ -36,7 +36,7 @@ CHOICES = [
     (KINDS, tuple(OWN_TREES), (4, 64), (1,), (1.0,)),
     (WITH_SUFFIXES, tuple(OWN_TREES), (4, 64), (3,), (0.0, 1.0)),
     (CORRECTED, tuple(OWN_TREES), (5,), (3,), (0.0, SAMPLED)),
-    (WINDOWED, ("chain5", "tree12"), (4, 16), (3,), (0.0, SAMPLED)),
+    (OTHERS, ("chain5", "tree12"), (4, 16), (3,), (0.0, SAMPLED)),
 ]
 ALL_CASES = [Case(*choice) for choices in CHOICES for choice in itertools.product(*choices)]
 # The slow cases are all others. DFlash trees by default: the requests of an engine below.
@@ -95,7 +95,7 @@ def test_smaller_trees_run_shorter_blocks(tree: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", OWN_TREES)
-@pytest.mark.parametrize("drafter", [*DRAFTERS, *WITH_SUFFIXES, *CORRECTED])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *WITH_SUFFIXES, *CORRECTED, "reduced dflash"])
 def test_rejection_at_temperature_0_is_greedy(drafter: str, tree: str):
     """The last row samples, so that nothing of sampling is left out."""
     rejecting = dataclasses.replace(OWN_TREES[tree], acceptance="rejection")
@@ -163,6 +163,7 @@ def plain_requests() -> list[list[int]]:
         slow("suffix+dflash", "tree12", "recompute", 4),
         slow("suffix+dspark", "chain5", "swap", 8),
         slow("windowed", "tree12", "swap", 4),
+        slow("reduced dspark", "chain5", "recompute", 8),
     ],
 )
 def test_prefix_hits_and_preemption_do_not_change_the_text(

@@ -22,6 +22,7 @@ from jaxspec.models.heads import (
     block_head_shapes,
 )
 from jaxspec.models.heads.corrections import CorrectionConfig, RecurrentMarkov
+from jaxspec.models.linear import Linear
 from tests.helpers.random_models import (
     CONFIG,
     as_dtype,
@@ -44,7 +45,8 @@ CORRECTIONS: Mapping[str, tuple[str, CorrectionConfig | None]] = MappingProxyTyp
     }
 )
 CORRECTED = tuple(kind for kind in CORRECTIONS if kind not in KINDS)
-WINDOWED = ("windowed", "causal")  # DFlash: windows and causal layers, causal ones alone
+# DFlash with windows and causal layers, with causal ones alone, with a reduced vocabulary.
+OTHERS = ("windowed", "causal", "reduced dflash", "reduced dspark")
 WINDOW = 7
 LOOKUPS = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
 
@@ -68,7 +70,8 @@ def random_head(
     seed: int = 5,
     confidence: bool = False,
 ) -> BlockHead:
-    """A head of random weights with Qwen3's layers, ``kind`` one of CORRECTIONS or WINDOWED."""
+    """A head of random weights with Qwen3's layers, ``kind`` one of CORRECTIONS or OTHERS."""
+    kind = kind.removeprefix("reduced ")  # see guessing_head
     layout, correction = CORRECTIONS.get(kind, ("dflash", None))
     if kind == "dspark":
         correction = MarkovConfig(target.hidden_size)
@@ -128,7 +131,20 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
             weight[hidden : 2 * hidden, 2 * hidden :] = np.eye(hidden)
             markov = markov.replace(joint=markov.joint.replace(weight=jnp.asarray(weight)))
         head = head.replace(correction=markov, norm=times(0.2, head.norm))
+    if kind.startswith("reduced"):
+        head = with_draft_vocabulary(head, target, np.arange(0, target.config.vocab_size, 2))
     return noisy(head, noise)
+
+
+def with_draft_vocabulary(head: BlockHead, target: Decoder, ids: np.ndarray) -> BlockHead:
+    """The head with rows of the target's LM head, and of its Markov head's, for these ids."""
+    assert target.lm_head is not None
+    rows = jnp.asarray(np.asarray(target.lm_head.weight)[:, ids])
+    lm_head = Linear(weight=rows, axes=("hidden", "draft_ids"))
+    if head.markov is not None:
+        markov = head.markov.replace(after=jnp.asarray(np.asarray(head.markov.after)[ids]))
+        head = head.replace(correction=markov)
+    return head.replace(lm_head=lm_head, token_ids=jnp.asarray(ids, jnp.int32))
 
 
 def with_confidence(head: BlockHead, seed: int = 7) -> BlockHead:
@@ -145,7 +161,7 @@ def block_params(
     *,
     confidence: bool = False,
 ) -> EngineParams:
-    """A guessing head of one of KINDS or WINDOWED, after ``ngram+`` or ``suffix+`` mixed with
+    """A guessing head of one of KINDS or OTHERS, after ``ngram+`` or ``suffix+`` mixed with
     lookup."""
     target = block_target() if target is None else target
     lookup, _, kind = kind.rpartition("+")

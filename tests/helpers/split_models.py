@@ -20,6 +20,8 @@ SPECULATIONS = {
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
     "dflash": SpeculationConfig.chain(3),
     "dflash tree": DEEP_TREE,
+    "reduced dspark": SpeculationConfig.chain(3),
+    "reduced dflash tree": DEEP_TREE,
     "dflash rejection": SpeculationConfig.chain(3, "rejection"),
     "dspark": SpeculationConfig.chain(3),
     "dspark tree": DEEP_TREE,

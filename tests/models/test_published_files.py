@@ -86,6 +86,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "angelslim/qwen3-vl-4b-eagle3": ("eagle3", 1, 32, 8, 128, 5_000_000, 32000),
     "quoted/JetSpec--jetspec-Qwen3.6-35B-A3B": ("dflash", 8, 32, 4, 128, 10_000_000, 16),
     "quoted/RedHatAI--Kimi-K3-speculator.dspark": ("dspark", 5, 96, 16, 64, 10_000, 8),
+    "quoted/RedHatAI--Qwen3.6-35B-A3B-speculator.dspark": ("dspark", 5, 16, 2, 256, 10_000, 8),
     "quoted/RedHatAI--gpt-oss-20b-speculator.eagle3": ("eagle3", 1, 64, 8, 64, 10_000, 64000),
     "quoted/deepseek-ai--dspark_qwen3_8b_block7": ("dspark", 5, 32, 8, 128, 10_000, 7),
     "quoted/nebius--EAGLE3-gpt-oss-20b": ("eagle3", 1, 64, 8, 64, 150_000, 64000),
@@ -128,9 +129,11 @@ HEADS: dict[str, tuple[Any, ...]] = {
 SEEN: dict[str, tuple[list[int | None], str]] = {
     "quoted/JetSpec--jetspec-Qwen3.6-35B-A3B": ([None] * 8, "all"),
     "quoted/RedHatAI--Kimi-K3-speculator.dspark": ([2048] * 5, "windows"),
+    "quoted/RedHatAI--Qwen3.6-35B-A3B-speculator.dspark": ([2048] * 5, "windows"),
     "quoted/ornith-ai--Ornith-1.5-35B-A3B-DFlash": ([4096] * 5 + [None], "windows"),
     "specforge/qwen3.6-27b-dflash": ([2048] * 4 + [None], "windows"),
 }
+REDUCED = {"quoted/RedHatAI--Qwen3.6-35B-A3B-speculator.dspark": 32000}  # draft vocabularies
 # Why a head is refused.
 REFUSED_HEADS: dict[str, str] = {
     "angelslim/cosyvoice3-llm-eagle3": "['CosyVoice3Eagle3LlamaForCausalLM'] is not a supp",
@@ -184,6 +187,7 @@ def read_head(name: str) -> tuple[Any, ...]:
         block = block_config(raw, target_of(raw))
         windows = [layer.attention.window for layer in block.model.layers]
         none: list[int | None] = [None] * len(windows)
+        assert block.draft_vocab_size == REDUCED.get(name)
         assert (windows, block.causal) == SEEN.get(name, (none, "none"))
         kind = "dspark" if block.predicts_next else "dflash"
         model, last = block.model, block.block_size

@@ -105,6 +105,8 @@ def run(
             "dflash tree": [(2, 1, True), (4, 1, False)],
             "dflash rejection": [(2, 1, True), (4, 1, True)],
             "dspark": [(2, 1, True)],
+            "reduced dspark": [(2, 1, False), (2, 1, True)],
+            "reduced dflash tree": [(4, 1, True)],
             "dspark tree": [(4, 1, True), (2, 1, True), (2, 2, False)],
             "dspark rejection": [(2, 1, False)],
             "mixed": [(4, 1, False), (2, 2, True)],

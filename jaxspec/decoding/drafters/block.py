@@ -146,7 +146,8 @@ class BlockDrafter(Drafter, Pytree):
                 target, block, attend.positions, layers, attend, options.kernels
             )
         logits = head.logits(target, outputs, options.kernels)
-        proposer = make_proposer(target, state, options, target.layout)
+        layout = head.vocab_layout(target)
+        proposer = make_proposer(target, state, options, layout, head.token_ids)
         tree = self._tree(target, proposer, roots, Block(outputs, logits))
         if options.confidence:
             tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))

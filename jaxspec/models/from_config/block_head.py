@@ -49,6 +49,8 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         _check_block(options, target, 1 if next_ else 2)
     with problems.caught():
         capture = _captured(layout, target)
+    with problems.caught():
+        width = _draft_vocab_size(options, target)
     problems.raise_all()
     if not next_ and (correction or confidence):
         raise ValueError(
@@ -62,6 +64,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         mask_token=options["mask_token_id"],
         predicts_next=next_,
         causal=causal,
+        draft_vocab_size=width,
         correction=correction,
         confidence=confidence,
     )
@@ -103,18 +106,25 @@ def _check_fit(model: ModelConfig, layout: BlockLayout, target: ModelConfig) -> 
                 f"the block drafter does not fit the target: its {name} is {shown(value)}, not "
                 f"{expected}"
             )
-    drafted = options.get("draft_vocab_size")
-    if drafted not in (None, 0, target.vocab_size):
-        raise ValueError(
-            f"draft_vocab_size {shown(drafted)} of a block drafter is not supported, only the "
-            f"target's vocabulary of {target.vocab_size}"
-        )
     scaled = target.embed_scale != 1 or target.logit_divisor != 1
     if not layout.scaled and (scaled or target.logit_softcap is not None):
         raise ValueError(
             "block drafters of this layout need a target whose embeddings and logits are not "
             f"scaled or capped; only those of {DFLASH} were trained with such ones"
         )
+
+
+def _draft_vocab_size(options: Mapping[str, Any], target: ModelConfig) -> int | None:
+    """Size of a reduced draft vocabulary; None: draft ids are the target's."""
+    size, most = options.get("draft_vocab_size"), target.vocab_size
+    if size in (None, 0, most):
+        return None
+    if not is_positive_integer(size) or size > most:
+        raise ValueError(
+            f"draft_vocab_size must be an integer from 1 to the target's vocabulary of {most}, got "
+            f"{shown(size)}"
+        )
+    return size
 
 
 def _captured(layout: BlockLayout, target: ModelConfig) -> tuple[int, ...]:
@@ -147,6 +157,8 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
         "block_size": head.block_size,
         "num_target_layers": target.num_layers,
     }
+    if head.lm_head is not None:
+        config["draft_vocab_size"] = head.lm_head.out_shape[0]
     if (causal := said_causal(head)) is not None:
         config["is_causal"] = causal
     if not head.predicts_next:

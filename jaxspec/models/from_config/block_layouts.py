@@ -21,7 +21,9 @@ from jaxspec.models.json.values import check_flag, shown
 DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
 SPECULATORS = "speculators_model_type"
 SPECULATORS_KINDS = ("dflash", "dspark")
-_SPECULATORS_NAMES = frozenset({DFLASH, FORGE_DSPARK, "DFlashSpeculator", "DSparkSpeculator"})
+_SPECULATORS_NAMES = frozenset(
+    {DFLASH, DSPARK, FORGE_DSPARK, "DFlashSpeculator", "DSparkSpeculator"}
+)
 # Keys that the layers do not have. ``auto_map`` names code, ``num_anchors`` is for training.
 _SHARED = words("block_size num_target_layers auto_map draft_vocab_size target_hidden_size")
 _PLACE = words("block_size target_layer_ids mask_token_id")
@@ -113,7 +115,7 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
         raise ValueError(
             f"{where}: transformer_layer_config must be an object, got {shown(layers)}"
         )
-    if layers.get("model_type") == "llama":  # its layers are Qwen3's, whatever the target's are
+    if layers.get("model_type") in hf_keys.SPECULATORS_MODEL_TYPES:  # the layers are Qwen3's
         layers = layers | {"model_type": "qwen3"}
     defaults = {"markov_rank": 256, "markov_head_type": "vanilla"} if dspark else {}
     defaults |= dict.fromkeys(CONFIDENCE, True) if dspark else {}

@@ -56,6 +56,7 @@ class BlockConfig:
       mask_token: id of the tokens after that one.
       predicts_next: the output at a token is the one after it (DSpark), not the one there (DFlash).
       causal: the layers in which a block's tokens see only those before them.
+      draft_vocab_size: size of a reduced draft vocabulary; None: draft ids are the target's.
       correction: of the logits by the tokens before; None: there is none.
       confidence: what the confidence head reads, the token before by the Markov head's embedding;
         None: there is none.
@@ -67,6 +68,7 @@ class BlockConfig:
     mask_token: int
     predicts_next: bool = False
     causal: Causality = "none"
+    draft_vocab_size: int | None = None
     correction: CorrectionConfig | None = None
     confidence: Literal["output", "output and token"] | None = None
 
@@ -74,6 +76,8 @@ class BlockConfig:
         reads_token = self.confidence == "output and token"
         if reads_token and not isinstance(self.correction, MarkovConfig):
             raise ValueError("a confidence head that reads the token before needs a Markov head")
+        if self.draft_vocab_size and not isinstance(self.correction, MarkovConfig | None):
+            raise ValueError("a reduced draft vocabulary goes with no correction but a Markov head")
 
 
 @pytree
@@ -83,7 +87,10 @@ class BlockHead(Pytree):
     Attributes:
       fc: [C, H], fuses the captured states.
       hidden_norm: norm of the fused states, which all layers' keys and values are made from.
-      norm: norm before the target's LM head.
+      norm: norm before the LM head.
+      lm_head: [H, W], of a reduced draft vocabulary; None: the target's LM head. It is whole on
+        every device, as tables of corrections are.
+      token_ids: [W] target id of each draft id; None: the ids are equal.
       lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       config: of the layers.
       capture, block_size, mask_token, predicts_next, causal: see BlockConfig.
@@ -93,6 +100,8 @@ class BlockHead(Pytree):
     hidden_norm: Array = array("hidden")
     layers: tuple[Layer, ...]
     norm: Array = array("hidden")
+    lm_head: Linear | None = None
+    token_ids: Array | None = array("draft_ids", default=None)
     correction: Correction | None = None
     lm_head_copy: LMHeadCopy | None = None
     confidence: Confidence | None = None
@@ -122,6 +131,12 @@ class BlockHead(Pytree):
     def max_depth(self) -> int:
         """The most tokens that one block drafts."""
         return self.block_size if self.predicts_next else self.block_size - 1
+
+    def vocab_layout(self, target: Decoder) -> Layout:
+        """How the last dimension of ``logits`` is split."""
+        if self.lm_head is None:
+            return target.layout
+        return dataclasses.replace(self.layout, vocab=())
 
     def check_depth(self, max_depth: int) -> None:
         """Raises ValueError for trees deeper than a block."""
@@ -205,7 +220,11 @@ class BlockHead(Pytree):
         return self.outputs(target, block, positions, states, both, kernels, context.rows)
 
     def logits(self, target: Decoder, outputs: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """This shard's float32 logits of outputs, not corrected: [B, depth, V / shards]."""
+        """This shard's float32 logits of outputs, not corrected: [B, depth, V / shards], or of a
+        reduced vocabulary [B, depth, W]."""
+        if self.lm_head is not None:
+            with jax.named_scope("lm_head"):
+                return self.lm_head.float32(outputs, kernels)
         return target_logits(target, self.lm_head_copy, outputs, kernels)
 
     @jax.named_scope("confidence")
@@ -221,13 +240,16 @@ class BlockHead(Pytree):
         return jax.nn.sigmoid(self.confidence(outputs, self.markov, before))
 
     def mapped(self, tensor_map: TensorMap) -> "BlockHead":
-        """The same, with every array replaced by ``tensor_map``'s result."""
+        """The same, with every array replaced by ``tensor_map``'s result. ``token_ids`` is None in
+        the result: checkpoints store differences of ids."""
         norms: dict[str, Any] = {
             "hidden_norm": tensor_map.array("hidden_norm.weight", self.hidden_norm),
             "norm": tensor_map.array("norm.weight", self.norm),
         }
         return self.replace(
             fc=tensor_map.linear(self.fc, One("fc")),
+            lm_head=tensor_map.linear(self.lm_head, One("lm_head")),
+            token_ids=None,
             layers=tuple(
                 layer.mapped(f"layers.{index}.", tensor_map)
                 for index, layer in enumerate(self.layers)
@@ -253,13 +275,17 @@ def block_head_shapes(
     if head.confidence == "output and token":
         assert isinstance(correction, MarkovConfig)  # see BlockConfig
         read += correction.rank
+    width = head.draft_vocab_size
+    lm_head = linear_shape(("hidden", "draft_ids"), (hidden, width or vocab), dtype)
     judge = Confidence(weight=array_shape(1, read, dtype=dtype), bias=array_shape(1, dtype=dtype))
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
         layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
         norm=vector(hidden, dtype),
-        correction=None if correction is None else correction.shape(hidden, vocab, dtype),
+        lm_head=None if width is None else lm_head,
+        token_ids=array_shape(width or 0, dtype=jnp.int32, when=width is not None),
+        correction=_correction_shape(head, vocab, dtype),
         confidence=None if head.confidence is None else judge,
         config=config,
         capture=head.capture,
@@ -269,3 +295,14 @@ def block_head_shapes(
         causal=head.causal,
         layout=shards.layout,
     )
+
+
+def _correction_shape(head: BlockConfig, vocab: int, dtype: jnp.dtype) -> Correction | None:
+    """A Markov head reads the target's ids, and adds to logits of draft ids."""
+    if head.correction is None:
+        return None
+    shape = head.correction.shape(head.model.hidden_size, vocab, dtype)
+    if head.draft_vocab_size is None:
+        return shape
+    after = array_shape(head.draft_vocab_size, shape.after.shape[1], dtype=dtype)
+    return shape.replace(after=after)

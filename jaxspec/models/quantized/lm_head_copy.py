@@ -53,4 +53,4 @@ def _lm_head(target: Decoder) -> Linear | None:
 
 
 def _reads_target(node: BlockHead | DraftHead) -> bool:
-    return isinstance(node, BlockHead) or node.lm_head is None
+    return node.lm_head is None

@@ -55,7 +55,7 @@ class Markov(Pytree):
     """The tables of a Markov head, and a Correction."""
 
     before: Array = array("embed_rows", "features")  # [V, r], read at the token
-    after: Array = array("embed_rows", "features")  # [V, r]
+    after: Array = array("embed_rows", "features")  # [V, r], or [W, r]
 
     @property
     def config(self) -> MarkovConfig:
@@ -144,9 +144,10 @@ class RecurrentMarkov(Markov):
 
 
 def local_rows(target: Decoder, table: Array) -> Array:
-    """This shard's rows of a table over the vocabulary: [V, r] -> [V / shards, r]."""
+    """This shard's rows of a table over the vocabulary: [V, r] -> [V / shards, r]. Logits of a
+    reduced draft vocabulary are whole on every device."""
     axes, size = target.layout.vocab, target.local_vocab
-    if not axes:
+    if not axes or table.shape[0] != target.config.vocab_size:
         return table
     padding = size * lax.axis_size(axes) - table.shape[0]  # as the target's vocabulary
     padded = jnp.pad(table, ((0, padding), (0, 0)))
