@@ -1,6 +1,8 @@
 """Loading, saving and recognizing block heads (DFlash, DSpark) in their published layouts."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +22,28 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.block_head import block_config, to_hf_block
 from jaxspec.models.from_config.block_layouts import SPECULATORS, says_block
+from jaxspec.models.from_config.block_spellings import is_of_torchspec
 from jaxspec.models.heads import BlockHead, block_head_shapes
 from jaxspec.models.json.values import naming, read_json
 from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
-from jaxspec.models.tensors import splitting
+from jaxspec.models.tensors import CheckpointTensor, splitting
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.parallel.memory_format import put_weight
 
+# What TorchSpec, then ModelOpt's DSpark heads call a tensor.
+_ALIASES = MappingProxyType(
+    {
+        "context_proj": "fc",
+        "context_norm": "hidden_norm",
+        "final_norm": "norm",
+        "markov_w1": "markov_head.markov_w1",
+        "markov_w2": "markov_head.markov_w2",
+        "gate_proj": "markov_head.gate_proj",
+        "joint_proj": "markov_head.joint_proj",
+        "confidence_proj": "confidence_head.proj",
+    }
+)
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", HEAD)
 
@@ -53,7 +69,7 @@ def load_block_head(
     """
     directory = Path(directory)
     raw = read_json(directory / "config.json")
-    stored = scan(directory)
+    stored = _renamed(directory, scan(directory))
     if quantization_of(directory, stored) is not None:
         raise ValueError(f"{directory} is a quantized block drafter, which is not supported")
     with naming(f"block drafter's {directory / 'config.json'}"):
@@ -61,7 +77,8 @@ def load_block_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
     splits, shardings = shapes.mapped(splitting()), placements(shapes, mesh)
-    harmless = {*_COPIES} if config.predicts_next or SPECULATORS in raw else set()
+    with_copies = config.predicts_next or SPECULATORS in raw or is_of_torchspec(raw)
+    harmless = {*_COPIES} if with_copies else set()
     tables = ID_TABLES if SPECULATORS in raw or config.draft_vocab_size else ()
     head = load_tree(
         stored,
@@ -80,6 +97,23 @@ def load_block_head(
         return head
     token_ids = read_token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
     return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
+
+
+def _renamed(
+    directory: Path, stored: Mapping[str, CheckpointTensor]
+) -> dict[str, CheckpointTensor]:
+    """The tensors without aliases. Raises ValueError for two of one name."""
+    named: dict[str, CheckpointTensor] = {}
+    for name, tensor in stored.items():
+        module, dot, kind = name.rpartition(".")
+        new = _ALIASES.get(module, module) + dot + kind
+        if new in named:
+            raise ValueError(
+                f"{directory} has {named[new].name} and {name}, which are names of one tensor: "
+                "remove the one that is not meant"
+            )
+        named[new] = tensor
+    return named
 
 
 def check_block_copies(directory: str | Path, model: str | Path) -> None:

@@ -19,7 +19,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.from_config.block_layouts import says_block
 from jaxspec.models.from_config.model import load_model_config, read_json
-from tests.helpers.block_checkpoints import MASK, published_head
+from tests.helpers.block_checkpoints import MASK, RANK, published_head
 from tests.helpers.block_heads import KINDS, arrays_equal
 from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.random_models import random_target, tiny_config
@@ -86,6 +86,59 @@ def rewritten(directory: Path, to: Path, spell: Any, **tensors: Any) -> Path:
     kept = load_file(directory / "model.safetensors") | tensors
     kept = {name: one for name, one in kept.items() if one is not None and name not in COPIES}
     return save_tensors(to, kept, spell(read_json(directory / "config.json")))
+
+
+def of_modelopt(config: dict[str, Any]) -> dict[str, Any]:
+    """The same as ModelOpt writes it."""
+    moved = {"enable_confidence_head", "confidence_head_with_markov", "num_anchors"}
+    nested = {key: config[key] for key in OPTIONS - moved - {"block_size"}}
+    nested |= {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}
+    return {key: value for key, value in config.items() if key not in OPTIONS} | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config["block_size"],
+        "dflash_config": nested,
+    }
+
+
+def of_torchspec(config: dict[str, Any]) -> dict[str, Any]:
+    """z-lab's config.json of a DFlash head as TorchSpec writes it, but for its block size."""
+    unnamed = {*FORMAT, "layer_types", "max_window_layers", "head_dim", "auto_map"}
+    return {key: value for key, value in config.items() if key not in unnamed} | {
+        **config["dflash_config"],
+        "model_type": "dflash",
+        "target_hidden_size": config["hidden_size"],
+        "target_num_hidden_layers": config["num_target_layers"],
+        "num_target_layers": len(config["dflash_config"]["target_layer_ids"]),
+    }
+
+
+def test_a_dspark_head_of_modelopt(heads: dict[str, Path], target: ModelConfig, tmp_path: Path):
+    own = load_file(heads["dspark"] / "model.safetensors")
+    prefixes = {"markov_head.": "", "confidence_head.": "confidence_"}
+    moved: dict[str, Any] = {}
+    for name, tensor in own.items():
+        for prefix, new in prefixes.items():
+            if name.startswith(prefix):
+                moved |= {name: None, new + name.removeprefix(prefix): tensor}
+    directory = rewritten(heads["dspark"], tmp_path / "in", of_modelopt, **moved)
+    head = load_block_head(directory, target, FLOAT32)
+    assert arrays_equal(head, load_block_head(heads["dspark"], target, FLOAT32))
+    both: dict[str, Any] = {"markov_head.markov_w1.weight": np.ones((257, RANK))}
+    twice = changed_copy(directory, tmp_path / "twice", **both)
+    with pytest.raises(ValueError, match="which are names of one tensor"):
+        load_block_head(twice, target, FLOAT32)
+
+
+def test_a_dflash_head_of_torchspec(heads: dict[str, Path], target: ModelConfig, tmp_path: Path):
+    own = load_file(heads["dflash"] / "model.safetensors")
+    renamed = {"fc": "context_proj", "hidden_norm": "context_norm", "norm": "final_norm"}
+    moved: dict[str, Any] = {f"{old}.weight": None for old in renamed}
+    moved |= {f"{new}.weight": own[f"{old}.weight"] for old, new in renamed.items()}
+    directory = rewritten(heads["dflash"], tmp_path, of_torchspec, **moved)
+    head = load_block_head(directory, target, FLOAT32)
+    assert head.block_size == 16, "the trainer's default, as the file does not say it"
+    theirs = load_block_head(heads["dflash"], target, FLOAT32)
+    assert arrays_equal(head.replace(block_size=6), theirs)
 
 
 @pytest.mark.parametrize("spell", [of_specforge, of_speculators])
@@ -163,6 +216,8 @@ def test_newer_files_have_block_size_among_the_options(
 @pytest.mark.parametrize(
     ("spell", "fields", "message"),
     [
+        (of_modelopt, {"dflash_config": {"projector_type": "dspark", "use_confidence_head": True,
+         "shift_label": False}}, "shift_label = False is not supported for a DSpark head"),
         (of_specforge, {"dflash_config": None}, "dflash_config must be an object, got None"),
         (of_specforge, {"draft_vocab_size": 258},
          "draft_vocab_size must be an integer from 1 to the target's vocabulary of 257, got 258"),

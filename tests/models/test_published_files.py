@@ -121,6 +121,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "specforge/qwen3.6-27b-dflash": ("dflash", 5, 32, 8, 128, 10_000_000, 16),
     "specforge/qwen3.6-27b-dspark": ("dspark", 5, 32, 8, 128, 10_000_000, 16),
     "specforge/qwq-32B-eagle3": ("eagle3", 1, 40, 8, 128, 1_000_000, 32000),
+    "torchspec/dflash_draft_config": ("dflash", 5, 32, 8, 128, 1_000_000, 16),
     "torchspec/kimi_k25_eagle3": ("eagle3", 1, 64, 64, 128, 50_000, None),
     "torchspec/minimax_m25_eagle3": ("eagle3", 1, 48, 48, 128, 5_000_000, None),
     "torchspec/qwen3_8b_eagle3": ("eagle3", 1, 32, 8, 128, 1_000_000, 32000),
@@ -141,7 +142,6 @@ REFUSED_HEADS: dict[str, str] = {
     "angelslim/qwen3_dflash": "architectures ['QwenDFlashDraftModel'] is not a supp",
     "specforge/qwen3-8b-domino": "architectures ['DominoDraftModel'] is not a supported",
     "specforge/qwen3-8b-peagle": "architectures ['PEagleDraftModel'] is not a supported EAGLE head",
-    "torchspec/dflash_draft_config": "dflash_config must be an object, got None",
     "torchspec/kimi_k25_eagle3_mla": "architectures ['Eagle3DeepseekV2ForCausalLM'] is not a sup",
 }  # fmt: skip
 # Keys that a model's file has and transformers does not read.
@@ -174,7 +174,9 @@ def target_of(head: dict[str, Any]) -> ModelConfig:
             "model_type": "llama",
             "head_dim": 128,
             "hidden_size": head.get("target_hidden_size") or layer["hidden_size"],
-            "num_hidden_layers": head.get("num_target_layers") or 93,
+            "num_hidden_layers": head.get("target_num_hidden_layers")
+            or head.get("num_target_layers")
+            or 93,
             "vocab_size": layer["vocab_size"],
         }
     )

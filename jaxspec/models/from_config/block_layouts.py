@@ -4,6 +4,7 @@
 - DeepSpec's DSpark (``Qwen3DSparkModel``): options at the top level.
 - SpecForge's DSpark (``DSparkDraftModel``): options in ``dflash_config``.
 - vLLM's speculators library: options at the top level, the layers in ``transformer_layer_config``.
+- Those of block_spellings.py, which are made ones of these.
 
 An unknown key is an error.
 """
@@ -14,6 +15,12 @@ from typing import Any
 
 from jaxspec.models.families.family import check_keys
 from jaxspec.models.from_config.block_corrections import CONFIDENCE, DSPARK_KEYS
+from jaxspec.models.from_config.block_spellings import (
+    from_modelopt,
+    from_torchspec,
+    is_dspark_of_modelopt,
+    is_of_torchspec,
+)
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import check_flag, shown
@@ -30,7 +37,8 @@ _PLACE = words("block_size target_layer_ids mask_token_id")
 _DSPARK = DSPARK_KEYS | {"num_anchors"}
 # SpecForge's, of the training, and of the number of heads, which has a key of its own.
 _FORGE_UNUSED = words("attention_mode confidence_head_alpha")
-_SEEN = words("causal causal_head use_swa swa_window_size")  # see block_windows.py
+# See block_windows.py; and JetSpec's place of a key that others have at the top level.
+_NESTED = words("causal causal_head use_swa swa_window_size target_hidden_size")
 _SPECULATORS_UNUSED = words("max_anchors")  # of the training
 
 
@@ -78,18 +86,26 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
             f"architectures {shown(names)} is not a supported block drafter, only {DFLASH}, "
             f"{DSPARK} and {FORGE_DSPARK}"
         )
-    dspark = names == [FORGE_DSPARK]
+    if is_of_torchspec(raw):
+        return _with_options_nested(from_torchspec(raw), dspark=False, scaled=False)
+    return _with_options_nested(raw, dspark=names == [FORGE_DSPARK])
+
+
+def _with_options_nested(raw: Mapping[str, Any], dspark: bool, scaled: bool = True) -> BlockLayout:
+    """z-lab's and SpecForge's layouts."""
     nested = raw.get("dflash_config")
     if not isinstance(nested, dict):
         raise ValueError(f"dflash_config must be an object, got {shown(nested)}")
-    known = _PLACE | _SEEN | (_DSPARK | _FORGE_UNUSED if dspark else frozenset())
+    if is_dspark_of_modelopt(nested):
+        nested, dspark = from_modelopt(nested), True
+    known = _PLACE | _NESTED | (_DSPARK | _FORGE_UNUSED if dspark else frozenset())
     projector = (None, "dspark") if dspark else (None, "dflash")
     check_keys(nested, known, {"projector_type": projector}, "dflash_config")
     own = _SHARED | {"is_causal"}
     size = _agreed_size(raw, nested)
     options = {key: raw[key] for key in own & raw.keys()} | nested | {"block_size": size}
     top = _without(raw, own | {"dflash_config"})
-    return BlockLayout(top, options, "target_layer_ids", 1, dspark, scaled=not dspark)
+    return BlockLayout(top, options, "target_layer_ids", 1, dspark, scaled and not dspark)
 
 
 def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
