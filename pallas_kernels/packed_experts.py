@@ -40,6 +40,7 @@ class Format:
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "fp8": Format("e4m3", (128, 128), "float32"),
+        "mxfp8": Format("e4m3", (1, 32), "uint8"),
         "mxfp4": Format("e2m1", (1, 32), "uint8"),
         "nvfp4": Format("e2m1", (1, 16), "uint8", "e5m3", has_factor=True),
         "int4": Format("int4", (1, 32), "bfloat16"),

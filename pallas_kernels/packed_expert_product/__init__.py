@@ -69,14 +69,14 @@ def weights_misfit(weights: PackedExperts) -> str | None:
     depth, width, (outputs, inputs) = weights.depth, weights.width, weights.block
     if depth % LEAST_UNITS or width % LEAST_UNITS:
         return f"{depth} inputs and {width} outputs: multiples of {LEAST_UNITS}"
-    if weights.code == "e4m3":
+    if outputs > 1:
         if outputs % LEAST_UNITS or inputs % LINE:
             return f"blocks of {outputs} outputs and {inputs} inputs: multiples of 64 and 128"
         return None
     least = LEAST_GROUP[weights.scale_code]
     if inputs % least or depth % inputs:
         return f"groups of {inputs} of {depth} inputs: multiples of {least} that divide them"
-    if (weights.code == "e2m1") != (weights.scale.dtype == jnp.uint8):
-        wanted = "bytes (uint8)" if weights.code == "e2m1" else "floats"
+    if (weights.code == "int4") == (weights.scale.dtype == jnp.uint8):
+        wanted = "floats" if weights.code == "int4" else "bytes (uint8)"
         return f"{weights.code} with scales of {weights.scale.dtype}: {wanted}"
     return None

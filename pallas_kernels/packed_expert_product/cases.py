@@ -48,6 +48,9 @@ TEST_CASES = (
     Case(8, 3, 6, 192, 128, biased=True, form="fp8"),
     Case(12, 3, 5, 320, 192, missing=3, form="fp8"),
     Case(40, 4, 6, 256, 128, form="fp8"),
+    Case(3, 2, 8, 128, 64, form="mxfp8"),
+    Case(8, 3, 6, 192, 128, biased=True, form="mxfp8"),
+    Case(40, 4, 6, 320, 192, missing=3, form="mxfp8"),
     Case(3, 2, 8, 256, 64, form="mxfp4"),
     Case(8, 3, 6, 192, 128, biased=True, form="mxfp4"),
     Case(40, 4, 6, 320, 192, biased=True, missing=3, form="mxfp4"),
@@ -62,6 +65,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 # A layer of Qwen3.6-35B-A3B, of gpt-oss-20b, and of Kimi K2 with a twelfth of its experts.
 BENCHMARK_CASES = (
     *(Case(rows, 8, 256, 2048, 512, form="fp8") for rows in ROWS),
+    *(Case(rows, 8, 256, 2048, 512, form="mxfp8") for rows in ROWS),
     *(Case(rows, 8, 256, 2048, 512, form="mxfp4") for rows in ROWS),
     *(Case(rows, 8, 256, 2048, 512, form="nvfp4") for rows in ROWS),
     *(Case(rows, 4, 32, 2880, 2880, biased=True, form="mxfp4") for rows in ROWS),
@@ -117,7 +121,8 @@ def _scales(stored: Format, seed: int, index: int, outputs: tuple[int, ...], dep
         shape = (experts, parts, -(-width // rows), -(-depth // columns))
         return jnp.abs(noise(seed, 10 + index, shape)) * depth**-0.5 / 128
     shape = (experts, parts, depth // columns, width)
-    signed = noise(seed, 10 + index, shape) * depth**-0.5 / 3
+    size = 128 if stored.code == "e4m3" else 3  # about, of numbers
+    signed = noise(seed, 10 + index, shape) * depth**-0.5 / size
     if stored.scale_code == "e5m3":  # of which some are subnormal, and a few 0
         return (signed / TENSOR_SCALE).astype(jnp.float8_e4m3fn)
     floats = jnp.abs(signed)

@@ -4,8 +4,8 @@ As pallas_kernels/expert_product/mosaic_gpu.py: two launches, gate and up with t
 down, and a CTA for every slot and tile of outputs. But weights are stored with the inputs last, and
 are widened in registers, which are the first operand of the tensor cores.
 
-Weights are exact in bfloat16. The scales of e4m3 and int4 multiply the sums of a step, which is a
-block of inputs or a group; those of e2m1 multiply the weights, which is exact (see widening.py).
+Weights are exact in bfloat16. Scales that are floats multiply the sums of a step, which is a block
+of inputs or a group; those that are bytes multiply the weights, which is exact (see widening.py).
 The order of a row's sums depends neither on the other rows nor on the number of lanes.
 """
 
@@ -28,11 +28,12 @@ from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_expert_product.plan import PackedExpertPlan
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning, packed_expert_tuning
 from pallas_kernels.packed_expert_product.widening import (
-    SUMS_OF_E2M1,
+    SUMS_OF_SCALED,
     Part,
+    Scaling,
     float8_weights,
     integer_weights,
-    scaled_e2m1,
+    scaled_weights,
 )
 from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.packed_product.blocks import store_rows, write_plain
@@ -234,7 +235,7 @@ def _multiply_blocks(
     num_rows = -(-plan.width // plan.scaled[0])
 
     def block_scales(index: Array) -> list[Array]:
-        """Those of a block of e4m3: scalars."""
+        """Those of a block of outputs and inputs: scalars."""
         if plan.groups:
             return []
         block = jnp.minimum(index, plan.blocks - 1)
@@ -251,11 +252,11 @@ def _multiply_blocks(
         plgpu.barrier_wait(refs["full"].at[stage])
         for start in range(0, plan.block, plan.step):
             sums = _sums_of_step(plan, refs, stage, start)
-            if plan.code == "int4":
+            if plan.groups and not plan.scales_weights:
                 scales = [
                     _group_scale(plan, refs, stage, part, start) for part in range(plan.parts)
                 ]
-            if plan.code == "e2m1":
+            if plan.scales_weights:
                 totals = [total + part for total, part in zip(totals, sums, strict=True)]
             else:
                 terms = zip(totals, sums, scales, strict=True)
@@ -315,14 +316,12 @@ def _weights(plan: PackedExpertPlan, refs: Any, stage: Array, start: int, part: 
     place = (stage, part, _warpgroup(plan))
     values, interpret = refs["values"].at[place], plan.interpret
     inputs = Part(start, plan.unit, plan.line)
-    match plan.code:
-        case "e4m3":
-            return float8_weights(values, inputs, interpret=interpret)
-        case "int4":
-            return integer_weights(values, inputs, interpret=interpret)
-        case "e2m1":
-            scales, group, code = refs["scale"].at[place], plan.scaled[1], plan.scale_code
-            return scaled_e2m1(values, scales, inputs, group, code, interpret=interpret)
+    if plan.scales_weights:
+        scaling = Scaling(plan.code, plan.scaled[1], plan.scale_code)
+        scales = refs["scale"].at[place]
+        return scaled_weights(values, scales, inputs, scaling, interpret=interpret)
+    widened = float8_weights if plan.code == "e4m3" else integer_weights
+    return widened(values, inputs, interpret=interpret)
 
 
 def _warpgroup(plan: PackedExpertPlan) -> Array:
@@ -346,8 +345,8 @@ def _brought_back(
     plan: PackedExpertPlan, sums: Sequence[Array], factors: Sequence[Any], first: Array
 ) -> Sequence[Array]:
     """Sums [OUTPUTS, lanes] of each part, times what their weights lack."""
-    if plan.code == "e2m1":
-        sums = [total * SUMS_OF_E2M1 for total in sums]
+    if plan.scales_weights:
+        sums = [total * SUMS_OF_SCALED for total in sums]
     for factor in factors:
         loads = [factor.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
         values = [plgpu.load(ref, layout=OUTPUT_LAYOUT, optimized=False) for ref in loads]

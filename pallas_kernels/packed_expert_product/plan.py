@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_kernels.activations import Gating
 from pallas_kernels.four_bits import ScaleCode
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
@@ -78,12 +80,17 @@ class PackedExpertPlan:
     @property
     def groups(self) -> int:
         """Groups of a block that have scales in the ring; 0 where blocks of outputs have them."""
-        return 0 if self.code == "e4m3" else max(1, self.block // self.scaled[1])
+        return 0 if self.scaled[0] > 1 else max(1, self.block // self.scaled[1])
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether scales multiply weights, as bytes do, and not sums."""
+        return self.scale_dtype == jnp.uint8
 
     @property
     def step(self) -> int:
         """Inputs that are summed before the sums are scaled, if they are."""
-        return self.block if self.code == "e2m1" else min(self.block, self.scaled[1])
+        return self.block if self.scales_weights else min(self.block, self.scaled[1])
 
     @property
     def unit(self) -> int:

@@ -5,10 +5,10 @@ to where bfloat16 has them:
 
 - e4m3 and e2m1 have fewer bits of exponent: moved there they are bfloat16 of a much smaller number,
   by a power of two. Also numbers below the least normal one are right. A product brings them back,
-  exactly. Of e2m1 it is the product with the scale of the group, which is exact, too: a scale is a
-  power of two (e8m0), or it has four bits (e5m3), which with the two of a number fit the eight of
-  bfloat16. A part of the power is left to the sums (SUMS_OF_E2M1), for it would not fit a factor in
-  bfloat16.
+  exactly. Where groups have scales that are bytes, it is the product with the scale of the group,
+  which is exact, too: a scale is a power of two (e8m0), or it has four bits (e5m3), which with the
+  two of e2m1 fit the eight of bfloat16. A part of the power is left to the sums (SUMS_OF_SCALED),
+  for it would not fit a factor in bfloat16.
 - int4, which are stored plus 8: with the exponent of 128 they are 128 and as much more.
 """
 
@@ -30,13 +30,14 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.four_bits import ScaleCode, widened_scales
 from pallas_kernels.packed_expert_product.order import WORD
-from pallas_kernels.packed_experts import numbers_of
+from pallas_kernels.packed_experts import Code, numbers_of
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.words import Word
 
-E2M1_SHIFT = 126  # e2m1 as bfloat16 is smaller by 2 to this
+# Numbers as bfloat16 are smaller by 2 to this.
+SHIFTS: Mapping[str, int] = MappingProxyType({"e2m1": 126, "e4m3": 120})
 LEFT_SHIFT = 63  # of it, what is left to the sums
-SUMS_OF_E2M1 = 2.0**LEFT_SHIFT  # times sums of ``scaled_e2m1``
+SUMS_OF_SCALED = 2.0**LEFT_SHIFT  # times sums of ``scaled_weights``
 # Of a byte of a scale: how far it is moved to the bits of bfloat16, and what is added to its
 # exponent: the difference of the biases.
 SCALE_BITS: Mapping[ScaleCode, tuple[int, int]] = MappingProxyType(
@@ -62,6 +63,18 @@ class Part:
     line: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Floats of ``code`` of which ``group`` inputs share a byte of ``scale_code``.
+
+    ``group``: a multiple of 16.
+    """
+
+    code: Code
+    group: int
+    scale_code: ScaleCode
+
+
 def float8_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
     """e4m3 numbers, exactly, in bfloat16 [OUTPUTS, inputs] with Layout.WGMMA.
 
@@ -81,19 +94,20 @@ def integer_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
     return _inlined(emit, part, swizzled(part.line, 8))(ref) - jnp.bfloat16(BIAS)
 
 
-def scaled_e2m1(
-    ref: Any, scales: Any, part: Part, group: int, code: ScaleCode, *, interpret: bool
+def scaled_weights(
+    ref: Any, scales: Any, part: Part, scaling: Scaling, *, interpret: bool
 ) -> Array:
-    """e2m1 numbers times their scales over SUMS_OF_E2M1, exactly, as ``float8_weights``.
+    """Numbers times their scales over SUMS_OF_SCALED, exactly, as ``float8_weights``.
 
-    ``scales``: uint8 [groups of the block, OUTPUTS] of ``code`` in shared memory, for a ``group``
-    of 16 inputs or a multiple; those of 2^-63 to 2^63 are exact.
+    ``scales``: uint8 [groups of the block, OUTPUTS] in shared memory; those of 2^-61 to 2^63 are
+    exact.
     """
     if interpret:
-        numbers = _of_part(numbers_of(ref[...], "e2m1"), part)
-        factors = _of_part(jnp.repeat(widened_scales(scales[...], code).T, group, 1), part)
-        return (numbers * (factors / SUMS_OF_E2M1)).astype(jnp.bfloat16)
-    emit = functools.partial(_emit_e2m1, part=part, size=ref.shape[1], group=group, code=code)
+        numbers = _of_part(numbers_of(ref[...], scaling.code), part)
+        factors = widened_scales(scales[...], scaling.scale_code).T / SUMS_OF_SCALED
+        factors = _of_part(jnp.repeat(factors, scaling.group, 1), part)
+        return (numbers * factors).astype(jnp.bfloat16)
+    emit = functools.partial(_emit_scaled, part=part, size=ref.shape[1], scaling=scaling)
     return _inlined(emit, part, swizzled(part.line, 8), ())(ref, scales)
 
 
@@ -125,17 +139,18 @@ def _emit_integers(_: Any, tiles: Any, *, part: Part, size: int) -> Any:
     return _array(registers, part)
 
 
-def _emit_e2m1(
-    _: Any, tiles: Any, scales: Any, *, part: Part, size: int, group: int, code: ScaleCode
+def _emit_scaled(
+    _: Any, tiles: Any, scales: Any, *, part: Part, size: int, scaling: Scaling
 ) -> Any:
-    registers, by_place = _registers(part, 4), {}
-    for i, half, word in _words(tiles, part, size, 2 * CHUNK):
-        first = part.start + i * 2 * CHUNK
-        places = [((first + PAIRS_APART * j) // group, half) for j in range(4)]
+    pairs, pairs_of = (2, float8_pairs) if scaling.code == "e4m3" else (4, e2m1_pairs)
+    registers, by_place, inputs = _registers(part, pairs), {}, PAIRS_APART * pairs
+    for i, half, word in _words(tiles, part, size, inputs):
+        first = part.start + i * inputs
+        places = [((first + PAIRS_APART * j) // scaling.group, half) for j in range(pairs)]
         for place in places:
             if place not in by_place:
-                by_place[place] = _scale(scales, *place, code)
-        for j, pair in enumerate(e2m1_pairs(word)):
+                by_place[place] = _scale(scales, *place, scaling)
+        for j, pair in enumerate(pairs_of(word)):
             registers[i, j, half] = arith.mulf(_as_pair(pair), by_place[places[j]])
     return _array(registers, part)
 
@@ -161,11 +176,11 @@ def _words(tiles: Any, part: Part, size: int, inputs: int) -> Iterator[tuple[int
             yield i, half, Word(_load(tiles, offset, _i32(), WORD))
 
 
-def _scale(scales: Any, group: int, half: int, code: ScaleCode) -> Any:
+def _scale(scales: Any, group: int, half: int, scaling: Scaling) -> Any:
     """The scale of a thread's row in a group, twice, in bfloat16, times what pairs lack."""
     byte = Word(_load(scales, row_of(Word(mgpu.thread_idx()), half) + group * OUTPUTS, _i8(), 1))
     wide = Word(arith.extui(_i32(), byte.value))
-    return _as_pair(scale_pair(wide, code))
+    return _as_pair(scale_pair(wide, scaling.scale_code, SHIFTS[scaling.code]))
 
 
 def _load(ref: Any, offset: Word, kind: Any, alignment: int) -> Any:
@@ -237,7 +252,7 @@ def e2m1_pairs(word: Any) -> list[Any]:
     ]
 
 
-def scale_pair(byte: Any, code: ScaleCode) -> Any:
-    """Two bfloat16 in 32 bits of a scale, times 2^(E2M1_SHIFT - LEFT_SHIFT)."""
+def scale_pair(byte: Any, code: ScaleCode, shift: int) -> Any:
+    """Two bfloat16 in 32 bits of a scale, times 2^(shift - LEFT_SHIFT)."""
     place, more = SCALE_BITS[code]
-    return byte * (HALF << place) + (more + E2M1_SHIFT - LEFT_SHIFT) * (HALF << 7)
+    return byte * (HALF << place) + (more + shift - LEFT_SHIFT) * (HALF << 7)

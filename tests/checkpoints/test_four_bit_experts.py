@@ -14,6 +14,7 @@ from jaxspec.checkpoints.load import load as load_params
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
+from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
 from jaxspec.parallel import make_mesh
 from tests.helpers import four_bit_checkpoints as four_bits
 from tests.helpers.checkpoints import hf_logits
@@ -80,6 +81,18 @@ def test_experts_are_the_numbers_of_the_file(name: str, folders: Any):
         np.testing.assert_array_equal(in_bfloat16, ours.of(chosen).astype(jnp.bfloat16))
         if ours.bias is not None:
             np.testing.assert_array_equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "nvfp4", "modelopt"])
+def test_experts_are_the_same_in_the_order_of_the_kernel(name: str, folders: Any):
+    chosen = jnp.array([[5, 0], [7, 5]])
+    for linear in experts_of(load(folders(name)[0])):
+        packed = packed_experts(linear)
+        assert isinstance(packed, PackedExpertLinear)
+        assert packed.values.nbytes == linear.pairs.nbytes
+        assert packed.scale.nbytes == linear.scale.nbytes
+        np.testing.assert_array_equal(packed.of(chosen), linear.of(chosen))
 
 
 @pytest.mark.slow

@@ -81,8 +81,8 @@ def test_a_thread_widens_the_numbers_that_tensor_cores_want(code: Code):
     words = stored.view(np.uint32)
     numbers = np.asarray(numbers_of(jnp.asarray(stored), code))
     pairs_of, span, power = {
-        "e4m3": (widening.float8_pairs, 16, 2.0**120),
-        "e2m1": (widening.e2m1_pairs, 32, 2.0**126),
+        "e4m3": (widening.float8_pairs, 16, 2.0 ** widening.SHIFTS["e4m3"]),
+        "e2m1": (widening.e2m1_pairs, 32, 2.0 ** widening.SHIFTS["e2m1"]),
         "int4": (widening.biased_pairs, 32, 1.0),
     }[code]
     bias = widening.BIAS if code == "int4" else 0
@@ -96,13 +96,26 @@ def test_a_thread_widens_the_numbers_that_tensor_cores_want(code: Code):
 
 @pytest.mark.parametrize("code", ["e8m0", "e5m3"])
 def test_scales_are_in_both_halves(code: ScaleCode):
-    power = 2.0 ** (widening.E2M1_SHIFT - widening.LEFT_SHIFT)
+    power = 2.0 ** (126 - widening.LEFT_SHIFT)
     for byte in (64, 120, 127, 190):
         mantissa = 1 + byte % 8 / 8
         scale = 2.0 ** (byte - 127) if code == "e8m0" else 2.0 ** (byte // 8 - 15) * mantissa
         assert widened_scales(jnp.uint8(byte), code) == scale
-        pair = np.array([widening.scale_pair(byte, code)], np.uint32).view(jnp.bfloat16)
+        pair = np.array([widening.scale_pair(byte, code, 126)], np.uint32).view(jnp.bfloat16)
         np.testing.assert_array_equal(pair.astype(np.float64), [scale * power] * 2)
+
+
+def test_weights_of_mxfp8_are_exact_as_the_kernel_has_them():
+    """Every number times every scale of 2^-61 to 2^63."""
+    values = np.arange(256).astype(np.uint8)
+    numbers = values[values & 127 != 127].view(jnp.float8_e4m3fn).astype(np.float64)
+    bytes_of_scales = np.arange(127 - 61, 127 + 64).astype(np.uint32)
+    factors = widening.scale_pair(bytes_of_scales, "e8m0", widening.SHIFTS["e4m3"])
+    factors = factors.view(jnp.bfloat16).astype(np.float64)[::2]
+    products = np.outer(factors, numbers * 2.0**-120)
+    np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
+    wanted = np.outer(2.0 ** (bytes_of_scales - 127.0), numbers)
+    np.testing.assert_array_equal(products * widening.SUMS_OF_SCALED, wanted)
 
 
 def test_weights_of_nvfp4_are_exact_as_the_kernel_has_them():
@@ -119,10 +132,11 @@ def test_weights_of_nvfp4_are_exact_as_the_kernel_has_them():
     found = np.asarray(widened_pairs(jnp.asarray(stored), "e2m1")).reshape(wanted.shape)
     widened = np.asarray(widened_scales(jnp.asarray(made), "e5m3"))
     np.testing.assert_array_equal(found * widened[..., None], wanted)
-    factors = widening.scale_pair(made.astype(np.uint32), "e5m3").view(jnp.bfloat16)[:, ::2]
+    factors = widening.scale_pair(made.astype(np.uint32), "e5m3", widening.SHIFTS["e2m1"])
+    factors = factors.view(jnp.bfloat16)[:, ::2]
     products = found.astype(np.float64) * 2.0**-126 * factors.astype(np.float64)[..., None]
     np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
-    np.testing.assert_array_equal(products * widening.SUMS_OF_E2M1, wanted)
+    np.testing.assert_array_equal(products * widening.SUMS_OF_SCALED, wanted)
 
 
 @pytest.mark.parametrize(("line", "size"), [(32, 160), (64, 64), (128, 128)])
@@ -227,6 +241,7 @@ def test_on_the_device_a_row_is_the_same_whatever_others_choose(form: str, rows:
         ({"hidden": 96}, "96 inputs and 64 outputs: multiples of 64"),
         ({"code": "e4m3", "block": (128, 64)}, "blocks of 128 outputs and 64 inputs"),
         ({"block": (1, 16)}, "groups of 16 of 128 inputs"),
+        ({"code": "e4m3", "scale": "float32"}, "e4m3 with scales of float32: bytes"),
         ({"block": (1, 24), "scale_code": "e5m3"}, "groups of 24 of 128 inputs: multiples of 16"),
         ({"scale": "float8_e4m3fn"}, "e2m1 with scales of float8_e4m3fn"),
         ({"x": "float32"}, "rows of float32"),
@@ -247,22 +262,25 @@ def test_what_the_kernel_cannot_take_is_said(change: dict[str, Any], problem: st
     assert found is not None and problem in found
 
 
-def in_8_bits(shape: tuple[int, ...], axes: tuple[str, ...]) -> Float8Experts:
-    """Random experts [E, in, *out] in blocks of 128."""
+def in_8_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: str) -> Float8Experts:
+    """Random experts [E, in, *out]."""
     experts, size, *lead, width = shape
     values = jnp.asarray(random_bytes((experts, *lead, width, size), "e4m3"))
-    blocks = (experts, *lead, -(-width // 128), -(-size // 128))
-    scale = np.random.default_rng(1).uniform(0.5, 1.5, blocks) * size**-0.5 / 128
+    rows, columns = block = FORMATS[form].block
+    blocks, random = (experts, *lead, -(-width // rows), -(-size // columns)), np.random.default_rng
+    scale = random(1).uniform(0.5, 1.5, blocks).astype(np.float32) * size**-0.5 / 128
+    if form == "mxfp8":
+        scale = random(1).integers(112, 118, blocks, np.uint8)
     return Float8Experts(
         values=jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn),
-        scale=jnp.asarray(scale, jnp.float32),
+        scale=jnp.asarray(scale),
         axes=axes,
-        block=(128, 128),
+        block=block,
         activations=jnp.dtype("bfloat16"),
     )
 
 
-def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: Any) -> FourBitExperts:
+def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: str) -> FourBitExperts:
     """Random experts [E, in, *out], with factors."""
     experts, size, *outputs = shape
     random, code = np.random.default_rng(2), FORMATS[form].code
@@ -294,14 +312,14 @@ def packed_own(form: str) -> tuple[Any, Any]:
     """LocalExperts of 6 experts as a file has them, and as the kernel reads them."""
     own = random_own(6, 128, 64, None)
     gate_up, down = ((6, 128, 2, 64), own.gate_up.axes), ((6, 64, 128), own.down.axes)
-    make = in_8_bits if form == "fp8" else functools.partial(in_4_bits, form=form)
-    stored = own.replace(gate_up=make(*gate_up), down=make(*down))
+    make = in_8_bits if FORMATS[form].code == "e4m3" else in_4_bits
+    stored = own.replace(gate_up=make(*gate_up, form), down=make(*down, form))
     packed = [packed_experts(linear) for linear in (stored.gate_up, stored.down)]
     assert all(isinstance(linear, PackedExpertLinear) for linear in packed)
     return stored, stored.replace(gate_up=packed[0], down=packed[1])
 
 
-@pytest.mark.parametrize("form", [slow("fp8"), slow("mxfp4"), "nvfp4", slow("int4")])
+@pytest.mark.parametrize("form", ["nvfp4", *map(slow, ("fp8", "mxfp8", "mxfp4", "int4"))])
 def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(form: str):
     stored, packed = packed_own(form)
     index = jnp.array([[5, 0], [3, 5]])
@@ -320,7 +338,7 @@ class Interpreted:
         return interpreted(packed_expert_product_mosaic, *arrays, clamp=None)
 
 
-@pytest.mark.parametrize("form", ["fp8", slow("mxfp4"), slow("nvfp4"), slow("int4")])
+@pytest.mark.parametrize("form", ["fp8", *map(slow, ("mxfp8", "mxfp4", "nvfp4", "int4"))])
 def test_a_mixture_by_the_kernel_is_that_of_widened_experts(form: str):
     stored, packed = packed_own(form)
     x, routes = random_rows(5, 128, 6, 3, seed=1)
@@ -362,6 +380,7 @@ def test_experts_of_other_formats_stay_as_they_are():
     small = in_4_bits((2, 32, 64), axes, "int4")
     floats = in_4_bits((2, 64, 64), axes, "mxfp4")
     floats = floats.replace(scale=floats.scale.astype(jnp.bfloat16))
-    by_output = in_8_bits((2, 64, 64), axes).replace(block=(1, 64))
+    by_output = in_8_bits((2, 64, 64), axes, "mxfp8")
+    by_output = by_output.replace(block=(1, 64), scale=jnp.ones((2, 64, 1), jnp.float32))
     for experts in (zero, small, floats, by_output):
         assert packed_experts(experts) is experts

@@ -100,10 +100,9 @@ def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
     scale_code: ScaleCode = "e8m0"
     match experts:
         case Float8Experts(values=values, block=block):
-            scale, factor, code = widened_scales(experts.scale), None, "e4m3"
+            scale, factor, code = experts.scale, None, "e4m3"
             stored = lax.bitcast_convert_type(values, jnp.uint8)
-            if block[0] == 1:  # a scale for each output
-                return experts
+            scale = widened_scales(scale) if block[0] > 1 else jnp.swapaxes(scale, -1, -2)
         case FourBitExperts(pairs=stored, zero=None, factor=factor, code=code):
             scale, block = experts.scale, (1, 2 * stored.shape[-1] // experts.scale.shape[-1])
             if code == "e2m1" and scale.dtype == E4M3:
