@@ -54,8 +54,7 @@ def _shared(experts: Array, num_experts: int) -> Slots:
     flat, pairs = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
     same = flat[:, None] == flat
     slot = jnp.min(jnp.where(same, pairs, experts.size), axis=1)  # the first pair of that expert
-    repeats = same & (pairs < pairs[:, None])
-    expert_of_slot = jnp.max(jnp.where(repeats, num_experts, flat[:, None]), axis=1)
+    expert_of_slot = jnp.where(slot == pairs, flat, num_experts)
     places = slot * LEAST_LANES + pairs // experts.shape[1]
     return Slots(expert_of_slot, None, places.reshape(experts.shape))
 

@@ -124,10 +124,8 @@ def merge_and_store(
 
     @pl.when(count > 0)
     def _merge():
-        # All 128 threads take the same number of entries: with heads of 64 of a multiple of two
-        # rows, and with large heads of four.
         columns = plan.log_sum_columns  # at a time
-        num_rows = -(-share * plan.group * columns // 128) * 128 // columns
+        num_rows = _merged_rows(plan, share * plan.group)
         most = MERGED_ROWS // splits * (width // columns)  # rows at a time
         for column in range(0, plan.head_dim, columns):
             part = _columns(split_out[column // width], column % width, columns)
@@ -155,6 +153,16 @@ def merge_and_store(
         _store_tokens(plan, work, rows, tile, (begin, share), outputs[0])
 
     cluster.wait()  # no CTA may exit before all have read its shared memory
+
+
+def _merged_rows(plan: AttentionPlan, rows: int) -> int:
+    """So many rows or a few more: all 128 threads take the same number of entries. With heads of 64
+    that is a multiple of two rows, and with large heads 4 times a power of two, as jax 0.11 stores
+    1, 2, 4 or 8 entries of a thread to rows that do not follow one another."""
+    step = max(1, 128 // plan.log_sum_columns)
+    if plan.large:
+        return step << (-(-rows // step) - 1).bit_length()
+    return -(-rows // step) * step
 
 
 def _first_row(plan: AttentionPlan, begin: Array, num_rows: int) -> Array:
