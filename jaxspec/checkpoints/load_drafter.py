@@ -29,6 +29,7 @@ from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lo
 from jaxspec.decoding.trees.grow import check_top_k
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.heads.corrections import PairCorrection
 from jaxspec.models.json.values import read_json, shown
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
@@ -118,6 +119,8 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         block_head.check_depth(speculation.max_depth)
         ids = target.vocab_size if block_head.token_ids is None else block_head.token_ids.size
         check_top_k(speculation, ids)
+        if isinstance(block_head.correction, PairCorrection):
+            check_top_k(speculation, block_head.correction.candidates, "candidates")
         return BlockDrafter(head=block_head)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, *weights)

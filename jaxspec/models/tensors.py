@@ -34,6 +34,7 @@ class Piece(NamedTuple):
       depthwise: the tensor itself is stored as [rows, 1, columns].
       scalar: the tensor itself has no dimensions, and the view one entry.
       of_heads: the tensor itself is stored as [1, 1, rows, 1].
+      shaped: the tensor itself has the dimensions of the view; rows are all of its entries.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Piece(NamedTuple):
     depthwise: bool = False
     scalar: bool = False
     of_heads: bool = False
+    shaped: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -58,6 +60,10 @@ class Piece(NamedTuple):
             return ()
         if self.of_heads:
             return slice(0, 1), slice(0, 1), rows, slice(0, 1)
+        if self.shaped:
+            _, *inner = self.view.shape
+            first, last = (end // math.prod(inner) for end in (rows.start, rows.stop))
+            return slice(first, last), *(slice(0, size) for size in inner)
         if self.column is None:
             return (rows,)
         columns = slice(self.column, self.column + self.view.shape[-1])

@@ -204,8 +204,8 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "swa_window_size must be a positive integer, got None",
     ),
     "a later kind": (
-        "dflash", {"architectures": ["DFlash2DraftModel"]}, {},
-        r"architectures \['DFlash2DraftModel'\] is not a supported block drafter",
+        "dflash", {"architectures": ["DFlash9DraftModel"]}, {},
+        r"architectures \['DFlash9DraftModel'\] is not a supported block drafter",
     ),
     "an option of a later kind": (
         "dflash", {"dflash_config": {"target_layer_ids": [0], "selector_rank": 8}}, {},

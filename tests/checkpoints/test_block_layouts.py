@@ -226,7 +226,7 @@ def test_newer_files_have_block_size_among_the_options(
          "block_size is 6 inside dflash_config, and 5 beside it"),
         (of_specforge, {"is_causal": 1}, "is_causal must be true or false, got 1"),
         (of_speculators, {"sliding_window_non_causal": 0}, "_non_causal must be true or false"),
-        (of_speculators, {"speculators_model_type": "dflash2"}, "'dflash2' is not a supported"),
+        (of_speculators, {"speculators_model_type": "dflash9"}, "'dflash9' is not a supported"),
         (of_speculators, {"aux_hidden_state_layer_ids": [1, 2]},
          "aux_hidden_state_layer_ids must be increasing layers from 0 to 1, got"),
         (of_speculators, {"sample_from_anchor": False}, "sample_from_anchor = False is not supp"),

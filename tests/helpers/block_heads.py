@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,19 @@ from jaxspec.models.heads import (
     MarkovConfig,
     block_head_shapes,
 )
-from jaxspec.models.heads.corrections import CorrectionConfig, RecurrentMarkov
+from jaxspec.models.heads.convolutions import (
+    Convolution,
+    ConvolutionConfig,
+    ConvolvedMixer,
+    ConvolvedMlp,
+    context_mixer,
+)
+from jaxspec.models.heads.corrections import (
+    CorrectionConfig,
+    RecurrentMarkov,
+    Selector,
+    SelectorConfig,
+)
 from jaxspec.models.linear import Linear
 from tests.helpers.random_models import (
     CONFIG,
@@ -35,16 +47,27 @@ from tests.helpers.random_models import (
 
 MASK = 95  # a token of the target's
 KINDS = ("dflash", "dspark")
-# Heads with a correction, by name: DSpark's or DFlash's layers.
-CORRECTIONS: Mapping[str, tuple[str, CorrectionConfig | None]] = MappingProxyType(
+
+
+class Extra(NamedTuple):
+    """What a kind of head has beside DFlash's layers."""
+
+    correction: CorrectionConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    predicts_next: bool = False
+
+
+SIZE = CONFIG.hidden_size
+EXTRAS: Mapping[str, Extra] = MappingProxyType(
     {
-        "dflash": ("dflash", None),
-        "dspark": ("dspark", MarkovConfig(CONFIG.hidden_size)),
-        "gated": ("dspark", MarkovConfig(CONFIG.hidden_size, "gated")),
-        "rnn": ("dspark", MarkovConfig(CONFIG.hidden_size, "rnn")),
+        "dflash": Extra(),
+        "dspark": Extra(MarkovConfig(SIZE), predicts_next=True),
+        "gated": Extra(MarkovConfig(SIZE, "gated"), predicts_next=True),
+        "rnn": Extra(MarkovConfig(SIZE, "rnn"), predicts_next=True),
+        "dflash2": Extra(SelectorConfig(rank=7, candidates=9), ConvolutionConfig(taps=3, group=8)),
     }
 )
-CORRECTED = tuple(kind for kind in CORRECTIONS if kind not in KINDS)
+CORRECTED = tuple(kind for kind in EXTRAS if kind not in KINDS)
 # DFlash with windows and causal layers, with causal ones alone, with a reduced vocabulary.
 OTHERS = ("windowed", "causal", "reduced dflash", "reduced dspark")
 WINDOW = 7
@@ -70,11 +93,11 @@ def random_head(
     seed: int = 5,
     confidence: bool = False,
 ) -> BlockHead:
-    """A head of random weights with Qwen3's layers, ``kind`` one of CORRECTIONS or OTHERS."""
+    """A head of random weights with Qwen3's layers, ``kind`` one of EXTRAS or OTHERS."""
     kind = kind.removeprefix("reduced ")  # see guessing_head
-    layout, correction = CORRECTIONS.get(kind, ("dflash", None))
+    extra = EXTRAS.get(kind, Extra())
     if kind == "dspark":
-        correction = MarkovConfig(target.hidden_size)
+        extra = extra._replace(correction=MarkovConfig(target.hidden_size))
     model = draft_layers(target, layers, 40).map_layers(
         lambda layer: dataclasses.replace(
             layer,
@@ -88,8 +111,9 @@ def random_head(
         capture=capture,
         block_size=block_size,
         mask_token=MASK,
-        predicts_next=layout == "dspark",
-        correction=correction,
+        predicts_next=extra.predicts_next,
+        correction=extra.correction,
+        convolution=extra.convolution,
         causal="windows" if kind == "windowed" else "all" if kind == "causal" else "none",
         confidence="output and token" if confidence else None,
     )
@@ -104,7 +128,7 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
     """
     head = random_head(target.config, kind, layers=1)
     [layer] = head.layers
-    mixer: Any = layer.mixer
+    mixer: Any = context_mixer(layer)
     hidden, groups, per_group, head_dim = mixer.qkv.weight.shape
     slow, copies = head_dim // 2 - 1, np.eye(hidden).reshape(groups, 1, head_dim, hidden)
     weight = 0.3 * np.asarray(mixer.qkv.weight)  # what is left of keys makes the context matter
@@ -117,9 +141,16 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
         o=mixer.o.replace(weight=as_dtype(o, np.float32)),
         q_norm=jnp.asarray(np.full(mixer.q_norm.shape, 4, np.float32)),
     )
-    mlp: Any = layer.mlp
-    layer = layer.replace(mixer=mixer, mlp=mlp.replace(down=scaled(mlp.down, 0.1)))
-    head = head.replace(layers=(layer,))
+    mlp: Any = layer.mlp.mlp if isinstance(layer.mlp, ConvolvedMlp) else layer.mlp
+    mlp = mlp.replace(down=scaled(mlp.down, 0.1))
+    if isinstance(layer.mixer, ConvolvedMixer) and isinstance(layer.mlp, ConvolvedMlp):
+        mixer = layer.mixer.replace(mixer=mixer, convolution=_slight(layer.mixer.convolution))
+        mlp = layer.mlp.replace(mlp=mlp, convolution=_slight(layer.mlp.convolution))
+    head = head.replace(layers=(layer.replace(mixer=mixer, mlp=mlp),))
+    if isinstance(head.correction, Selector):  # its scores are as large as small differences
+        tables = {"before": head.correction.before, "after": head.correction.after}
+        tables = {name: times(4, table) for name, table in tables.items()}
+        head = head.replace(correction=head.correction.replace(**tables))
     if head.markov is not None:
         assert target.lm_head is not None
         embed = np.asarray(target.embed)[: target.config.vocab_size]
@@ -145,6 +176,13 @@ def with_draft_vocabulary(head: BlockHead, target: Decoder, ids: np.ndarray) -> 
         markov = head.markov.replace(after=jnp.asarray(np.asarray(head.markov.after)[ids]))
         head = head.replace(correction=markov)
     return head.replace(lm_head=lm_head, token_ids=jnp.asarray(ids, jnp.int32))
+
+
+def _slight(convolution: Convolution) -> Convolution:
+    """Tokens are mostly as they were."""
+    base = 0.1 * np.asarray(convolution.base)
+    base[:, 0] += 1
+    return convolution.replace(base=jnp.asarray(base), said=scaled(convolution.said, 0.05))
 
 
 def with_confidence(head: BlockHead, seed: int = 7) -> BlockHead:

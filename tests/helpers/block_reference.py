@@ -43,6 +43,8 @@ def block_outputs(
             if name.startswith(f"layers.{index}.")
         }
         read = norm(x, own["input_layernorm.weight"], eps)
+        taps = _taps(own, "attention_conv.", read)
+        read = _convolved(read, taps, 0)
         keys, values = _keys_and_values(own, config, np.concatenate([context, read]))
         mixed = []
         for position in range(size, size + len(tokens)):
@@ -50,12 +52,37 @@ def block_outputs(
             mixed.append(
                 _attended(own, config, read[position - size], position, keys[seen], values[seen])
             )
-        x = x + np.stack(mixed) @ own["self_attn.o_proj.weight"].T
+        x = x + _convolved(np.stack(mixed) @ own["self_attn.o_proj.weight"].T, taps, 1)
         read = norm(x, own["post_attention_layernorm.weight"], eps)
+        taps = _taps(own, "mlp_conv.", read)
+        read = _convolved(read, taps, 0)
         gate, up = (read @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
+        units = gate / (1 + np.exp(-gate)) * up
+        x = x + _convolved(units @ own["mlp.down_proj.weight"].T, taps, 1)
     out = norm(x, weights["norm.weight"], eps)
     return out if next_token else out[1:]
+
+
+def _taps(own: Tensors, prefix: str, read: np.ndarray) -> np.ndarray | None:
+    """DFlash 2: what a block's tokens [T, H] weigh themselves and those before them with, [T, 2,
+    taps, H]; None: there are no convolutions."""
+    base = own.get(f"{prefix}base_kernel")
+    if base is None:
+        return None
+    said = read @ own[f"{prefix}kernel_projection.weight"].T
+    said = said.reshape(len(read), *base.shape[:2], -1)
+    return base + np.repeat(said, base.shape[2] // said.shape[3], axis=3)
+
+
+def _convolved(x: np.ndarray, taps: np.ndarray | None, side: int) -> np.ndarray:
+    """What goes into an attention or an MLP (side 0), or comes out of it, mixed: [T, H]."""
+    if taps is None:
+        return x
+    out = np.zeros_like(x)
+    for token in range(len(x)):
+        for back in range(min(taps.shape[2], token + 1)):
+            out[token] += taps[token, side, back] * x[token - back]
+    return out
 
 
 def sees(config: Mapping[str, Any], layer: int, position: int, size: int) -> np.ndarray:

@@ -48,4 +48,30 @@ def markov_path(
     return np.stack(found)
 
 
+def selector_scores(
+    tensors: Tensors,
+    outputs: np.ndarray,  # [T, H]
+    logits: np.ndarray,  # [T, V]
+    root: int,
+    count: int,
+) -> list[dict[tuple[int, int], float]]:
+    """DFlash 2's selector: for each depth the score of each candidate behind each token that may be
+    before it, by (token before, candidate)."""
+    own = of_part(tensors, "candidate_selector.")
+    found, before = [], [root]
+    for hidden, base in zip(outputs, logits, strict=True):
+        vector = own["hidden_projection.weight"] @ hidden
+        candidates = np.argsort(-base)[:count].tolist()
+        found.append(
+            {
+                (token, one): base[one]
+                + (own["predecessor_codebook"][token] * vector) @ own["successor_codebook"][one]
+                for token in before
+                for one in candidates
+            }
+        )
+        before = candidates
+    return found
+
+
 PathLogits = Callable[[Tensors, np.ndarray, np.ndarray, Sequence[int]], np.ndarray]

@@ -3,7 +3,7 @@
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from tests.helpers.block_heads import KINDS, block_params, block_target
+from tests.helpers.block_heads import EXTRAS, block_params, block_target
 from tests.helpers.random_models import make_params
 
 TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)
@@ -26,6 +26,10 @@ SPECULATIONS = {
     "dspark": SpeculationConfig.chain(3),
     "dspark tree": DEEP_TREE,
     "dspark rejection": SpeculationConfig.chain(3, "rejection"),
+    "rnn tree": DEEP_TREE,
+    "dflash2": SpeculationConfig.chain(3),
+    "dflash2 tree": DEEP_TREE,
+    "dflash2 rejection": SpeculationConfig.chain(3, "rejection"),
     "mixed": SpeculationConfig.chain(2),
     "mixed rejection": SpeculationConfig.chain(2, "rejection"),
     "ngram+dflash": SpeculationConfig.chain(3),
@@ -36,7 +40,7 @@ SPECULATIONS = {
 
 
 def is_of_blocks(name: str) -> bool:
-    return any(kind in name for kind in KINDS)
+    return any(kind in name for kind in EXTRAS)
 
 
 def params_of(name: str, target: Decoder) -> EngineParams:

@@ -96,6 +96,8 @@ def captured(tokens: np.ndarray, capture: tuple[int, ...]) -> np.ndarray:
     [
         ("dflash", 7, 5),
         slow("dspark", 7, 5),
+        slow("dflash2", 7, 5),
+        slow("dflash2", 16, 32),
         slow("dflash", 1, 32),
         slow("dspark", 16, 3),
         slow("dflash", 64, 1),

@@ -15,7 +15,7 @@ from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.recurrent import RecurrentConfig
 from jaxspec.models.from_config.block_head import block_config
-from jaxspec.models.from_config.block_layouts import says_block
+from jaxspec.models.from_config.block_layouts import block_layout, says_block
 from jaxspec.models.from_config.eagle_head import eagle_head_config
 from jaxspec.models.from_config.model import parse_model_config
 
@@ -90,6 +90,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "quoted/RedHatAI--gpt-oss-20b-speculator.eagle3": ("eagle3", 1, 64, 8, 64, 10_000, 64000),
     "quoted/deepseek-ai--dspark_qwen3_8b_block7": ("dspark", 5, 32, 8, 128, 10_000, 7),
     "quoted/nebius--EAGLE3-gpt-oss-20b": ("eagle3", 1, 64, 8, 64, 150_000, 64000),
+    "quoted/z-lab--Qwen3.8-27B-DFlash2": ("dflash2", 5, 32, 8, 128, 10_000_000, 8),
     "quoted/ornith-ai--Ornith-1.5-35B-A3B-DFlash": ("dflash", 6, 32, 8, 128, 10_000_000, 16),
     "specforge/deepseek-v2-lite-eagle3": ("eagle3", 1, 16, 16, 128, 10_000, 32000),
     "specforge/deepseek-v3-671b-eagle3": ("eagle3", 1, 56, 8, 128, 10_000, 32000),
@@ -132,6 +133,7 @@ SEEN: dict[str, tuple[list[int | None], str]] = {
     "quoted/RedHatAI--Kimi-K3-speculator.dspark": ([2048] * 5, "windows"),
     "quoted/RedHatAI--Qwen3.6-35B-A3B-speculator.dspark": ([2048] * 5, "windows"),
     "quoted/ornith-ai--Ornith-1.5-35B-A3B-DFlash": ([4096] * 5 + [None], "windows"),
+    "quoted/z-lab--Qwen3.8-27B-DFlash2": ([2048] * 5, "none"),
     "specforge/qwen3.6-27b-dflash": ([2048] * 4 + [None], "windows"),
 }
 REDUCED = {"quoted/RedHatAI--Qwen3.6-35B-A3B-speculator.dspark": 32000}  # draft vocabularies
@@ -191,7 +193,8 @@ def read_head(name: str) -> tuple[Any, ...]:
         none: list[int | None] = [None] * len(windows)
         assert block.draft_vocab_size == REDUCED.get(name)
         assert (windows, block.causal) == SEEN.get(name, (none, "none"))
-        kind = "dspark" if block.predicts_next else "dflash"
+        kind = block_layout(raw).kind
+        assert block.predicts_next == (kind == "dspark")
         model, last = block.model, block.block_size
     else:
         head = eagle_head_config(raw, target_of(raw))

@@ -24,13 +24,13 @@ from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow, of_parents
-from jaxspec.decoding.trees.lattice import lattice_tree
+from jaxspec.decoding.trees.lattice import lattice_tree, pair_tree
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.block_context import BlockAttend, Causality, Context
-from jaxspec.models.heads.corrections import Block
+from jaxspec.models.heads.corrections import Block, PairCorrection
 from jaxspec.models.linear import ReadsRounded
 from jaxspec.parallel.pytree import Pytree, array, pytree
 
@@ -163,6 +163,9 @@ class BlockDrafter(Drafter, Pytree):
         correction = self.head.correction
         if correction is None:
             return lattice_tree(proposer, roots, block.logits)
+        if isinstance(correction, PairCorrection):
+            scores = correction.scores(target, block, roots, proposer.options.kernels)
+            return pair_tree(proposer, roots, scores)
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
             carry = of_parents(beams, carry)

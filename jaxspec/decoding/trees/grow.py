@@ -7,7 +7,7 @@ children of all levels form the tree. With ``top_k`` 1 the tree is a chain.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.decoding.sampling.noise import Stream
 from jaxspec.decoding.trees.tree import DraftTree, make_chain, make_tree
-from jaxspec.parallel import Layout, collectives
+from jaxspec.parallel import WHOLE, Layout, collectives
 from pallas_kernels.top_k.reference import local_top_k
 
 
@@ -68,7 +68,8 @@ class Proposer(NamedTuple):
       options: the shape of the tree and how its tokens are chosen.
       context_lens: [B]; a node of depth d is the token at position context_lens + d.
       layout: how the last dimension of the draft logits is split.
-      token_ids: [W] target id of each draft id, or None if they are equal.
+      token_ids: target id of each draft id: [W], or [B, k, W] where rows of logits differ in them;
+        None if they are equal.
       target_vocab, target_layout: size of the last dimension of the target logits on this device,
         and how it is split, for the distributions that rejection sampling needs.
     """
@@ -85,31 +86,46 @@ class Proposer(NamedTuple):
     def speculation(self) -> SpeculationConfig:
         return self.options.speculation
 
-    @jax.named_scope("sample")
+    def among(self, tokens: Array) -> "Proposer":
+        """The same for logits [B, k, W] of a few of the target's tokens, int32 [B, k, W], which are
+        whole on every device."""
+        return self._replace(token_ids=tokens, layout=WHOLE)
+
     def children(self, logits: Array, depth: int | Array) -> Children:
         """The ``top_k`` children of each beam, at ``depth``, from logits [B, k, W / shards].
 
         ``depth`` is an integer, or one for each of k rows of logits: int32 [k].
         """
+        index, log_probs = self.best(logits, depth)
+        return Children(self.target_ids(index), log_probs)
+
+    @jax.named_scope("sample")
+    def best(self, logits: Array, depth: int | Array) -> tuple[Array, Array]:
+        """The draft ids of ``children``, int32 [B, k, c], and their log-probabilities."""
         ranked = self._ranked(self._processed(logits), depth)
         values, index = collectives.top_log_probs(
             ranked, self.speculation.top_k, self.layout, self.options.kernels
         )
         # NaN would break the order of scores, by which parents come before their children.
-        return Children(self._target_ids(index), jnp.where(jnp.isnan(values), -jnp.inf, values))
+        return index, jnp.where(jnp.isnan(values), -jnp.inf, values)
 
-    @jax.named_scope("sample")
     def next_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array | None]:
         """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].
 
         The second result is the distribution [B, 1, V / shards] that it was drawn from, or None if
         it was not drawn. Of k depths [k] and logits [B, k, W / shards] there are k tokens.
         """
+        index, probs = self.chosen(logits, depth)
+        return self.target_ids(index), None if probs is None else self.over_target_vocab(probs)
+
+    @jax.named_scope("sample")
+    def chosen(self, logits: Array, depth: int | Array) -> tuple[Array, Array | None]:
+        """The draft ids of ``next_token``, int32 [B, k], and what they were drawn from, [B, k,
+        W / shards] or None."""
         logits, probs = self._processed(logits), None
         if self.speculation.resolved_proposal == "sampled":
-            probs = self._over_target_vocab(probabilities(logits, self.sampling, self.layout))
-        index = collectives.argmax(self._ranked(logits, depth), self.layout)
-        return self._target_ids(index), probs
+            probs = probabilities(logits, self.sampling, self.layout)
+        return collectives.argmax(self._ranked(logits, depth), self.layout), probs
 
     @jax.named_scope("sample")
     def likely_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array]:
@@ -118,7 +134,7 @@ class Proposer(NamedTuple):
         index = collectives.argmax(self._ranked(logits, depth), self.layout)
         logit = collectives.take(logits, index, self.layout)
         log_sum = collectives.log_sum_exp(logits, self.layout)
-        return self._target_ids(index), jnp.exp(logit - log_sum)
+        return self.target_ids(index), jnp.exp(logit - log_sum)
 
     def _processed(self, logits: Array) -> Array:
         if self.speculation.resolved_proposal == "top_k":
@@ -141,14 +157,23 @@ class Proposer(NamedTuple):
         ids = self._local_token_ids(logits.shape[-1])
         return perturb(logits, self.sampling, positions, ids, stream, greedy=self.options.greedy)
 
-    def _target_ids(self, index: Array) -> Array:
-        return index if self.token_ids is None else self.token_ids[index]
+    def target_ids(self, index: Array) -> Array:
+        """The target's ids of draft ids [B, k] or [B, k, c]."""
+        if self.token_ids is None:
+            return index
+        if self.token_ids.ndim == 1:
+            return self.token_ids[index]
+        flat = index.reshape(*index.shape[:2], -1)
+        return jnp.take_along_axis(self.token_ids, flat, axis=2).reshape(index.shape)
 
     def _local_token_ids(self, size: int) -> Array:
         ids = vocab_ids(size, self.layout)
-        return ids if self.token_ids is None else self.token_ids[ids]
+        if self.token_ids is None:
+            return ids
+        return self.token_ids[ids] if self.token_ids.ndim == 1 else self.token_ids
 
-    def _over_target_vocab(self, probs: Array) -> Array:
+    @jax.named_scope("sample")
+    def over_target_vocab(self, probs: Array) -> Array:
         """Expand a draft distribution to the target's vocabulary: [B, k, W / shards] ->
         [B, k, V / shards]."""
         if self.layout.vocab:
@@ -158,15 +183,22 @@ class Proposer(NamedTuple):
         # A negative index would wrap around. It is replaced by one past the end, which is dropped.
         local = jnp.where(ids >= offset, ids - offset, self.target_vocab)
         empty = jnp.zeros((*probs.shape[:2], self.target_vocab), probs.dtype)
-        return empty.at[:, :, local].set(probs, mode="drop")
+        if ids.ndim == 1:
+            return empty.at[:, :, local].set(probs, mode="drop")
+        rows, beams = jnp.ogrid[: probs.shape[0], : probs.shape[1]]
+        return empty.at[rows[..., None], beams[..., None], local].set(probs, mode="drop")
 
 
-def check_top_k(shape: TreeShape, vocab_size: int) -> None:
-    """Raise ValueError if a node of a tree should get more children than there are draft tokens."""
-    if shape.top_k > vocab_size:
+def check_top_k(
+    shape: TreeShape, count: int, kind: Literal["tokens", "candidates"] = "tokens"
+) -> None:
+    """Raise ValueError if a node of a tree should get more children than there are draft tokens,
+    or candidates for each."""
+    if shape.top_k > count:
+        among = "the draft vocabulary of" if kind == "tokens" else "this drafter's choice among"
         raise ValueError(
-            f"a draft tree of top_k {shape.top_k} is wider than the draft vocabulary of "
-            f"{vocab_size} tokens: choose a smaller top_k"
+            f"a draft tree of top_k {shape.top_k} is wider than {among} {count} {kind}: choose a "
+            "smaller top_k"
         )
 
 

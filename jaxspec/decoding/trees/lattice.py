@@ -2,11 +2,13 @@
 
 The logits of a depth do not depend on the tokens before, so a block is a lattice: every path takes
 one token of each depth, and its log-probability is the sum of theirs. The likeliest paths make the
-tree. Where a correction makes them depend, ``grow.grow`` grows it level by level, and
+tree. So they do where logits depend on the token before, among a few candidates of each depth
+(``pair_tree``). Where a correction makes them depend, ``grow.grow`` grows it level by level, and
 its ``top_k`` beams may miss some of the likeliest paths.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,13 @@ from jax import Array
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.trees.grow import (
     Candidates,
-    Children,
     Proposer,
     check_top_k,
     drawn_chain,
     rerank,
 )
 from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.models.heads.corrections import PairScores
 from pallas_kernels.top_k.reference import local_top_k
 
 
@@ -41,27 +43,83 @@ def lattice_tree(proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
     shards = math.prod(map(jax.lax.axis_size, proposer.layout.vocab))
     check_top_k(spec, logits.shape[-1] * shards)
     if not spec.is_chain:
-        return rerank(roots, best_paths(proposer.children(logits, depths), spec), spec)
+        tokens, log_probs = (x[:, :, None] for x in proposer.children(logits, depths))
+        levels = Levels(tokens, log_probs, jnp.zeros_like(tokens))  # the same behind all tokens
+        return rerank(roots, best_paths(levels, spec), spec)
     tokens, probs = proposer.next_token(logits, depths)
     return drawn_chain(jnp.concatenate([roots[:, None], tokens], axis=1), [probs])
 
 
-def best_paths(children: Children, shape: TreeShape) -> list[Candidates]:
+def pair_tree(proposer: Proposer, roots: Array, scores: PairScores) -> DraftTree:
+    """``lattice_tree`` where the logits of a depth depend on the token before, and a few tokens of
+    each depth are candidates. The tree's paths are the likeliest, too.
+
+    Raises ValueError for a ``top_k`` above the number of candidates.
+    """
+    spec, (batch, depths, size) = proposer.speculation, scores.tokens.shape
+    check_top_k(spec, size, "candidates")
+    first = jnp.broadcast_to(scores.first[:, None, None], (batch, 1, size, size))
+    logits = jnp.concatenate([first, scores.pairs], axis=1).reshape(batch, -1, size)
+    among = proposer.among(jnp.repeat(scores.tokens, size, axis=1))  # of each candidate before
+    depth = jnp.repeat(1 + jnp.arange(depths), size)
+    if not spec.is_chain:
+        places, log_probs = among.best(logits, depth)  # [B, depths * K, k]
+        found = among.target_ids(places), log_probs, places
+        levels = (x.reshape(batch, depths, size, -1) for x in found)
+        return rerank(roots, best_paths(Levels(*levels), spec), spec)
+    places, probs = among.chosen(logits, depth)
+    path = _walked(places.reshape(batch, depths, size))
+    tokens = jnp.take_along_axis(scores.tokens, path[..., None], axis=2)[..., 0]
+    if probs is not None:
+        before = jnp.pad(path[:, :-1], ((0, 0), (1, 0))) + size * jnp.arange(depths)
+        probs = jnp.take_along_axis(probs, before[..., None], axis=1)
+        probs = proposer.among(scores.tokens).over_target_vocab(probs)
+    return drawn_chain(jnp.concatenate([roots[:, None], tokens], axis=1), [probs])
+
+
+def _walked(places: Array) -> Array:
+    """The places along a chain, int32 [B, T], from the place of the token after each place, int32
+    [B, T, K]. The first is the same for all."""
+    path = [places[:, 0, 0]]
+    for depth in range(1, places.shape[1]):
+        path.append(jnp.take_along_axis(places[:, depth], path[-1][:, None], axis=1)[:, 0])
+    return jnp.stack(path, axis=1)
+
+
+class Levels(NamedTuple):
+    """The k best tokens of each depth behind each of P tokens of the depth before, the best first.
+
+    Attributes:
+      tokens: int32 [B, T, P, k]
+      log_probs: float32 [B, T, P, k]
+      places: int32 [B, T, P, k], which of the P rows of the next depth are behind a token.
+    """
+
+    tokens: Array
+    log_probs: Array
+    places: Array
+
+
+def best_paths(levels: Levels, shape: TreeShape) -> list[Candidates]:
     """The likeliest paths of each depth, as many as the tree may have nodes.
 
-    ``children`` [B, max_depth, k] are the best tokens of each depth, the best first. The path that
-    a node ends scores no more than the path to its parent, so no other path can be in the tree.
+    The path that a node ends scores no more than the path to its parent, so no other path can be in
+    the tree. The rows of the first depth are equal.
     """
-    most = shape.num_nodes - 1
-    tokens, scores = (x[:, 0, :most] for x in children)
+    most, row = shape.num_nodes - 1, jnp.arange(len(levels.tokens))[:, None]
+    tokens, scores, places = (x[:, 0, 0, :most] for x in levels)
     candidates = [Candidates(tokens, scores, jnp.zeros_like(tokens))]  # their parent is the root
     first = 1  # candidate number of the level's first
-    for depth in range(1, children.tokens.shape[1]):
-        level_tokens, level_scores = (x[:, depth] for x in children)  # [B, k]
-        totals = (scores[:, :, None] + level_scores[:, None, :]).reshape(len(scores), -1)
-        parents = first + jnp.arange(totals.shape[1]) // level_scores.shape[1]
+    for depth in range(1, levels.tokens.shape[1]):
+        behind = [x[row, depth, places] for x in levels]  # [B, m, k]
+        totals = _flatten(scores[:, :, None] + behind[1])
+        parents = first + jnp.arange(totals.shape[1]) // behind[1].shape[2]
         first += scores.shape[1]
         scores, picked = local_top_k(totals, min(most, totals.shape[1]))
-        tokens = jnp.take_along_axis(level_tokens, picked % level_scores.shape[1], axis=1)
+        tokens, _, places = (jnp.take_along_axis(_flatten(x), picked, axis=1) for x in behind)
         candidates.append(Candidates(tokens, scores, parents[picked]))
     return candidates
+
+
+def _flatten(x: Array) -> Array:
+    return x.reshape(len(x), -1)

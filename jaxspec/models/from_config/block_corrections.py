@@ -1,21 +1,97 @@
-"""The keys of a block head's ``config.json`` that say how its logits are corrected, and its
-confidence head: read and written in DeepSpec's words."""
+"""The keys of a block head's ``config.json`` that say what it has beside DFlash's layers: how its
+logits are corrected, convolutions, a confidence head."""
 
+import dataclasses
+import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import BlockHead, MarkovConfig
-from jaxspec.models.heads.corrections import MARKOV_KINDS, CorrectionConfig
+from jaxspec.models.heads.convolutions import ConvolutionConfig
+from jaxspec.models.heads.corrections import (
+    MARKOV_KINDS,
+    CorrectionConfig,
+    Selector,
+    SelectorConfig,
+)
 from jaxspec.models.json.keys import words
-from jaxspec.models.json.values import check_flag, is_integer, shown
+from jaxspec.models.json.values import (
+    Problems,
+    check_flag,
+    is_integer,
+    is_positive_integer,
+    is_positive_number,
+    shown,
+)
 
+Kind = Literal["dflash", "dspark", "dflash2"]
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
-DSPARK_KEYS = words("markov_rank markov_head_type") | {*CONFIDENCE}
+DSPARK_KEYS = words("markov_rank markov_head_type num_anchors") | {*CONFIDENCE}
+CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+SELECTOR = ("selector_rank", "selector_top_k")
+LOGITS = ("output_multiplier", "final_logit_softcapping")
 
 
-def correction_config(options: Mapping[str, Any]) -> CorrectionConfig | None:
-    """The correction that a head has; None: none. Raises ValueError for one that is not
+@dataclasses.dataclass(frozen=True)
+class HeadKind:
+    """What the heads of a kind have beside DFlash's.
+
+    Attributes:
+      name: what ``projector_type`` and ``speculators_model_type`` call it.
+      keys: its options.
+      defaults: of options that the speculators library leaves out.
+      both_ways: sliding layers are not causal inside of a block, unless a file says so.
+      predicts_next: see BlockConfig, of files that do not say it.
+    """
+
+    name: Kind
+    keys: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    both_ways: bool = False
+    predicts_next: bool = False
+
+
+_DSPARK_DEFAULTS = {"markov_rank": 256, "markov_head_type": "vanilla"}
+_DFLASH2_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    dict(zip((*CONVOLUTION, *SELECTOR), (2, 16, 256, 16), strict=True))
+)
+HEAD_KINDS: Mapping[str, HeadKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            HeadKind("dflash"),
+            HeadKind(
+                "dspark",
+                DSPARK_KEYS,
+                _DSPARK_DEFAULTS | dict.fromkeys(CONFIDENCE, True),
+                predicts_next=True,
+            ),
+            HeadKind(
+                "dflash2",
+                frozenset((*CONVOLUTION, *SELECTOR, *LOGITS)),
+                _DFLASH2_DEFAULTS,
+                both_ways=True,
+            ),
+        )
+    }
+)
+
+
+def correction_config(kind: Kind, options: Mapping[str, Any]) -> CorrectionConfig | None:
+    """The correction that a head of a kind has; None: none. Raises ValueError for one that is not
     supported."""
+    match kind:
+        case "dflash":
+            return None
+        case "dspark":
+            return _markov(options)
+        case "dflash2":
+            return SelectorConfig(*positive_integers(options, SELECTOR))
+
+
+def _markov(options: Mapping[str, Any]) -> MarkovConfig | None:
     rank, kind = options.get("markov_rank", 0), options.get("markov_head_type")
     if not is_integer(rank) or rank < 0:
         raise ValueError(f"markov_rank must be an integer from 0, got {shown(rank)}")
@@ -28,6 +104,42 @@ def correction_config(options: Mapping[str, Any]) -> CorrectionConfig | None:
     raise ValueError(f"markov_head_type {shown(kind)} is not supported, only {kinds}")
 
 
+def convolution_config(options: Mapping[str, Any], hidden: int) -> ConvolutionConfig | None:
+    """Convolutions around the layers' mixers and MLPs; None: there are none. Raises ValueError for
+    sizes that do not fit."""
+    if all(options.get(name) in (None, 0) for name in CONVOLUTION):
+        return None
+    taps, group = positive_integers(options, CONVOLUTION)
+    if hidden % group:
+        raise ValueError(f"conv_group_size {group} does not divide the hidden_size of {hidden}")
+    return ConvolutionConfig(taps, group)
+
+
+def logit_options(options: Mapping[str, Any], target: ModelConfig) -> tuple[float, float | None]:
+    """What a head multiplies the LM head's logits by, and their soft cap. Those of the target are
+    in its logits already: a head that names the same has none of its own.
+
+    Raises ValueError for values that are none, and for other ones than the target's.
+    """
+    problems = Problems()
+    for name in LOGITS:
+        value = options.get(name)
+        if value is not None and not is_positive_number(value):
+            problems.add(f"{name} must be a positive number, got {shown(value)}")
+    problems.raise_all()
+    scale, cap = options.get("output_multiplier") or 1.0, options.get("final_logit_softcapping")
+    if target.logit_divisor == 1 and target.logit_softcap is None:
+        return scale, cap
+    is_targets = math.isclose(scale * target.logit_divisor, 1) and cap == target.logit_softcap
+    if not is_targets and any(options.get(name) is not None for name in LOGITS):
+        raise ValueError(
+            f"the block drafter does not fit the target: its output_multiplier {shown(scale)} and "
+            f"final_logit_softcapping {shown(cap)} are not the target's "
+            f"{shown(1 / target.logit_divisor)} and {shown(target.logit_softcap)}"
+        )
+    return 1.0, None
+
+
 def confidence_config(
     options: Mapping[str, Any],
 ) -> Literal["output", "output and token"] | None:
@@ -38,14 +150,36 @@ def confidence_config(
     return "output and token" if with_markov else "output"
 
 
+def positive_integers(options: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:
+    """The values of options. Raises ValueError for those that are no positive integers."""
+    problems, values = Problems(), [options.get(name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if not is_positive_integer(value):
+            problems.add(f"{name} must be a positive integer, got {shown(value)}")
+    problems.raise_all()
+    return [int(value) for value in values if value is not None]
+
+
 def dspark_options(head: BlockHead) -> dict[str, Any]:
     """The keys of a DSpark head, as DeepSpec writes them."""
     markov, confidence = head.markov, head.confidence
-    options: dict[str, Any] = {"markov_rank": 0}
+    options: dict[str, Any] = {"num_anchors": 0, "markov_rank": 0}
     if markov is not None:
-        options = {"markov_rank": markov.config.rank, "markov_head_type": markov.config.kind}
+        options |= {"markov_rank": markov.config.rank, "markov_head_type": markov.config.kind}
     options["enable_confidence_head"] = confidence is not None
     if confidence is not None:
         reads_token = confidence.weight.shape[1] > head.config.hidden_size
         options["confidence_head_with_markov"] = reads_token
     return options
+
+
+def dflash2_options(head: BlockHead) -> dict[str, Any]:
+    """The keys of a DFlash 2 head, as z-lab writes them in ``dflash_config``."""
+    selector, convolution, options = head.correction, head.convolution, {}
+    assert isinstance(selector, Selector)
+    options |= {"selector_rank": selector.config.rank, "selector_top_k": selector.candidates}
+    if convolution is not None:
+        options |= {"conv_kernel_size": convolution.taps, "conv_group_size": convolution.group}
+    values = head.logit_scale, head.logit_softcap
+    given = zip(LOGITS, values, (1.0, None), strict=True)
+    return options | {name: value for name, value, usual in given if value != usual}

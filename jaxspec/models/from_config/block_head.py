@@ -12,14 +12,24 @@ import jax.numpy as jnp
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.block_corrections import (
     confidence_config,
+    convolution_config,
     correction_config,
+    dflash2_options,
     dspark_options,
+    logit_options,
 )
-from jaxspec.models.from_config.block_layouts import DFLASH, DSPARK, BlockLayout, block_layout
+from jaxspec.models.from_config.block_layouts import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    BlockLayout,
+    block_layout,
+)
 from jaxspec.models.from_config.block_windows import said_causal, with_windows
 from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
 from jaxspec.models.from_config.model import parse_model_config, to_hf_config
-from jaxspec.models.heads import BlockConfig, BlockHead, default_capture
+from jaxspec.models.heads import BlockConfig, BlockHead, MarkovConfig, default_capture
+from jaxspec.models.heads.corrections import Selector
 from jaxspec.models.json.values import (
     Problems,
     is_integer,
@@ -42,7 +52,11 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         model, causal = with_windows(_layers(layout.layers), layout.layers, options)
         _check_fit(model, layout, target)
     with problems.caught():
-        correction = correction_config(options)
+        correction = correction_config(layout.kind, options)
+    with problems.caught():
+        convolution = convolution_config(options, target.hidden_size)
+    with problems.caught():
+        logit_scale, logit_softcap = logit_options(options, target)
     with problems.caught():
         confidence = confidence_config(options)
     with problems.caught():
@@ -52,7 +66,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     with problems.caught():
         width = _draft_vocab_size(options, target)
     problems.raise_all()
-    if not next_ and (correction or confidence):
+    if not next_ and (isinstance(correction, MarkovConfig) or confidence):
         raise ValueError(
             "sample_from_anchor = False is not supported for a head with a Markov or a confidence "
             "head, only True"
@@ -66,6 +80,9 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         causal=causal,
         draft_vocab_size=width,
         correction=correction,
+        convolution=convolution,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
         confidence=confidence,
     )
 
@@ -161,7 +178,9 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
         config["draft_vocab_size"] = head.lm_head.out_shape[0]
     if (causal := said_causal(head)) is not None:
         config["is_causal"] = causal
+    if isinstance(head.correction, Selector):
+        nested = options | dflash2_options(head)
+        return config | {"architectures": [DFLASH2], "dflash_config": nested}
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
-    dspark = {"num_anchors": 0} | dspark_options(head)
-    return config | {"architectures": [DSPARK]} | options | dspark
+    return config | {"architectures": [DSPARK]} | options | dspark_options(head)

@@ -1,6 +1,7 @@
 """How publishers spell the ``config.json`` of a block head, read into one form.
 
-- z-lab's DFlash (``DFlashDraftModel``): options in ``dflash_config``.
+- z-lab's DFlash and DFlash 2 (``DFlashDraftModel``, ``DFlash2DraftModel``): options in
+  ``dflash_config``.
 - DeepSpec's DSpark (``Qwen3DSparkModel``): options at the top level.
 - SpecForge's DSpark (``DSparkDraftModel``): options in ``dflash_config``.
 - vLLM's speculators library: options at the top level, the layers in ``transformer_layer_config``.
@@ -11,10 +12,11 @@ An unknown key is an error.
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxspec.models.families.family import check_keys
-from jaxspec.models.from_config.block_corrections import CONFIDENCE, DSPARK_KEYS
+from jaxspec.models.from_config.block_corrections import HEAD_KINDS, HeadKind, Kind
 from jaxspec.models.from_config.block_spellings import (
     from_modelopt,
     from_torchspec,
@@ -26,15 +28,19 @@ from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import check_flag, shown
 
 DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
+DFLASH2 = "DFlash2DraftModel"
+# Kinds of the architectures whose options are in ``dflash_config``.
+_ARCHITECTURES: Mapping[str, Kind] = MappingProxyType(
+    {DFLASH: "dflash", FORGE_DSPARK: "dspark", DFLASH2: "dflash2"}
+)
 SPECULATORS = "speculators_model_type"
-SPECULATORS_KINDS = ("dflash", "dspark")
+SPECULATORS_KINDS = ("dflash", "dspark", "dflash2")
 _SPECULATORS_NAMES = frozenset(
-    {DFLASH, DSPARK, FORGE_DSPARK, "DFlashSpeculator", "DSparkSpeculator"}
+    {DFLASH, DSPARK, FORGE_DSPARK, DFLASH2, "DFlashSpeculator", "DSparkSpeculator"}
 )
 # Keys that the layers do not have. ``auto_map`` names code, ``num_anchors`` is for training.
 _SHARED = words("block_size num_target_layers auto_map draft_vocab_size target_hidden_size")
 _PLACE = words("block_size target_layer_ids mask_token_id")
-_DSPARK = DSPARK_KEYS | {"num_anchors"}
 # SpecForge's, of the training, and of the number of heads, which has a key of its own.
 _FORGE_UNUSED = words("attention_mode confidence_head_alpha")
 # See block_windows.py; and JetSpec's place of a key that others have at the top level.
@@ -53,6 +59,7 @@ class BlockLayout:
       captured: what the file calls the target's layers that the head reads.
       counts_from: how many layers have run where the head reads id 0.
       predicts_next: see BlockConfig.
+      kind: what it has beside DFlash's (see HeadKind).
       scaled: it was trained with embeddings and logits that have the target's scales and caps.
     """
 
@@ -61,6 +68,7 @@ class BlockLayout:
     captured: str
     counts_from: int
     predicts_next: bool
+    kind: Kind
     scaled: bool = False
 
 
@@ -79,33 +87,39 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
         return _of_speculators(raw)
     names = raw.get("architectures")
     if names == [DSPARK]:
-        own = _SHARED | _PLACE | _DSPARK | {"is_causal"}
-        return BlockLayout(_without(raw, own), raw, "target_layer_ids", 1, predicts_next=True)
-    if names not in ([DFLASH], [FORGE_DSPARK]):
+        kind = HEAD_KINDS["dspark"]
+        own = _SHARED | _PLACE | kind.keys | {"is_causal"}
+        return BlockLayout(_without(raw, own), raw, "target_layer_ids", 1, True, kind.name)
+    named = [kind for name, kind in _ARCHITECTURES.items() if names == [name]]
+    if not named:
         raise ValueError(
-            f"architectures {shown(names)} is not a supported block drafter, only {DFLASH}, "
-            f"{DSPARK} and {FORGE_DSPARK}"
+            f"architectures {shown(names)} is not a supported block drafter, only {DSPARK}, "
+            f"{', '.join(_ARCHITECTURES)}"
         )
+    kind = HEAD_KINDS[named[0]]
     if is_of_torchspec(raw):
-        return _with_options_nested(from_torchspec(raw), dspark=False, scaled=False)
-    return _with_options_nested(raw, dspark=names == [FORGE_DSPARK])
+        return _with_options_nested(from_torchspec(raw), kind, scaled=False)
+    return _with_options_nested(raw, kind)
 
 
-def _with_options_nested(raw: Mapping[str, Any], dspark: bool, scaled: bool = True) -> BlockLayout:
+def _with_options_nested(
+    raw: Mapping[str, Any], kind: HeadKind, scaled: bool = True
+) -> BlockLayout:
     """z-lab's and SpecForge's layouts."""
     nested = raw.get("dflash_config")
     if not isinstance(nested, dict):
         raise ValueError(f"dflash_config must be an object, got {shown(nested)}")
     if is_dspark_of_modelopt(nested):
-        nested, dspark = from_modelopt(nested), True
-    known = _PLACE | _NESTED | (_DSPARK | _FORGE_UNUSED if dspark else frozenset())
-    projector = (None, "dspark") if dspark else (None, "dflash")
-    check_keys(nested, known, {"projector_type": projector}, "dflash_config")
-    own = _SHARED | {"is_causal"}
+        nested, kind = from_modelopt(nested), HEAD_KINDS["dspark"]
+    is_dspark = kind.name == "dspark"
+    known = _PLACE | _NESTED | kind.keys | (_FORGE_UNUSED if is_dspark else frozenset())
+    check_keys(nested, known, {"projector_type": (None, kind.name)}, "dflash_config")
+    own = _SHARED | {"is_causal"} | (frozenset() if is_dspark else kind.keys)
     size = _agreed_size(raw, nested)
     options = {key: raw[key] for key in own & raw.keys()} | nested | {"block_size": size}
     top = _without(raw, own | {"dflash_config"})
-    return BlockLayout(top, options, "target_layer_ids", 1, dspark, scaled and not dspark)
+    next_, scaled = kind.predicts_next, scaled and not is_dspark
+    return BlockLayout(top, options, "target_layer_ids", 1, next_, kind.name, scaled)
 
 
 def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
@@ -115,13 +129,13 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
             f"{SPECULATORS} {shown(raw[SPECULATORS])} is not a supported block drafter, only "
             f"{' and '.join(SPECULATORS_KINDS)}"
         )
-    dspark = raw[SPECULATORS] == "dspark"
+    kind = HEAD_KINDS[raw[SPECULATORS]]
     known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | _SPECULATORS_UNUSED
     known |= _SHARED | words("architectures transformer_layer_config mask_token_id")
     known |= (
         {SPECULATORS}
         | words("aux_hidden_state_layer_ids sample_from_anchor sliding_window_non_causal")
-        | (_DSPARK if dspark else set())
+        | kind.keys
     )
     check_keys(raw, known, {"tie_word_embeddings": (None, False)}, where)
     names, layers = raw.get("architectures") or [], raw.get("transformer_layer_config")
@@ -133,14 +147,13 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
         )
     if layers.get("model_type") in hf_keys.SPECULATORS_MODEL_TYPES:  # the layers are Qwen3's
         layers = layers | {"model_type": "qwen3"}
-    defaults = {"markov_rank": 256, "markov_head_type": "vanilla"} if dspark else {}
-    defaults |= dict.fromkeys(CONFIDENCE, True) if dspark else {}
-    options = {"block_size": 8} | defaults | {k: v for k, v in raw.items() if v is not None}
-    next_ = check_flag("sample_from_anchor", options.get("sample_from_anchor", dspark))
+    given = {key: value for key, value in raw.items() if value is not None}
+    options = {"block_size": 8} | {**kind.defaults} | given
+    next_ = check_flag("sample_from_anchor", options.get("sample_from_anchor", kind.predicts_next))
     both_ways = "sliding_window_non_causal"
-    if check_flag(both_ways, options.get(both_ways, False)):
+    if check_flag(both_ways, options.get(both_ways, kind.both_ways)):
         options["is_causal"] = False
-    return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, predicts_next=next_)
+    return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, next_, kind.name)
 
 
 def _without(raw: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:

@@ -32,7 +32,20 @@ from jaxspec.models.heads.block_context import (
     WriteOnly,
 )
 from jaxspec.models.heads.confidence import Confidence
-from jaxspec.models.heads.corrections import Correction, CorrectionConfig, Markov, MarkovConfig
+from jaxspec.models.heads.convolutions import (
+    ConvolutionConfig,
+    ConvolvedMixer,
+    context_mixer,
+    with_convolutions,
+)
+from jaxspec.models.heads.corrections import (
+    Correction,
+    CorrectionConfig,
+    Markov,
+    MarkovConfig,
+    PairCorrection,
+    Selector,
+)
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
@@ -42,6 +55,7 @@ from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.add_rms_norm.reference import followed_by
+from pallas_kernels.paged_attention.reference import capped
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
@@ -58,6 +72,9 @@ class BlockConfig:
       causal: the layers in which a block's tokens see only those before them.
       draft_vocab_size: size of a reduced draft vocabulary; None: draft ids are the target's.
       correction: of the logits by the tokens before; None: there is none.
+      convolution: around mixers and MLPs; None: there is none.
+      logit_scale, logit_softcap: the LM head's logits are multiplied and capped so (see
+        AttentionConfig.softcap).
       confidence: what the confidence head reads, the token before by the Markov head's embedding;
         None: there is none.
     """
@@ -70,12 +87,21 @@ class BlockConfig:
     causal: Causality = "none"
     draft_vocab_size: int | None = None
     correction: CorrectionConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     confidence: Literal["output", "output and token"] | None = None
 
     def __post_init__(self):
         reads_token = self.confidence == "output and token"
         if reads_token and not isinstance(self.correction, MarkovConfig):
             raise ValueError("a confidence head that reads the token before needs a Markov head")
+        is_markov = self.correction is None or isinstance(self.correction, MarkovConfig)
+        if self.draft_vocab_size is not None and not is_markov:
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab_size} tokens is not supported for a "
+                "block drafter with this correction of its logits, only the target's"
+            )
         if self.draft_vocab_size and not isinstance(self.correction, MarkovConfig | None):
             raise ValueError("a reduced draft vocabulary goes with no correction but a Markov head")
 
@@ -93,7 +119,8 @@ class BlockHead(Pytree):
       token_ids: [W] target id of each draft id; None: the ids are equal.
       lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       config: of the layers.
-      capture, block_size, mask_token, predicts_next, causal: see BlockConfig.
+      capture, block_size, mask_token, predicts_next, causal, logit_scale, logit_softcap: see
+        BlockConfig.
     """
 
     fc: Linear
@@ -102,7 +129,7 @@ class BlockHead(Pytree):
     norm: Array = array("hidden")
     lm_head: Linear | None = None
     token_ids: Array | None = array("draft_ids", default=None)
-    correction: Correction | None = None
+    correction: Correction | PairCorrection | None = None
     lm_head_copy: LMHeadCopy | None = None
     confidence: Confidence | None = None
     config: ModelConfig = static()
@@ -111,6 +138,8 @@ class BlockHead(Pytree):
     mask_token: int = static()
     predicts_next: bool = static(default=False)
     causal: Causality = static(default="none")
+    logit_scale: float = static(default=1.0)
+    logit_softcap: float | None = static(default=None)
     layout: Layout = static(default=WHOLE)
 
     @property
@@ -123,8 +152,16 @@ class BlockHead(Pytree):
         return self.correction if isinstance(self.correction, Markov) else None
 
     @property
+    def convolution(self) -> ConvolutionConfig | None:
+        """Of the convolutions around its layers' mixers and MLPs; None: there are none."""
+        mixer = self.layers[0].mixer
+        return mixer.convolution.config if isinstance(mixer, ConvolvedMixer) else None
+
+    @property
     def method(self) -> str:
         """The head's kind, as commands and cards name it."""
+        if isinstance(self.correction, Selector):
+            return "dflash2"
         return "dspark" if self.predicts_next else "dflash"
 
     @property
@@ -170,8 +207,8 @@ class BlockHead(Pytree):
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         # Of a mixer's two results the first is not computed where it is not used.
-        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
-        pairs = zip(mixers, states, strict=True)
+        mixers = map(context_mixer, self.layers)
+        pairs = zip((mixer for mixer in mixers if mixer is not None), states, strict=True)
         return tuple(mixer(fused, state, step)[1] for mixer, state in pairs)
 
     def write_context(
@@ -225,7 +262,9 @@ class BlockHead(Pytree):
         if self.lm_head is not None:
             with jax.named_scope("lm_head"):
                 return self.lm_head.float32(outputs, kernels)
-        return target_logits(target, self.lm_head_copy, outputs, kernels)
+        logits = target_logits(target, self.lm_head_copy, outputs, kernels)
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
+        return capped(logits, self.logit_softcap)
 
     @jax.named_scope("confidence")
     def confidence_of(self, outputs: Array, before: Array) -> Array:
@@ -281,7 +320,10 @@ def block_head_shapes(
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
-        layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
+        layers=tuple(
+            with_convolutions(layer_shape(layer, hidden, dtype, shards), head.convolution, hidden)
+            for layer in config.layers
+        ),
         norm=vector(hidden, dtype),
         lm_head=None if width is None else lm_head,
         token_ids=array_shape(width or 0, dtype=jnp.int32, when=width is not None),
@@ -293,11 +335,13 @@ def block_head_shapes(
         mask_token=head.mask_token,
         predicts_next=head.predicts_next,
         causal=head.causal,
+        logit_scale=head.logit_scale,
+        logit_softcap=head.logit_softcap,
         layout=shards.layout,
     )
 
 
-def _correction_shape(head: BlockConfig, vocab: int, dtype: jnp.dtype) -> Correction | None:
+def _correction_shape(head: BlockConfig, vocab: int, dtype: jnp.dtype) -> Any:
     """A Markov head reads the target's ids, and adds to logits of draft ids."""
     if head.correction is None:
         return None

@@ -1,12 +1,19 @@
 """Corrections of block heads: the logits of a draft token, once those before it are known."""
 
-from jaxspec.models.heads.corrections.base import Block, Correction, CorrectionConfig
+from jaxspec.models.heads.corrections.base import (
+    Block,
+    Correction,
+    CorrectionConfig,
+    PairCorrection,
+    PairScores,
+)
 from jaxspec.models.heads.corrections.markov import (
     MARKOV_KINDS,
     Markov,
     MarkovConfig,
     RecurrentMarkov,
 )
+from jaxspec.models.heads.corrections.selector import Selector, SelectorConfig
 
 __all__ = [
     "MARKOV_KINDS",
@@ -15,5 +22,9 @@ __all__ = [
     "CorrectionConfig",
     "Markov",
     "MarkovConfig",
+    "PairCorrection",
+    "PairScores",
     "RecurrentMarkov",
+    "Selector",
+    "SelectorConfig",
 ]

@@ -1,16 +1,19 @@
 """What a correction is: it says more of a draft token when the tokens before it are known.
 
 A block head computes the logits of all depths at once, so those of a depth cannot depend on the
-tokens drafted before it. A correction changes them by these tokens, path by path.
+tokens drafted before it. A Correction changes them by these tokens, path by path and depth by
+depth. A PairCorrection chooses among a few candidates of each depth, by the candidate before alone:
+so it scores all pairs of them at once.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.tensors import TensorMap
+from pallas_kernels.selection import Kernels
 
 
 class Block(NamedTuple):
@@ -54,8 +57,45 @@ class Correction(Protocol):
         ...
 
 
+class PairScores(NamedTuple):
+    """Scores of K candidates of each of T depths. Behind a token, each candidate is as likely as
+    the softmax of its scores there says; other tokens are not drafted.
+
+    Attributes:
+      tokens: int32 [B, T, K], different ones at each depth.
+      first: float32 [B, K] of the first depth, behind the root.
+      pairs: float32 [B, T - 1, K, K] of the later depths, behind each candidate of the one before.
+    """
+
+    tokens: Array
+    first: Array
+    pairs: Array
+
+
+@runtime_checkable
+class PairCorrection(Protocol):
+    """A frozen pytree of weights that scores candidates by the candidate before."""
+
+    @property
+    def candidates(self) -> int:
+        """How many tokens of each depth it chooses among."""
+        ...
+
+    def scores(self, target: Decoder, block: Block, roots: Array, kernels: Kernels) -> PairScores:
+        """Of a block behind the tokens ``roots``, int32 [B]: the same on all devices."""
+        ...
+
+    def bytes_read(self, steps: int) -> int:
+        """Bytes of its weights that so many draft steps read on a device."""
+        ...
+
+    def mapped(self, tensor_map: TensorMap) -> Any:
+        """The same, with every array replaced by ``tensor_map``'s result."""
+        ...
+
+
 class CorrectionConfig(Protocol):
-    """A frozen description of a correction."""
+    """A frozen description of a correction of either kind."""
 
     def shape(self, hidden: int, vocab: int, dtype: jnp.dtype) -> Any:
         """The correction of ShapeDtypeStructs, for a head of these sizes."""

@@ -1,0 +1,107 @@
+"""What block heads have beside DFlash's layers, read and written; errors where it does not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import SpeculationConfig
+from jaxspec.checkpoints import load as loading
+from jaxspec.checkpoints.block import holds_block_head, load_block_head, save_block_head
+from jaxspec.checkpoints.safetensors_io import save_decoder
+from jaxspec.models.from_config.block_head import block_config
+from jaxspec.models.json.values import read_json
+from tests.helpers.block_heads import CORRECTED, arrays_equal, block_target, random_head
+from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer
+from tests.helpers.random_models import tiny_config
+
+FLOAT32 = jnp.dtype("float32")
+TARGET = block_target(tiny_config(vocab_size=257, num_layers=3))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for kind in CORRECTED:
+        found[kind] = tmp_path_factory.mktemp(kind)
+        save_block_head(random_head(TARGET.config, kind), found[kind], TARGET)
+    return found
+
+
+@pytest.mark.parametrize("kind", CORRECTED)
+def test_a_head_is_written_and_read_bit_for_bit(kind: str, heads: dict[str, Path]):
+    assert holds_block_head(heads[kind])
+    head = load_block_head(heads[kind], TARGET.config, FLOAT32)
+    assert arrays_equal(head, random_head(TARGET.config, kind))
+
+
+def nested(**options: Any) -> dict[str, Any]:
+    """A change of ``dflash_config``."""
+    return {"dflash_config": options}
+
+
+MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "no candidates": (
+        "dflash2", nested(selector_top_k=0), {}, "selector_top_k must be a positive integer, got 0",
+    ),
+    "groups of no size": (
+        "dflash2", nested(conv_group_size=0), {}, "conv_group_size must be a positive integer",
+    ),
+    "uneven groups": (
+        "dflash2", nested(conv_group_size=5), {}, "conv_group_size 5 does not divide the hidden_si",
+    ),
+    "a scale of nothing": (
+        "dflash2", nested(output_multiplier=0), {}, "output_multiplier must be a positive number",
+    ),
+    "another rank": (
+        "dflash2", nested(selector_rank=8), {}, r"codebook is \[257, 7\], not \[257, 8\]",
+    ),
+    "no kernels": (
+        "dflash2", {}, {"layers.1.mlp_conv.base_kernel": None}, "base_kernel is missing",
+    ),
+    "kernels that are not announced": (
+        "dflash2", nested(conv_kernel_size=0, conv_group_size=0), {}, "is not part of this model",
+    ),
+    "misshapen kernels": (
+        "dflash2", {}, {"layers.0.mlp_conv.base_kernel": np.ones((2, 2, 32), np.float32)},
+        r"layers.0.mlp_conv.base_kernel is \[2, 2, 32\], not \[2, 3, 32\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_heads_that_do_not_fit(case: str, heads: dict[str, Path], tmp_path: Path):
+    kind, config, tensors, message = MISFITS[case]
+    raw = read_json(heads[kind] / "config.json")
+    if "dflash_config" in config:
+        config = {"dflash_config": raw["dflash_config"] | config["dflash_config"]}
+    directory = changed_copy(heads[kind], tmp_path, config, **tensors)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_block_head(directory, TARGET.config, FLOAT32)
+    assert "\n" not in str(caught.value)
+
+
+def test_scales_of_logits_are_the_heads_or_the_targets(heads: dict[str, Path]):
+    raw = read_json(heads["dflash2"] / "config.json")
+    said = raw | {"output_multiplier": 0.25, "final_logit_softcapping": 20.0}
+    head = block_config(said, TARGET.config)
+    assert (head.logit_scale, head.logit_softcap) == (0.25, 20.0)
+    targets = tiny_config(vocab_size=257, num_layers=3)
+    object.__setattr__(targets, "logit_divisor", 4.0)
+    object.__setattr__(targets, "logit_softcap", 20.0)
+    for config in (said, raw):
+        head = block_config(config, targets)
+        assert (head.logit_scale, head.logit_softcap) == (1.0, None)
+    object.__setattr__(targets, "logit_softcap", 30.0)
+    with pytest.raises(ValueError, match=r"softcapping 20\.0 are not the target's 0\.25 and 30\.0"):
+        block_config(said, targets)
+
+
+def test_a_tree_that_is_wider_than_the_candidates(heads: dict[str, Path], tmp_path: Path):
+    save_decoder(TARGET, tmp_path)
+    save_byte_tokenizer(tmp_path)
+    wide = SpeculationConfig(num_nodes=20, max_depth=3, top_k=10)
+    with pytest.raises(ValueError, match="top_k 10 is wider than this drafter's choice among 9 c"):
+        loading.load(tmp_path, heads["dflash2"], speculation=wide)
