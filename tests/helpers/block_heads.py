@@ -158,9 +158,12 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
         after = np.asarray(target.lm_head.weight).T[: target.config.vocab_size]
         markov = head.markov.replace(before=jnp.asarray(embed / size), after=jnp.asarray(after))
         if isinstance(markov, RecurrentMarkov):  # its result is the vector, mostly
-            weight = 0.2 * np.asarray(markov.joint.weight)
-            weight[hidden : 2 * hidden, 2 * hidden :] = np.eye(hidden)
-            markov = markov.replace(joint=markov.joint.replace(weight=jnp.asarray(weight)))
+            weight = 0.05 * np.asarray(markov.joint.weight)
+            weight[hidden : 2 * hidden, 2 * hidden :] = 0.3 * np.eye(hidden)
+            joint = markov.joint.replace(
+                weight=jnp.asarray(weight), bias=jnp.zeros(3 * hidden, jnp.float32)
+            )
+            markov = markov.replace(joint=joint, after=jnp.asarray(after / np.float32(0.3)))
         head = head.replace(correction=markov, norm=times(0.2, head.norm))
     if kind.startswith("reduced"):
         head = with_draft_vocabulary(head, target, np.arange(0, target.config.vocab_size, 2))
