@@ -1,5 +1,6 @@
 """Loading, saving and recognizing block heads (DFlash, DSpark) in their published layouts."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -8,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.checkpoints.checkpoint_files import canonical_tensors, quantization_of, scan
+from jaxspec.checkpoints.checkpoint_files import (
+    StoredTensor,
+    canonical_tensors,
+    quantization_of,
+    scan,
+)
 from jaxspec.checkpoints.draft_ids import (
     ID_TABLES,
     check_all_marked,
@@ -18,20 +24,22 @@ from jaxspec.checkpoints.draft_ids import (
 )
 from jaxspec.checkpoints.safetensors_io import check_not_quantized, load_tree, placements, save_tree
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
+from jaxspec.checkpoints.torch_file import read_torch_file
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.block_head import block_config, to_hf_block
 from jaxspec.models.from_config.block_layouts import SPECULATORS, says_block
 from jaxspec.models.from_config.block_spellings import is_of_torchspec
-from jaxspec.models.heads import BlockHead, block_head_shapes
-from jaxspec.models.json.values import naming, read_json
+from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
+from jaxspec.models.json.values import naming, read_json, shown
 from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, splitting
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.parallel.memory_format import put_weight
 
-# What TorchSpec, then ModelOpt's DSpark heads call a tensor.
+MASK_FILE = "mask_embedding.pt"
+# What TorchSpec, then ModelOpt's DSpark heads, then MiMo's call a tensor.
 _ALIASES = MappingProxyType(
     {
         "context_proj": "fc",
@@ -42,6 +50,7 @@ _ALIASES = MappingProxyType(
         "gate_proj": "markov_head.gate_proj",
         "joint_proj": "markov_head.joint_proj",
         "confidence_proj": "confidence_head.proj",
+        "attention_sink_bias": "sinks",
     }
 )
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
@@ -74,6 +83,9 @@ def load_block_head(
         raise ValueError(f"{directory} is a quantized block drafter, which is not supported")
     with naming(f"block drafter's {directory / 'config.json'}"):
         config = block_config(raw, target)
+    if (mask := _mask_embedding(directory, config)) is not None:
+        stored["mask_embedding"] = mask
+    config = dataclasses.replace(config, mask_embedding="mask_embedding" in stored)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
     splits, shardings = shapes.mapped(splitting()), placements(shapes, mesh)
@@ -99,6 +111,29 @@ def load_block_head(
     return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
 
 
+def _mask_embedding(directory: Path, config: BlockConfig) -> CheckpointTensor | None:
+    """The mask's embedding in the file that MiMo's heads have for it; None: there is no such file.
+
+    Raises ValueError for another mask, and for what is no embedding of the head's width.
+    """
+    path = directory / MASK_FILE
+    if not path.exists():
+        return None
+    found = read_torch_file(path)
+    token, tensor = None, found
+    if isinstance(found, dict):
+        token, tensor = found.get("mask_token_id"), found.get("embedding")
+    if token not in (None, config.mask_token):
+        raise ValueError(
+            f"{path} is of token {shown(token)}, and mask_token_id is {config.mask_token}"
+        )
+    width = config.model.hidden_size
+    if not isinstance(tensor, StoredTensor) or tensor.shape not in ((width,), (1, width)):
+        given = tensor.shape if isinstance(tensor, StoredTensor) else shown(tensor)
+        raise ValueError(f"{path} must hold an embedding of {width} numbers, got {given}")
+    return dataclasses.replace(tensor, shape=(width,))
+
+
 def _renamed(
     directory: Path, stored: Mapping[str, CheckpointTensor]
 ) -> dict[str, CheckpointTensor]:
@@ -106,7 +141,7 @@ def _renamed(
     named: dict[str, CheckpointTensor] = {}
     for name, tensor in stored.items():
         module, dot, kind = name.rpartition(".")
-        new = _ALIASES.get(module, module) + dot + kind
+        new = _ALIASES.get(module, module) + dot + _ALIASES.get(kind, kind)
         if new in named:
             raise ValueError(
                 f"{directory} has {named[new].name} and {name}, which are names of one tensor: "

@@ -178,10 +178,11 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "another vocabulary": ("dflash", {"vocab_size": 300}, {}, "its vocab_size is 300, not 257"),
     "another hidden size": ("dflash", {"hidden_size": 32}, {}, "its hidden_size is 32, not 64"),
     "another target": ("dflash", {"num_target_layers": 36}, {}, "num_target_layers is 36, not 2"),
-    "a target's last layer": (
-        "dspark", {"target_layer_ids": [0, 1]}, {},
-        r"target_layer_ids must be increasing layers from -1 to 0, got \[0, 1\]",
+    "a layer that the target does not have": (
+        "dspark", {"target_layer_ids": [0, 2]}, {},
+        r"target_layer_ids must be increasing layers from -1 to 1, got \[0, 2\]",
     ),
+    "values of another width": ("dflash", {"v_head_dim": 8}, {}, "v_head_dim 8 is not supported"),
     "layers out of order": (
         "dspark", {"target_layer_ids": [0, -1]}, {}, "target_layer_ids must be increasing",
     ),

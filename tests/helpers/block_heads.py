@@ -68,8 +68,9 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
     }
 )
 CORRECTED = tuple(kind for kind in EXTRAS if kind not in KINDS)
-# DFlash with windows and causal layers, with causal ones alone, with a reduced vocabulary.
-OTHERS = ("windowed", "causal", "reduced dflash", "reduced dspark")
+# DFlash with windows and causal layers, with causal ones alone, heads with a reduced vocabulary,
+# MiMo's.
+OTHERS = ("windowed", "causal", "reduced dflash", "reduced dspark", "mimo")
 WINDOW = 7
 LOOKUPS = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
 
@@ -102,7 +103,10 @@ def random_head(
         lambda layer: dataclasses.replace(
             layer,
             mixer=dataclasses.replace(
-                layer.attention, qk_norm=True, window=WINDOW if kind == "windowed" else None
+                layer.attention,
+                qk_norm=True,
+                window=WINDOW if kind in ("windowed", "mimo") else None,
+                sinks=kind == "mimo",
             ),
         )
     )
@@ -115,6 +119,7 @@ def random_head(
         correction=extra.correction,
         convolution=extra.convolution,
         causal="windows" if kind == "windowed" else "all" if kind == "causal" else "none",
+        mask_embedding=kind == "mimo",
         confidence="output and token" if confidence else None,
     )
     return random_arrays(block_head_shapes(config, target, jnp.dtype(jnp.float32)), seed)
@@ -165,6 +170,8 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
             )
             markov = markov.replace(joint=joint, after=jnp.asarray(after / np.float32(0.3)))
         head = head.replace(correction=markov, norm=times(0.2, head.norm))
+    if kind == "mimo":
+        head = head.replace(mask_embedding=times(0.9, target.embed[MASK]))
     if kind.startswith("reduced"):
         head = with_draft_vocabulary(head, target, np.arange(0, target.config.vocab_size, 2))
     return noisy(head, noise)

@@ -7,7 +7,8 @@ DSpark's (arXiv 2607.05147) equations.
 The context of a layer are keys and values of all committed tokens but the last, projected from
 ``hidden_norm(fc(captured))`` without the layer's input norm. The block is the last token and masks.
 Every one of its tokens attends to the whole context and to the whole block, but for windows, which
-go along with the token, and for causal layers.
+go along with the token, and for causal layers. MiMo's heads rotate a part of each head, scale
+values, and have a score for attending to nothing; its mask may have an embedding of its own.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ def block_outputs(
     captured: np.ndarray,  # [S, C] the target's states at the committed tokens but the last
     root: int,  # the last committed token, at position S
     depth: int,
+    mask: np.ndarray | None = None,  # [H] the mask's embedding, if it is not the target's
 ) -> np.ndarray:
     """The normed output of each drafted position: [depth, H]. Its product with the target's LM head
     is the logits before a Markov head."""
@@ -36,6 +38,8 @@ def block_outputs(
     fused = np.asarray(captured, np.float64) @ weights["fc.weight"].T
     context = norm(fused, weights["hidden_norm.weight"], eps)  # [S, H]
     x = np.asarray(embeddings, np.float64)[tokens]  # [T, H]
+    if mask is not None:
+        x[1:] = mask
     for index in range(config["num_hidden_layers"]):
         own = {
             name.removeprefix(f"layers.{index}."): one
@@ -138,8 +142,16 @@ def _keys_and_values(
     keys = (read @ own["self_attn.k_proj.weight"].T).reshape(shape)
     values = (read @ own["self_attn.v_proj.weight"].T).reshape(shape)
     keys = norm(keys, own["self_attn.k_norm.weight"], config["rms_norm_eps"])
-    theta = config["rope_theta"]
-    return np.stack([rotate(key, i, theta) for i, key in enumerate(keys)]), values
+    values = values * (config.get("dflash_config") or {}).get("attention_value_scale", 1)
+    return np.stack([_rotated(key, i, config) for i, key in enumerate(keys)]), values
+
+
+def _rotated(x: np.ndarray, position: int, config: Mapping[str, Any]) -> np.ndarray:
+    """Heads [..., D], of which the first entries are rotated."""
+    size = int(x.shape[-1] * config.get("partial_rotary_factor", 1))
+    return np.concatenate(
+        [rotate(x[..., :size], position, config["rope_theta"]), x[..., size:]], axis=-1
+    )
 
 
 def _attended(
@@ -154,11 +166,14 @@ def _attended(
     heads, head_dim = config["num_attention_heads"], config["head_dim"]
     queries = (own["self_attn.q_proj.weight"] @ read).reshape(heads, head_dim)
     queries = norm(queries, own["self_attn.q_norm.weight"], config["rms_norm_eps"])
-    queries = rotate(queries, position, config["rope_theta"])
+    queries = _rotated(queries, position, config)
     share = heads // config["num_key_value_heads"]
     out = []
     for head, query in enumerate(queries):
         scores = keys[:, head // share] @ query / np.sqrt(head_dim)
         weights = np.exp(scores - scores.max())
-        out.append(weights / weights.sum() @ values[:, head // share])
+        total = weights.sum()
+        if (sinks := own.get("self_attn.attention_sink_bias")) is not None:
+            total += np.exp(sinks[head] - scores.max())
+        out.append(weights / total @ values[:, head // share])
     return np.concatenate(out)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from jaxspec.cache import Geometry, page_slots
@@ -92,7 +93,9 @@ def outputs(head: BlockHead, captured: np.ndarray, of: Decoder) -> np.ndarray:
     return np.asarray(run(head, captured, of))
 
 
-def check(directory: Path, of: Decoder, scale: float = 1.0) -> BlockHead:
+def check(
+    directory: Path, of: Decoder, scale: float = 1.0, mask: np.ndarray | None = None
+) -> BlockHead:
     """The head of a directory, whose outputs are those of the equations."""
     head = load_block_head(directory, of.config, FLOAT32)
     width = of.config.hidden_size * len(head.capture)
@@ -102,7 +105,7 @@ def check(directory: Path, of: Decoder, scale: float = 1.0) -> BlockHead:
         read_json(directory / "config.json"),
     )
     embed = scale * np.asarray(of.embed, np.float64)
-    theirs = block_outputs(tensors, config, embed, captured, ROOT, DEPTH)
+    theirs = block_outputs(tensors, config, embed, captured, ROOT, DEPTH, mask)
     assert np.abs(theirs).max() > 1
     np.testing.assert_allclose(outputs(head, captured, of), theirs, rtol=0, atol=1e-4)
     return head
@@ -122,3 +125,41 @@ def test_layers_see_what_the_config_says(name: str, plain: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_embeddings_are_scaled_as_the_targets_are(plain: Path):
     check(plain, target(8.0), scale=8.0)
+
+
+def test_layers_of_mimo(plain: Path, tmp_path: Path):
+    """Heads that are rotated in part, scaled values, sinks, and a mask with its own embedding."""
+    own, rng = read_json(plain / "config.json")["dflash_config"], np.random.default_rng(7)
+    options = {
+        "use_swa": True,
+        "swa_window_size": 9,
+        "attention_value_scale": 0.612,
+        "attention_sink_bias": True,
+        "num_anchors": 4096,
+        "loss_decay_gamma": 7.0,
+        "backbone_rotary_base": 5000000,
+    }
+    sinks: dict[str, Any] = {
+        f"layers.{i}.self_attn.attention_sink_bias": rng.standard_normal(4).astype(np.float32)
+        for i in range(2)
+    }
+    fields = {"partial_rotary_factor": 0.5, "rope_theta": 10000, "v_head_dim": 16}
+    fields["dflash_config"] = own | options
+    directory = changed_copy(plain, tmp_path, fields, **sinks)
+    mask = torch.tensor(rng.standard_normal(64)).to(torch.bfloat16)
+    torch.save({"mask_token_id": 250, "embedding": mask}, directory / "mask_embedding.pt")
+    head = check(directory, target(), mask=mask.to(torch.float64).numpy())
+    assert head.mask_embedding is not None
+    torch.save(mask[None].float(), directory / "mask_embedding.pt")  # a tensor alone
+    again = load_block_head(directory, target().config, FLOAT32)
+    np.testing.assert_array_equal(again.mask_embedding, head.mask_embedding)
+    for wrong, message in (
+        ({"mask_token_id": 7, "embedding": mask}, "is of token 7, and mask_token_id is 250"),
+        (mask[:9], "must hold an embedding of 64 numbers, got (9,)"),
+        ({"mask_token_id": 250}, "must hold an embedding of 64 numbers, got None"),
+        ({"embedding": torch.nn.Linear(2, 2)}, "is not read without torch: an object torch.nn"),
+    ):
+        torch.save(wrong, directory / "mask_embedding.pt")
+        with pytest.raises(ValueError) as caught:
+            load_block_head(directory, target().config, FLOAT32)
+        assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -89,7 +89,7 @@ def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) ->
         width,
         float(parameters["rope_theta"]),
         _scaling(parameters, width),
-        _rotary_dim(parameters, width),
+        rotary_dim(parameters, width),
         _query_scaling(parameters),
     )
 
@@ -195,7 +195,7 @@ def _share(parameters: Keys) -> float:
     return share
 
 
-def _rotary_dim(parameters: Keys, width: int) -> int | None:
+def rotary_dim(parameters: Keys, width: int) -> int | None:
     share = _share(parameters)
     if share == 1 or parameters["rope_type"] == "proportional":
         return None

@@ -1,7 +1,7 @@
 """``config.json`` of block heads, read and written. block_layouts.py has what publishers call
 things; DFlash's (z-lab/dflash) and DeepSpec's layouts are written.
 
-The layers are Qwen3's. An unknown key is an error.
+An unknown key is an error.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.models.from_config.block_bodies import block_layers
 from jaxspec.models.from_config.block_corrections import (
     confidence_config,
     convolution_config,
@@ -26,8 +27,8 @@ from jaxspec.models.from_config.block_layouts import (
     block_layout,
 )
 from jaxspec.models.from_config.block_windows import said_causal, with_windows
-from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
-from jaxspec.models.from_config.model import parse_model_config, to_hf_config
+from jaxspec.models.from_config.head_keys import check_head_keys
+from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, MarkovConfig, default_capture
 from jaxspec.models.heads.corrections import Selector
 from jaxspec.models.json.values import (
@@ -49,7 +50,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     with problems.caught():
         check_head_keys(layout.layers)
     with problems.caught():
-        model, causal = with_windows(_layers(layout.layers), layout.layers, options)
+        model, causal = with_windows(block_layers(layout.layers, options), layout.layers, options)
         _check_fit(model, layout, target)
     with problems.caught():
         correction = correction_config(layout.kind, options)
@@ -101,13 +102,6 @@ def _check_block(options: Mapping[str, Any], target: ModelConfig, smallest: int)
     problems.raise_all()
 
 
-def _layers(raw: Mapping[str, Any]) -> ModelConfig:
-    if raw.get("model_type") != "qwen3":
-        given = shown(raw.get("model_type"))
-        raise ValueError(f"model_type {given} is not supported for a block drafter, only 'qwen3'")
-    return parse_model_config({"model_type": "qwen3", **layer_keys(raw), "eos_token_id": None})
-
-
 def _check_fit(model: ModelConfig, layout: BlockLayout, target: ModelConfig) -> None:
     options, cap = layout.options, "final_logit_softcapping"
     checks = (
@@ -149,12 +143,12 @@ def _captured(layout: BlockLayout, target: ModelConfig) -> tuple[int, ...]:
     configs have the index of the layer whose output is read, -1 for the embeddings; those of
     speculators count as here, and without ids mean its default.
 
-    The last layer's output is refused: it is normed in some engines, and not in others.
+    The last layer's output is the one before the final norm, as in vLLM and SGLang.
     """
     name, first = layout.captured, layout.counts_from
     default = None if first else [*default_capture("eagle3", target.num_layers)]
     ids: Any = layout.options.get(name, default)
-    smallest, largest = -first, target.num_layers - 1 - first
+    smallest, largest = -first, target.num_layers - first
     good = isinstance(ids, list) and len(ids) > 0 and all(map(is_integer, ids))
     if not good or sorted(set(ids)) != ids or ids[0] < smallest or ids[-1] > largest:
         raise ValueError(

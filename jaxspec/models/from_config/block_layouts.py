@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.models.families.family import check_keys
+from jaxspec.models.from_config.block_bodies import BODY_KEYS, SINKS_BESIDE
 from jaxspec.models.from_config.block_corrections import HEAD_KINDS, HeadKind, Kind
 from jaxspec.models.from_config.block_spellings import (
     from_modelopt,
@@ -112,9 +113,10 @@ def _with_options_nested(
     if is_dspark_of_modelopt(nested):
         nested, kind = from_modelopt(nested), HEAD_KINDS["dspark"]
     is_dspark = kind.name == "dspark"
-    known = _PLACE | _NESTED | kind.keys | (_FORGE_UNUSED if is_dspark else frozenset())
+    known = _PLACE | _NESTED | BODY_KEYS | kind.keys
+    known |= _FORGE_UNUSED if is_dspark else frozenset()
     check_keys(nested, known, {"projector_type": (None, kind.name)}, "dflash_config")
-    own = _SHARED | {"is_causal"} | (frozenset() if is_dspark else kind.keys)
+    own = _SHARED | {"is_causal", SINKS_BESIDE} | (frozenset() if is_dspark else kind.keys)
     size = _agreed_size(raw, nested)
     options = {key: raw[key] for key in own & raw.keys()} | nested | {"block_size": size}
     top = _without(raw, own | {"dflash_config"})

@@ -20,14 +20,14 @@ def is_of_torchspec(raw: Mapping[str, Any]) -> bool:
 
 def from_torchspec(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A DFlash head's file in z-lab's words. Raises ValueError for sizes that do not agree."""
-    ids, count, heads = (
-        raw.get(key) for key in ("target_layer_ids", "num_target_layers", "num_attention_heads")
-    )
+    ids, count = raw.get("target_layer_ids"), raw.get("num_target_layers")
+    heads: Any = raw.get("num_attention_heads")
     if isinstance(ids, list) and count not in (None, len(ids)):
         raise ValueError(
             f"num_target_layers is {shown(count)}, but target_layer_ids names {len(ids)} layers"
         )
-    size, hidden = raw.get("block_size"), raw.get("hidden_size")
+    size = raw.get("block_size")
+    hidden: Any = raw.get("hidden_size")
     rest = {key: value for key, value in raw.items() if key not in _TORCHSPEC_OWN}
     if "head_dim" not in raw and is_positive_integer(hidden) and is_positive_integer(heads):
         rest["head_dim"] = hidden // heads

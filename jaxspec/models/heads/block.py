@@ -70,6 +70,7 @@ class BlockConfig:
       mask_token: id of the tokens after that one.
       predicts_next: the output at a token is the one after it (DSpark), not the one there (DFlash).
       causal: the layers in which a block's tokens see only those before them.
+      mask_embedding: the mask has an embedding that is not the target's.
       draft_vocab_size: size of a reduced draft vocabulary; None: draft ids are the target's.
       correction: of the logits by the tokens before; None: there is none.
       convolution: around mixers and MLPs; None: there is none.
@@ -85,6 +86,7 @@ class BlockConfig:
     mask_token: int
     predicts_next: bool = False
     causal: Causality = "none"
+    mask_embedding: bool = False
     draft_vocab_size: int | None = None
     correction: CorrectionConfig | None = None
     convolution: ConvolutionConfig | None = None
@@ -114,6 +116,7 @@ class BlockHead(Pytree):
       fc: [C, H], fuses the captured states.
       hidden_norm: norm of the fused states, which all layers' keys and values are made from.
       norm: norm before the LM head.
+      mask_embedding: [H], read in place of the target's embedding of the mask, or None.
       lm_head: [H, W], of a reduced draft vocabulary; None: the target's LM head. It is whole on
         every device, as tables of corrections are.
       token_ids: [W] target id of each draft id; None: the ids are equal.
@@ -127,6 +130,7 @@ class BlockHead(Pytree):
     hidden_norm: Array = array("hidden")
     layers: tuple[Layer, ...]
     norm: Array = array("hidden")
+    mask_embedding: Array | None = array("whole_hidden", default=None)
     lm_head: Linear | None = None
     token_ids: Array | None = array("draft_ids", default=None)
     correction: Correction | PairCorrection | None = None
@@ -236,6 +240,8 @@ class BlockHead(Pytree):
         """One pass over a block: the normed outputs at each drafted position [B, depth, H], which
         the target's LM head reads, and the states. ``beside``: see run_layers."""
         x = decoder.embed(target, block).astype(self.dtype)
+        if self.mask_embedding is not None:  # all tokens but the first are masks
+            x = x.at[:, 1:].set(self.mask_embedding)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         first = followed_by(step.norm(x, self.layers[0].input_norm), beside)
@@ -284,6 +290,7 @@ class BlockHead(Pytree):
         norms: dict[str, Any] = {
             "hidden_norm": tensor_map.array("hidden_norm.weight", self.hidden_norm),
             "norm": tensor_map.array("norm.weight", self.norm),
+            "mask_embedding": tensor_map.array("mask_embedding", self.mask_embedding),
         }
         return self.replace(
             fc=tensor_map.linear(self.fc, One("fc")),
@@ -325,6 +332,7 @@ def block_head_shapes(
             for layer in config.layers
         ),
         norm=vector(hidden, dtype),
+        mask_embedding=vector(hidden, dtype, when=head.mask_embedding),
         lm_head=None if width is None else lm_head,
         token_ids=array_shape(width or 0, dtype=jnp.int32, when=width is not None),
         correction=_correction_shape(head, vocab, dtype),

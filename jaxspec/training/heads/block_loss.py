@@ -76,6 +76,8 @@ class BlockLoss(Loss):
             raise ValueError(f"this BlockLoss trains block heads that draft {self.steps} tokens")
         if head.correction is not None and type(head.correction) is not Markov:
             raise ValueError("of corrections, a plain Markov head alone is trained")
+        if head.lm_head is not None or any(layer.attention.sinks for layer in head.config.layers):
+            raise ValueError("block heads with a reduced vocabulary or with sinks are not trained")
         if (head.confidence is not None) != (self.confidence_weight > 0):
             raise ValueError("a confidence head is trained by a loss that has a weight for it")
 
