@@ -101,6 +101,7 @@ OF_BYTE_LLM = (
     "tests/llm/test_llm_options.py",
     "tests/llm/test_llm_weights.py",
     "tests/llm/test_request_length.py",
+    "tests/llm/text_drafts/test_text_drafter.py",
 )
 
 

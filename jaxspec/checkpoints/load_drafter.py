@@ -88,6 +88,11 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
     """
     if drafter == "none":
         return NoDrafter()
+    if str(drafter).startswith("text:"):
+        raise ValueError(
+            f"drafter {str(drafter)!r}: drafts of text are made by an LLM, by itself: neither "
+            "jaxspec.load nor a mixture has them"
+        )
     choice = MtpChoice.parse(drafter)
     if choice is not None:
         return _mtp_drafter(drafted.directory, drafted, choice)

@@ -32,7 +32,8 @@ class LoadOptions:
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
         the head or model in the others (see drafters.MixedDrafter); ``suffix+`` likewise;
         ``suffix:65536`` and ``suffix:65536+``: so many tokens of past outputs are looked up, too
-        (see drafters.SuffixDrafter); ``auto``: see choose_drafter.
+        (see drafters.SuffixDrafter); of an LLM also ``text:`` and a model with any tokenizer, or
+        the URL of a server on this machine (see llm.text_drafts); ``auto``: see choose_drafter.
         A Drafter object is used as given.
       speculation: the draft tree and the acceptance rule; by default
         config.speculation.default_speculation.

@@ -20,6 +20,7 @@ from jaxspec.engine.adaptive_trees import AdaptiveTrees
 from jaxspec.engine.draft_watch import DraftWatch
 from jaxspec.engine.emitted import take_calls
 from jaxspec.engine.generation import FinishReason, Generation
+from jaxspec.engine.host_drafter import HostDrafter
 from jaxspec.engine.limits import engine_params, engine_sizes, scheduler_limits
 from jaxspec.engine.old_texts import check_drafts, verified_kinds
 from jaxspec.engine.plans.runner import Launched, PlanRunner
@@ -58,6 +59,7 @@ class Engine:
       make_matcher: of a structured output, with all stop tokens of the model; see
         structured.GrammarCompiler. None: there are no such requests.
       make_programs: for several processes; see shared_programs.
+      host_drafter: drafts for all requests, if the parameters have the drafter HostDrafted.
 
     Attributes:
       shape: of the draft trees; None: the largest, or what an adaptive engine chooses. In float32
@@ -79,6 +81,7 @@ class Engine:
         *,
         make_matcher: MakeMatcher | None = None,
         make_programs: MakePrograms = single_process_programs,
+        host_drafter: HostDrafter | None = None,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)
@@ -96,13 +99,14 @@ class Engine:
         self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
-        self._requests = Requests(self.programs, make_matcher)
+        self._host_drafter, drafts = host_drafter, host_drafter is not None
+        self._requests = Requests(self.programs, make_matcher, host_drafts=drafts)
         self.weights = WeightChanges(self.programs, self.shapes, self.watch, self._requests)
         self._start()
 
     def _start(self) -> None:
         self.scheduler = Scheduler(self.limits, self.preemption_costs)
-        self._runner = PlanRunner(self.programs, self.preemption_costs)
+        self._runner = PlanRunner(self.programs, self.preemption_costs, self._host_drafter)
         self._in_flight: Launched | None = None
 
     @property
@@ -230,7 +234,7 @@ class Engine:
         plan = self.shapes.plan(self.scheduler, load, *asked, reads_only=first)
         for request_id in plan.timed_out:
             self._end(request_id, "timeout")
-        shape = self.shapes.choose(plan, load, self.shape)
+        shape = self._runner.structured.drafts.shape(self.shapes.choose(plan, load, self.shape))
         if first:
             compile_first(self.programs, plan, load, shape)
         calls = self._runner.launch(plan, load, shape)
@@ -337,7 +341,7 @@ class Engine:
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         self.shapes.forget(request_id)
-        self._runner.past.add(self._requests.end(request_id, reason))
+        self._runner.ended(self._requests.end(request_id, reason))
 
     def use_target(
         self, target: Decoder, *, version: int | None = None, in_flight: InFlight = "refuse"

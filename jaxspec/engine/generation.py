@@ -187,6 +187,7 @@ class Generation:
       restarts: times that it went back to its prompt as the weights changed.
       draft: an old text that was given with it; it is verified first.
       kept_tokens: of that, or of what it had before it went back, those that the target writes.
+      host_drafts: whether the host drafts for it; see HostDrafter.
     """
 
     request_id: str
@@ -211,6 +212,7 @@ class Generation:
     restarts: int = 0
     draft: tuple[int, ...] = ()
     kept_tokens: int = 0
+    host_drafts: bool = False
 
     def __post_init__(self):
         self._forget_text()
@@ -295,7 +297,7 @@ class Generation:
             cache_salt=sampling.cache_salt,
             reads_all=sampling.prompt_logprobs is not None,
             group=group,
-            masked=sampling.structured is not None,
+            masked=sampling.structured is not None or self.host_drafts,
             begins_free=self.phases is not None and not self.phases.masked,
             draft=self.draft,
             payload=self,

@@ -31,16 +31,20 @@ class Requests:
 
     Args:
       make_matcher: see Engine.
+      host_drafts: whether the host drafts for requests that are not plain.
 
     Attributes:
       running: those that have not ended, by their ids.
       load: what the programs of these, and of those before them, must hold.
     """
 
-    def __init__(self, programs: Programs, make_matcher: MakeMatcher | None):
+    def __init__(
+        self, programs: Programs, make_matcher: MakeMatcher | None, *, host_drafts: bool = False
+    ):
         self.running: dict[str, Running] = {}
         self.load = Load()
         self._programs, self._make_matcher = programs, make_matcher
+        self._host_drafts = host_drafts
         self._ids = map(str, itertools.count())
         self._seeds = np.random.default_rng()
 
@@ -61,6 +65,7 @@ class Requests:
         generation = Generation(next(self._ids), tokens, sampling, self._statistics())
         generation.grammar, generation.streams = self._grammar(sampling), streams
         generation.draft = tuple(map(int, draft))
+        generation.host_drafts = self._host_drafts and not sampling.plain
         return generation
 
     def new_samples(

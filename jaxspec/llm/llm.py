@@ -39,6 +39,7 @@ from jaxspec.llm.options import LLMOptions
 from jaxspec.llm.progress_bar import progress_bar
 from jaxspec.llm.prompt_checks import check_sampling, for_each
 from jaxspec.llm.request_length import request_length
+from jaxspec.llm.text_drafts.opening import drafted_on_host, open_text_drafter
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
 from jaxspec.llm.tokenizer.prompts import Conversation, Prompt
 from jaxspec.llm.tokenizer.text import open_tokenizer, tokenize
@@ -63,6 +64,7 @@ class LLM:
 
     @method_takes_fields_of(LLMOptions)
     def __init__(self, options: LLMOptions):
+        asked, options = options, drafted_on_host(options)
         params = load_params(options)
         self._options = dataclasses.replace(options, target=None)  # for other weights
         self._text = options.tokenizer or open_tokenizer(options.model)
@@ -73,6 +75,7 @@ class LLM:
             options.engine,
             make_matcher=lambda spec: self.grammars.matcher(spec),
             make_programs=make_programs(options.processes),
+            host_drafter=open_text_drafter(asked, params, self._text, length),
         )
 
     @classmethod

@@ -21,7 +21,7 @@ class Request:
       group: samples of one prompt have the same group; one reads the prompt, the others share its
         pages.
       reads_all: it reads its whole prompt, even what is cached.
-      masked: the host restricts its tokens before every round.
+      masked: the host drafts, or restricts, its tokens before every round.
       begins_free: not from the first one on, but once its row has paused.
       draft: a text that may follow the prompt: it is verified first.
       payload: what the engine keeps of it; the scheduler does not look at it.
@@ -92,7 +92,7 @@ class Sequence:
       least, most: bounds of the tokens that these calls add, unless it ends.
       swapped: pages of it in host memory.
       preemptions: times that it lost its row to others.
-      free: whether the host does not restrict its tokens for now, though it is ``masked``.
+      free: whether the host leaves its tokens alone for now, though it is ``masked``.
       paused: whether its row is done, and has to be told to go on.
     """
 

@@ -16,7 +16,8 @@ DRAFTER_HELP = (
     "block head (DFlash, DSpark) or of a draft model, or ngram+ or suffix+ and one of these but "
     "the first three: lookup's draft where it finds a long match, else the other's; suffix:N and "
     "suffix:N+ look up the last N tokens of past outputs, too, 65536 for example: others can tell "
-    "from the speed what was written before"
+    "from the speed what was written before; text: and a model with any tokenizer, or "
+    "http://127.0.0.1:PORT of a server with OpenAI's API"
 )
 AUTO_DRAFTER_HELP = (
     f"{DRAFTER_HELP} (default: ngram+ the head that comes with jaxspec for the built-in model and "

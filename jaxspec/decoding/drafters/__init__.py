@@ -12,6 +12,7 @@ from jaxspec.decoding.drafters.base import (
 from jaxspec.decoding.drafters.block import BlockDrafter
 from jaxspec.decoding.drafters.draft_model import DraftModelDrafter
 from jaxspec.decoding.drafters.eagle import EagleDrafter
+from jaxspec.decoding.drafters.host import HostDrafted
 from jaxspec.decoding.drafters.mixed import MixedDrafter
 from jaxspec.decoding.drafters.ngram import NGramDrafter
 from jaxspec.decoding.drafters.suffix import SuffixDrafter
@@ -23,6 +24,7 @@ __all__ = [
     "DraftState",
     "Drafter",
     "EagleDrafter",
+    "HostDrafted",
     "MixedDrafter",
     "NGramDrafter",
     "NoDrafter",

@@ -10,7 +10,7 @@ from jaxspec.decoding.drafters.ngram import NGramDrafter
 from jaxspec.decoding.drafters.suffix import SuffixDrafter
 
 MIXED_MATCH = 3  # tokens of the shortest match that is preferred to a head or a model
-NAMES = ("auto", "none", "ngram", "suffix", "mtp")  # of all drafters that are no directory
+NAMES = ("auto", "none", "ngram", "suffix", "mtp", "text")  # of all drafters that are no directory
 _MIXED = re.compile(r"((?:ngram|suffix(?::[^+/]*)?)\+)(.*)")
 
 
@@ -25,6 +25,8 @@ def check_name(drafter: str | Path) -> None:
     if not isinstance(drafter, str) or (drafter and Path(drafter).expanduser().exists()):
         return
     mixture, last = split_mixed(drafter)
+    if last.startswith("text:") and not mixture:
+        return
     if mixture and not last:
         return  # load_drafter says what is missing
     first, plus, _ = last.partition("+")  # hub ids have no +

@@ -11,7 +11,9 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.state import ERRORS, Ending, Status
 from jaxspec.engine.emitted import RowOutput, row_outputs
 from jaxspec.engine.generation import Generation
+from jaxspec.engine.host_drafter import HostDrafter
 from jaxspec.engine.plans.host_copies import RowSnapshots, SwappedRows
+from jaxspec.engine.plans.host_drafts import HostDrafts
 from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
 from jaxspec.engine.plans.structured_rounds import StructuredRounds
@@ -52,19 +54,26 @@ class PlanRunner:
     What reading and swapping take is added to ``costs``.
     """
 
-    def __init__(self, programs: Programs, costs: PreemptionCosts):
+    def __init__(
+        self, programs: Programs, costs: PreemptionCosts, host_drafter: HostDrafter | None = None
+    ):
         self.programs = programs
         self.swapped = SwappedRows(programs, costs)
         self.snapshots = RowSnapshots(programs)
         self.past = PastOutputs(programs)
         self._timer = PlanTimer(programs, costs)
-        self.structured = StructuredRounds(programs)
+        self.structured = StructuredRounds(programs, HostDrafts(host_drafter))
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
     def forget_texts(self) -> None:
         """Forget copies of states, and past outputs: other weights will run. All rows are empty."""
         self.snapshots = RowSnapshots(self.programs)
         self.past.forget()
+
+    def ended(self, generation: Generation) -> None:
+        """What a drafter may keep of a request that has ended, and what it may forget."""
+        self.past.add(generation)
+        self.structured.drafts.forget(generation.request_id)
 
     def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[LaunchedCall]:
         """Start everything that a plan says, in its order. Nothing is waited for."""

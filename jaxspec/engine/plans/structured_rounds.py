@@ -1,4 +1,4 @@
-"""Rounds of rows whose tokens a grammar restricts: the host is in the middle of each."""
+"""Rounds in whose middle the host is: it drafts, or restricts the tokens by a grammar."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import numpy as np
 from jaxspec.config.speculation import TreeShape
 from jaxspec.engine.emitted import row_outputs
 from jaxspec.engine.generation import ErrorKind, Generation
+from jaxspec.engine.plans.host_drafts import HostDrafts
 from jaxspec.engine.plans.sequences import generation_of, kind_of
 from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.programs import Programs
@@ -21,11 +22,12 @@ from jaxspec.scheduling.sequence import Sequence
 class StructuredRounds:
     """Drafts when a plan is launched, and verifies when all plans before it have been read.
 
-    In the meantime the device runs the other rows' rounds, and the host computes the masks.
+    In the meantime the device runs the other rows' rounds, and the host computes the masks. What
+    ``drafts`` drafts, it drafts then, too.
     """
 
-    def __init__(self, programs: Programs):
-        self.programs = programs
+    def __init__(self, programs: Programs, drafts: HostDrafts):
+        self.programs, self.drafts = programs, drafts
         self._pending: _Pending | None = None
         self._failed: list[Generation] = []
 
@@ -46,7 +48,8 @@ class StructuredRounds:
         masks = {}
         for read in plan.reads:
             sequence = plan.sequences[read.row]
-            if sequence.masked and sequence.read == sequence.goal:
+            restricts = sequence.masked and generation_of(sequence).grammar is not None
+            if restricts and sequence.read == sequence.goal:
                 matcher = self._matcher(sequence, [])
                 masks[read.row] = self.programs.all_tokens()
                 try:
@@ -73,15 +76,16 @@ class StructuredRounds:
         if self._pending is None:
             return []
         (plan, reads, drafted), self._pending = self._pending, None
-        tree = drafted.tree
-        tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
         # The token that each row has sampled at the end of its prompt, by row.
         outputs = row_outputs(jax.device_get(reads), plan.sequences)
         first_tokens = {output.row: output.tokens for output in outputs if output.counts.any()}
-        sequences = [plan.sequences.get(row) for row in drafted.rows.tolist()]  # None: padding
+        rows = drafted.rows.tolist()
+        sequences = [plan.sequences.get(row) for row in rows]  # None: padding
+        tree = self.drafts.fill(drafted.tree, rows, sequences, first_tokens)
+        tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
         matchers = [
             None if sequence is None else self._matcher(sequence, first_tokens.get(row, []))
-            for row, sequence in zip(drafted.rows.tolist(), sequences, strict=True)
+            for row, sequence in zip(rows, sequences, strict=True)
         ]
         words = self.programs.all_tokens().size
         masks, errors = tree_masks(matchers, tokens, parents, sizes, words)
@@ -89,7 +93,7 @@ class StructuredRounds:
             sequence = sequences[place]
             assert sequence is not None
             self._fail(sequence, error)
-        return [run_verify(self.programs, drafted, masks)]
+        return [run_verify(self.programs, drafted._replace(tree=tree), masks)]
 
     def _matcher(self, sequence: Sequence, new_tokens: list[int]) -> Matcher | None:
         """The matcher after all tokens of a request, the new ones too; None if it has ended, or its

@@ -1,0 +1,27 @@
+"""The interface between an engine and a drafter that runs on the host."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class HostDrafter(Protocol):
+    """Drafts chains of tokens between the two halves of a round, when all earlier rounds are read.
+
+    The target verifies what it drafts, so it may draft anything. The engine's parameters have the
+    drafter HostDrafted then.
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may draft something in the next round; if not, the round is a plain one."""
+        return True
+
+    def draft(self, texts: Mapping[str, Sequence[int]], most: int) -> Mapping[str, Sequence[int]]:
+        """At most ``most`` tokens that may follow each text, or fewer, or none.
+
+        ``texts``: all tokens of each request so far, its prompt included, by request id.
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""

@@ -1,0 +1,1 @@
+"""Drafts of text: from a draft model with any tokenizer, or from another server."""

@@ -1,0 +1,95 @@
+"""Text drafters by name: ``text:`` and a draft model, or the URL of a server."""
+
+import dataclasses
+from pathlib import Path
+
+from jaxspec.checkpoints.load import load_params
+from jaxspec.checkpoints.load_drafter import platform_of
+from jaxspec.checkpoints.load_options import LoadOptions
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.decoding.drafters import HostDrafted
+from jaxspec.decoding.functional import EngineParams
+from jaxspec.engine.engine import Engine
+from jaxspec.llm.options import LLMOptions
+from jaxspec.llm.text_drafts.drafter import TextDrafter, TextSource
+from jaxspec.llm.text_drafts.model_source import ModelSource
+from jaxspec.llm.text_drafts.server_source import ServerSource
+from jaxspec.llm.tokenizer.text import NoTokenizer, TextTokenizer, open_tokenizer
+from jaxspec.parallel import stage_meshes
+
+PREFIX = "text:"
+PAGE_SIZE = 8  # of the draft model: what does not fill a page is read again in every round
+
+
+def source_name(options: LLMOptions) -> str | None:
+    """What follows ``text:`` in the drafter's name; None: it is another drafter."""
+    drafter = options.drafter
+    return drafter[len(PREFIX) :] if isinstance(drafter, str) and drafter[:5] == PREFIX else None
+
+
+def drafted_on_host(options: LLMOptions) -> LLMOptions:
+    """The options with HostDrafted in place of a text drafter; of another drafter, as they are.
+
+    Raises ValueError for options that do not go with text drafts.
+    """
+    if source_name(options) is None:
+        return options
+    config, speculation = options.engine or EngineConfig(), options.speculation
+    wrong = [
+        problem
+        for problem, found in (
+            ("no adaptive trees", config.adaptive),
+            ("one process", options.processes is not None),
+            ("no pipeline", len(stage_meshes(options.mesh, options.drafter_mesh)) > 1),
+            ("weights as loaded: no drafter_bits", options.drafter_bits is not None),
+            ("a chain as its tree", speculation is not None and not speculation.is_chain),
+        )
+        if found
+    ]
+    if wrong:
+        raise ValueError(f"drafter {options.drafter!r} needs {', and '.join(wrong)}")
+    engine = dataclasses.replace(config, adaptive=False)
+    return dataclasses.replace(options, drafter=HostDrafted(), engine=engine)
+
+
+def open_text_drafter(
+    options: LLMOptions, params: EngineParams, tokenizer: TextTokenizer, length: int
+) -> TextDrafter | None:
+    """The text drafter of these options, for a target; None: they name another drafter.
+
+    Args:
+      length: most tokens of a request.
+
+    Raises ValueError for a model that cannot be loaded, a server that does not answer, and models
+    without a tokenizer.
+    """
+    name = source_name(options)
+    if name is None:
+        return None
+    if isinstance(tokenizer, NoTokenizer):
+        raise ValueError(f"drafter {options.drafter!r} needs a tokenizer of the target's")
+    is_server = name.startswith(("http:", "https:"))
+    source = ServerSource(name) if is_server else _model_source(name, options, length)
+    return TextDrafter(tokenizer, source, params.target.config.vocab_size)
+
+
+def _model_source(name: str, options: LLMOptions, length: int) -> TextSource:
+    if not name:
+        raise ValueError(
+            f"drafter {PREFIX!r}: after text: give the directory or hub id of a draft model, or "
+            "the URL of a server on this machine"
+        )
+    tokenizer = open_tokenizer(Path(name) if Path(name).is_dir() else name)
+    if isinstance(tokenizer, NoTokenizer):
+        raise ValueError(f"drafter {options.drafter!r} has no tokenizer: text drafts need it")
+    loaded = LoadOptions(
+        name, "none", dtype=options.dtype, mesh=options.mesh, kernels=options.kernels
+    )
+    params, config = load_params(loaded), options.engine or EngineConfig()
+    length = min(length, params.target.config.max_position)
+    page_size = 16 if platform_of(options.mesh) == "tpu" else PAGE_SIZE
+    pages = config.max_rows * -(-(length + 1) // page_size) + 1
+    cache = CacheConfig(page_size, length, num_pages=pages)
+    rows = EngineConfig(max_rows=config.max_rows, max_programs=config.max_programs)
+    return ModelSource(Engine(params, cache, rows), tokenizer)
