@@ -14,6 +14,9 @@ from pallas_kernels.four_bits import ScaleCode, widened_pairs, widened_scales
 from pallas_kernels.packed_expert_product.order import file_order
 
 Code = four_bits.Code | Literal["e4m3"]  # the latter: floats of 8 bits, one in a byte
+# Of zeros in memory, and of numbers in the kernel: 128, where the step of bfloat16 is 1, and the 8
+# with which int4 are stored.
+BIAS = 136
 
 
 def bits_of(code: Code) -> int:
@@ -29,6 +32,7 @@ class Format:
     scale_dtype: str
     scale_code: ScaleCode = "e8m0"
     has_factor: bool = False
+    has_zero: bool = False
 
     @property
     def bits(self) -> int:
@@ -44,6 +48,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "mxfp4": Format("e2m1", (1, 32), "uint8"),
         "nvfp4": Format("e2m1", (1, 16), "uint8", "e5m3", has_factor=True),
         "int4": Format("int4", (1, 32), "bfloat16"),
+        "int4-zeros": Format("int4", (1, 128), "float16", has_zero=True),
     }
 )
 
@@ -51,7 +56,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """w = number * scale * factor of one projection of every expert.
+    """w = (number - zero) * scale * factor of one projection of every expert.
 
     Attributes:
       values: uint8 [E, P, F, bytes], where P projections (gate and up: 2) have F outputs each;
@@ -62,6 +67,7 @@ class PackedExperts:
       code: of the numbers.
       block: outputs and inputs that share a scale; the former is 1 where there are groups.
       scale_code: of scales that are bytes; those of e5m3 are neither 0 nor subnormal.
+      zero: of int4 in groups, bfloat16 as ``scale``, plus BIAS; None: all 0.
     """
 
     values: Array
@@ -70,6 +76,7 @@ class PackedExperts:
     code: Code = dataclasses.field(metadata={"static": True})
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})
     scale_code: ScaleCode = dataclasses.field(default="e8m0", metadata={"static": True})
+    zero: Array | None = None
 
     @property
     def bits(self) -> int:
@@ -103,10 +110,17 @@ class PackedExperts:
                 scale = jnp.repeat(scale, size, axis)
             scale = scale[..., : self.width, : self.depth]
         else:
-            scale = jnp.repeat(jnp.swapaxes(scale, -1, -2), self.block[1], -1)
+            scale = self._by_input(scale)
         if self.factor is not None:
             scale = scale * self.factor[index][..., None]
-        return numbers_of(self.values[index], self.code) * scale
+        numbers = numbers_of(self.values[index], self.code)
+        if self.zero is not None:
+            numbers = numbers - self._by_input(self.zero[index].astype(jnp.float32) - BIAS)
+        return numbers * scale
+
+    def _by_input(self, groups: Array) -> Array:
+        """[..., F, in] of [..., groups, F]."""
+        return jnp.repeat(jnp.swapaxes(groups, -1, -2), self.block[1], -1)
 
 
 def numbers_of(values: Array, code: Code) -> Array:

@@ -16,6 +16,7 @@ from pallas_kernels.selection import Implementation, kernel_module
 
 LINE = 128  # inputs of a block of e4m3 in the kernel, at most
 LEAST_GROUP = {"e8m0": 32, "e5m3": 16}  # inputs that share a scale, by its code
+MOST_OF_BYTES = 32  # inputs that share a byte: two of each output are copied at once, or more
 
 
 @jax.named_scope("packed_expert_product")
@@ -74,9 +75,16 @@ def weights_misfit(weights: PackedExperts) -> str | None:
             return f"blocks of {outputs} outputs and {inputs} inputs: multiples of 64 and 128"
         return None
     least = LEAST_GROUP[weights.scale_code]
-    if inputs % least or depth % inputs:
-        return f"groups of {inputs} of {depth} inputs: multiples of {least} that divide them"
+    if inputs % least or depth % inputs or (inputs != depth and inputs.bit_count() > 1):
+        return (
+            f"groups of {inputs} of {depth} inputs: all inputs, or a power of two from {least} on "
+            "that divides them"
+        )
     if (weights.code == "int4") == (weights.scale.dtype == jnp.uint8):
         wanted = "floats" if weights.code == "int4" else "bytes (uint8)"
         return f"{weights.code} with scales of {weights.scale.dtype}: {wanted}"
+    if weights.zero is not None and weights.code != "int4":
+        return f"zeros of {weights.code}: of integers only"
+    if weights.scale.dtype == jnp.uint8 and inputs > MOST_OF_BYTES:
+        return f"bytes as scales of {inputs} inputs: of at most {MOST_OF_BYTES}"
     return None

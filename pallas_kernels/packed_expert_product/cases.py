@@ -14,7 +14,7 @@ from pallas_kernels.expert_product import cases
 from pallas_kernels.packed_expert_product import packed_expert_product
 from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
-from pallas_kernels.packed_experts import FORMATS, Format, PackedExperts
+from pallas_kernels.packed_experts import BIAS, FORMATS, Format, PackedExperts
 
 TENSOR_SCALE = 2.0**-6  # about the factors of NVFP4, whose scales are about 1
 
@@ -37,7 +37,8 @@ class Case(cases.Case):
         """Bytes read and written: the chosen experts, rows, hidden units twice, results."""
         numbers = 3 * self.num_chosen * self.hidden * self.units
         (outputs, inputs), bits = self.stored.block, self.stored.bits
-        scales = numbers // (outputs * inputs) * jnp.dtype(self.stored.scale_dtype).itemsize
+        size = jnp.dtype(self.stored.scale_dtype).itemsize + 2 * self.stored.has_zero
+        scales = numbers // (outputs * inputs) * size
         pairs = self.rows * self.k
         other = 2 * self.rows * self.hidden + pairs * (4 * self.units + 4 * self.hidden)
         return numbers * bits // 8 + scales + other
@@ -60,6 +61,9 @@ TEST_CASES = (
     Case(3, 2, 8, 256, 64, form="int4"),
     Case(8, 3, 6, 192, 128, biased=True, form="int4"),
     Case(40, 4, 6, 320, 192, missing=3, form="int4"),
+    Case(3, 2, 8, 256, 128, form="int4-zeros"),
+    Case(8, 3, 6, 128, 384, biased=True, form="int4-zeros"),
+    Case(40, 4, 6, 384, 256, missing=3, form="int4-zeros"),
 )
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 # A layer of Qwen3.6-35B-A3B, of gpt-oss-20b, and of Kimi K2 with a twelfth of its experts.
@@ -70,6 +74,7 @@ BENCHMARK_CASES = (
     *(Case(rows, 8, 256, 2048, 512, form="nvfp4") for rows in ROWS),
     *(Case(rows, 4, 32, 2880, 2880, biased=True, form="mxfp4") for rows in ROWS),
     *(Case(rows, 8, 32, 7168, 2048, form="int4") for rows in ROWS),
+    *(Case(rows, 8, 256, 2048, 512, form="int4-zeros") for rows in ROWS),
 )
 
 
@@ -97,12 +102,15 @@ def _weights(
     values = np.random.default_rng([seed, index, 1]).integers(0, 256, shape, np.uint8)
     if stored.code == "e4m3":
         values -= values & 127 == 127  # no NaN
-    numbers, factor = jnp.asarray(values), None
+    numbers, factor, zero = jnp.asarray(values), None, None
     scale = _scales(stored, seed, index, outputs, depth)
     if stored.scale_code == "e5m3":
         numbers, scale = with_e5m3_scales(numbers, jnp.swapaxes(scale, -1, -2))
         scale = jnp.swapaxes(scale, -1, -2)
         factor = (1 + 0.1 * noise(seed, 20 + index, outputs)) * TENSOR_SCALE
+    if stored.has_zero:
+        zeros = np.random.default_rng([seed, index, 2]).integers(-8, 9, scale.shape)
+        zero = jnp.asarray(zeros + BIAS, jnp.bfloat16)
     return PackedExperts(
         values=stored_order(numbers, stored.code),
         scale=scale,
@@ -110,6 +118,7 @@ def _weights(
         code=stored.code,
         block=stored.block,
         scale_code=stored.scale_code,
+        zero=zero,
     )
 
 

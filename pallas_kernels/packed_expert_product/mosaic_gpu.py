@@ -29,10 +29,11 @@ from pallas_kernels.packed_expert_product.plan import PackedExpertPlan
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning, packed_expert_tuning
 from pallas_kernels.packed_expert_product.widening import (
     SUMS_OF_SCALED,
+    Grouped,
     Part,
-    Scaling,
     float8_weights,
     integer_weights,
+    integers_less_zeros,
     scaled_weights,
 )
 from pallas_kernels.packed_experts import PackedExperts
@@ -76,6 +77,7 @@ def packed_expert_product_mosaic(
             scaled=weights.block,
             scale_dtype=weights.scale.dtype,
             scale_code=weights.scale_code,
+            has_zeros=weights.zero is not None,
             clamp=clamp,
             config=config
             or packed_expert_tuning(len(slots.expert), lanes, weights.width, weights.bits),
@@ -87,7 +89,8 @@ def packed_expert_product_mosaic(
         kernel = _make_kernel(plan, x.dtype, len(factors), len(biases), interpret)
         values = weights.values.reshape(-1, weights.values.shape[-1])
         scale = weights.scale.reshape(-1, weights.scale.shape[-1])
-        return kernel(slots.expert, x, values, scale, *factors, *biases)
+        zeros = () if weights.zero is None else (weights.zero.reshape(scale.shape),)
+        return kernel(slots.expert, x, values, scale, *zeros, *factors, *biases)
 
     of_lanes = x if slots.rows is None else x[slots.rows.reshape(-1)]
     biases = () if bias is None else (bias,)
@@ -99,7 +102,7 @@ def _make_kernel(
     plan: PackedExpertPlan, dtype: Any, num_factors: int, num_biases: int, interpret: Any
 ) -> Any:
     warpgroups, ring, shares = plan.config.warpgroups, plan.stages, plan.shares
-    copies = plan.parts * warpgroups * (1 + (plan.groups > 0)) + 1
+    copies = plan.parts * warpgroups * (1 + (plan.groups > 0) + plan.has_zeros) + 1
     values = (ring, plan.parts, warpgroups, OUTPUTS, plan.row)
     lines = swizzled(min(COLUMNS, plan.unit), 16)
     scratch = {
@@ -116,12 +119,15 @@ def _make_kernel(
     if plan.groups:
         by_group = (ring, plan.parts, warpgroups, plan.groups, OUTPUTS)
         scratch["scale"] = plgpu.SMEM(by_group, plan.scale_dtype)
+        if plan.has_zeros:
+            scratch["zero"] = plgpu.SMEM(by_group, jnp.bfloat16)
 
     @fixed_name(interpret)
     def packed_expert_product_kernel(
         expert_of_slot, x_in, values_in, scale_in, *others_and_out, **refs
     ):
         *others, out = others_and_out
+        zeros, others = others[: plan.has_zeros], others[plan.has_zeros :]
         factors, biases = others[:num_factors], others[num_factors:]
         slot, tile = kernel_axes.index("slot"), kernel_axes.index("tile")
         thread = kernel_axes.index("warpgroup")
@@ -132,7 +138,7 @@ def _make_kernel(
 
         @pl.when(is_there & (share == shares))
         def _copy():
-            _copy_blocks(plan, x_in, values_in, scale_in, refs, expert)
+            _copy_blocks(plan, x_in, values_in, (scale_in, *zeros), refs, expert)
 
         if shares > 1:
 
@@ -175,12 +181,12 @@ def _make_kernel(
 
 
 def _copy_blocks(
-    plan: PackedExpertPlan, x: Any, values: Any, scale: Any, refs: Any, expert: Array
+    plan: PackedExpertPlan, x: Any, values: Any, scales: Sequence[Any], refs: Any, expert: Array
 ) -> None:
     """Copy the blocks of each tile in order into the ring.
 
     x [lanes of all slots, depth], or of shared lanes [N, depth]; values [E * parts * width, bytes];
-    scale [E * parts * groups, width]
+    scales [E * parts * groups, width], and zeros as them, if there are any
     """
     ring, slot, tile = plan.stages, kernel_axes.index("slot"), kernel_axes.index("tile")
     # Shared lanes may be more than there are rows: a start that is not known keeps the slice from
@@ -208,8 +214,9 @@ def _copy_blocks(
                 if plan.groups:
                     group = lax.div(start, plan.scaled[1])
                     rows = (expert * plan.parts + part) * num_groups + group
-                    source = scale.at[pl.ds(rows, plan.groups), pl.ds(first, OUTPUTS)]
-                    plgpu.copy_gmem_to_smem(source, refs["scale"].at[place], full)
+                    for name, array in zip(("scale", "zero"), scales, strict=False):
+                        source = array.at[pl.ds(rows, plan.groups), pl.ds(first, OUTPUTS)]
+                        plgpu.copy_gmem_to_smem(source, refs[name].at[place], full)
         plgpu.copy_gmem_to_smem(x.at[lanes, pl.ds(start, plan.block)], refs["x"].at[stage], full)
 
     total = plan.tiles * plan.blocks
@@ -316,10 +323,13 @@ def _weights(plan: PackedExpertPlan, refs: Any, stage: Array, start: int, part: 
     place = (stage, part, _warpgroup(plan))
     values, interpret = refs["values"].at[place], plan.interpret
     inputs = Part(start, plan.unit, plan.line)
+    grouped = Grouped(plan.code, plan.scaled[1], plan.scale_code)
     if plan.scales_weights:
-        scaling = Scaling(plan.code, plan.scaled[1], plan.scale_code)
         scales = refs["scale"].at[place]
-        return scaled_weights(values, scales, inputs, scaling, interpret=interpret)
+        return scaled_weights(values, scales, inputs, grouped, interpret=interpret)
+    if plan.has_zeros:
+        zeros = refs["zero"].at[place]
+        return integers_less_zeros(values, zeros, inputs, grouped, interpret=interpret)
     widened = float8_weights if plan.code == "e4m3" else integer_weights
     return widened(values, inputs, interpret=interpret)
 

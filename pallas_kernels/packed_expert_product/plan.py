@@ -30,6 +30,7 @@ class PackedExpertPlan:
     scaled: tuple[int, int]  # outputs and inputs that share a scale
     scale_dtype: Any
     scale_code: ScaleCode
+    has_zeros: bool  # of groups
     clamp: Gating | None
     config: PackedExpertTuning
     dtype: Any  # of results
@@ -101,7 +102,7 @@ class PackedExpertPlan:
     def stages(self) -> int:
         """Blocks in the ring."""
         config = self.config
-        scales = self.groups * self.scale_dtype.itemsize
+        scales = self.groups * (self.scale_dtype.itemsize + 2 * self.has_zeros)
         stage = self.parts * config.tile * (self.row + scales) + 2 * self.lanes * self.block
         results = self.dtype.itemsize * self.lanes * config.tile
         results += 4 * self.lanes * config.tile * self.parts * (self.shares - 1)

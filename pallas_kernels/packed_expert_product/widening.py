@@ -9,7 +9,8 @@ to where bfloat16 has them:
   which is exact, too: a scale is a power of two (e8m0), or it has four bits (e5m3), which with the
   two of e2m1 fit the eight of bfloat16. A part of the power is left to the sums (SUMS_OF_SCALED),
   for it would not fit a factor in bfloat16.
-- int4, which are stored plus 8: with the exponent of 128 they are 128 and as much more.
+- int4, which are stored plus 8: with the exponent of 128 they are 128 and as much more, by BIAS too
+  large. The zeros of groups have this bias in memory. Differences are exact.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.four_bits import ScaleCode, widened_scales
 from pallas_kernels.packed_expert_product.order import WORD
-from pallas_kernels.packed_experts import Code, numbers_of
+from pallas_kernels.packed_experts import BIAS, Code, numbers_of
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.words import Word
 
@@ -43,7 +44,6 @@ SUMS_OF_SCALED = 2.0**LEFT_SHIFT  # times sums of ``scaled_weights``
 SCALE_BITS: Mapping[ScaleCode, tuple[int, int]] = MappingProxyType(
     {"e8m0": (7, 0), "e5m3": (4, 127 - 15)}
 )
-BIAS = 136  # what ``biased_pairs`` add: 128, where the step of bfloat16 is 1, and 8
 E4M3_POWER = 0x7B80  # 2^120 in bfloat16: e4m3 as bfloat16 is smaller by that
 HALF = 0x00010001  # in both halves of a word
 PAIRS_APART = 8  # inputs between a thread's pairs
@@ -64,8 +64,9 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaling:
-    """Floats of ``code`` of which ``group`` inputs share a byte of ``scale_code``.
+class Grouped:
+    """Numbers of ``code`` of which ``group`` inputs share a scale, a byte of ``scale_code``, or of
+    integers a zero.
 
     ``group``: a multiple of 16.
     """
@@ -95,7 +96,7 @@ def integer_weights(ref: Any, part: Part, *, interpret: bool) -> Array:
 
 
 def scaled_weights(
-    ref: Any, scales: Any, part: Part, scaling: Scaling, *, interpret: bool
+    ref: Any, scales: Any, part: Part, grouped: Grouped, *, interpret: bool
 ) -> Array:
     """Numbers times their scales over SUMS_OF_SCALED, exactly, as ``float8_weights``.
 
@@ -103,12 +104,27 @@ def scaled_weights(
     exact.
     """
     if interpret:
-        numbers = _of_part(numbers_of(ref[...], scaling.code), part)
-        factors = widened_scales(scales[...], scaling.scale_code).T / SUMS_OF_SCALED
-        factors = _of_part(jnp.repeat(factors, scaling.group, 1), part)
+        numbers = _of_part(numbers_of(ref[...], grouped.code), part)
+        factors = widened_scales(scales[...], grouped.scale_code).T / SUMS_OF_SCALED
+        factors = _of_part(jnp.repeat(factors, grouped.group, 1), part)
         return (numbers * factors).astype(jnp.bfloat16)
-    emit = functools.partial(_emit_scaled, part=part, size=ref.shape[1], scaling=scaling)
+    emit = functools.partial(_emit_grouped, part=part, size=ref.shape[1], grouped=grouped)
     return _inlined(emit, part, swizzled(part.line, 8), ())(ref, scales)
+
+
+def integers_less_zeros(
+    ref: Any, zeros: Any, part: Part, grouped: Grouped, *, interpret: bool
+) -> Array:
+    """int4 numbers less the zeros of their groups, exactly, as ``float8_weights``.
+
+    ``zeros``: bfloat16 [groups of the block, OUTPUTS] in shared memory, plus BIAS.
+    """
+    if interpret:
+        by_group = zeros[...].T.astype(jnp.float32) - BIAS
+        less = _of_part(jnp.repeat(by_group, grouped.group, 1), part)
+        return (_of_part(numbers_of(ref[...], "int4"), part) - less).astype(jnp.bfloat16)
+    emit = functools.partial(_emit_grouped, part=part, size=ref.shape[1], grouped=grouped)
+    return _inlined(emit, part, swizzled(part.line, 8), ())(ref, zeros)
 
 
 def _of_part(x: Array, part: Part) -> Array:
@@ -139,19 +155,23 @@ def _emit_integers(_: Any, tiles: Any, *, part: Part, size: int) -> Any:
     return _array(registers, part)
 
 
-def _emit_scaled(
-    _: Any, tiles: Any, scales: Any, *, part: Part, size: int, scaling: Scaling
+def _emit_grouped(
+    _: Any, tiles: Any, by_group: Any, *, part: Part, size: int, grouped: Grouped
 ) -> Any:
-    pairs, pairs_of = (2, float8_pairs) if scaling.code == "e4m3" else (4, e2m1_pairs)
+    pairs, pairs_of, operation = {
+        "e4m3": (2, float8_pairs, arith.mulf),
+        "e2m1": (4, e2m1_pairs, arith.mulf),
+        "int4": (4, biased_pairs, arith.subf),
+    }[grouped.code]
     registers, by_place, inputs = _registers(part, pairs), {}, PAIRS_APART * pairs
     for i, half, word in _words(tiles, part, size, inputs):
         first = part.start + i * inputs
-        places = [((first + PAIRS_APART * j) // scaling.group, half) for j in range(pairs)]
+        places = [((first + PAIRS_APART * j) // grouped.group, half) for j in range(pairs)]
         for place in places:
             if place not in by_place:
-                by_place[place] = _scale(scales, *place, scaling)
+                by_place[place] = _of_group(by_group, *place, grouped)
         for j, pair in enumerate(pairs_of(word)):
-            registers[i, j, half] = arith.mulf(_as_pair(pair), by_place[places[j]])
+            registers[i, j, half] = operation(_as_pair(pair), by_place[places[j]])
     return _array(registers, part)
 
 
@@ -176,11 +196,15 @@ def _words(tiles: Any, part: Part, size: int, inputs: int) -> Iterator[tuple[int
             yield i, half, Word(_load(tiles, offset, _i32(), WORD))
 
 
-def _scale(scales: Any, group: int, half: int, scaling: Scaling) -> Any:
-    """The scale of a thread's row in a group, twice, in bfloat16, times what pairs lack."""
-    byte = Word(_load(scales, row_of(Word(mgpu.thread_idx()), half) + group * OUTPUTS, _i8(), 1))
-    wide = Word(arith.extui(_i32(), byte.value))
-    return _as_pair(scale_pair(wide, scaling.scale_code, SHIFTS[scaling.code]))
+def _of_group(by_group: Any, group: int, half: int, grouped: Grouped) -> Any:
+    """Of a thread's row in a group, twice, in bfloat16: the scale times what pairs lack, or the
+    zero plus BIAS."""
+    place = row_of(Word(mgpu.thread_idx()), half) + group * OUTPUTS
+    if grouped.code == "int4":
+        zero = _load(by_group, place * 2, ir.IntegerType.get_signless(16), 2)
+        return _as_pair(Word(arith.extui(_i32(), zero)) * HALF)
+    wide = Word(arith.extui(_i32(), _load(by_group, place, _i8(), 1)))
+    return _as_pair(scale_pair(wide, grouped.scale_code, SHIFTS[grouped.code]))
 
 
 def _load(ref: Any, offset: Word, kind: Any, alignment: int) -> Any:

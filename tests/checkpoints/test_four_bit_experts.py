@@ -84,7 +84,7 @@ def test_experts_are_the_numbers_of_the_file(name: str, folders: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4", "mxfp4", "nvfp4", "modelopt"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_experts_are_the_same_in_the_order_of_the_kernel(name: str, folders: Any):
     chosen = jnp.array([[5, 0], [7, 5]])
     for linear in experts_of(load(folders(name)[0])):

@@ -25,7 +25,7 @@ from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_produc
 from pallas_kernels.packed_expert_product.order import file_order, stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
-from pallas_kernels.packed_experts import FORMATS, Code, PackedExperts, numbers_of
+from pallas_kernels.packed_experts import BIAS, FORMATS, Code, PackedExperts, numbers_of
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
@@ -85,7 +85,7 @@ def test_a_thread_widens_the_numbers_that_tensor_cores_want(code: Code):
         "e2m1": (widening.e2m1_pairs, 32, 2.0 ** widening.SHIFTS["e2m1"]),
         "int4": (widening.biased_pairs, 32, 1.0),
     }[code]
-    bias = widening.BIAS if code == "int4" else 0
+    bias = BIAS if code == "int4" else 0
     for row, place in np.ndindex(words.shape):
         pairs = np.array([pair % 2**32 for pair in pairs_of(int(words[row, place]))], np.uint32)
         floats = pairs.view(jnp.bfloat16).astype(np.float64).reshape(-1, 2)
@@ -242,7 +242,9 @@ def test_on_the_device_a_row_is_the_same_whatever_others_choose(form: str, rows:
         ({"code": "e4m3", "block": (128, 64)}, "blocks of 128 outputs and 64 inputs"),
         ({"block": (1, 16)}, "groups of 16 of 128 inputs"),
         ({"code": "e4m3", "scale": "float32"}, "e4m3 with scales of float32: bytes"),
-        ({"block": (1, 24), "scale_code": "e5m3"}, "groups of 24 of 128 inputs: multiples of 16"),
+        ({"block": (1, 24), "scale_code": "e5m3"}, "groups of 24 of 128 inputs: all inputs, or"),
+        ({"hidden": 192, "block": (1, 96)}, "groups of 96 of 192 inputs: all inputs, or a power"),
+        ({"block": (1, 64)}, "bytes as scales of 64 inputs: of at most 32"),
         ({"scale": "float8_e4m3fn"}, "e2m1 with scales of float8_e4m3fn"),
         ({"x": "float32"}, "rows of float32"),
     ],
@@ -285,16 +287,20 @@ def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: str) -> FourB
     experts, size, *outputs = shape
     random, code = np.random.default_rng(2), FORMATS[form].code
     assert code != "e4m3"
-    by_group = (experts, *outputs, size // FORMATS[form].block[1])
+    by_group = (experts, *outputs, max(1, size // FORMATS[form].block[1]))
     scale = random.integers(118, 124, by_group).astype(np.uint8)
     if form == "int4":
         scale = (2.0 ** (scale.astype(np.float32) - 127)).astype(jnp.bfloat16)
+    zero = random.integers(-8, 9, by_group).astype(jnp.float16)
+    if form == "int4-zeros":
+        scale = (2.0 ** (scale.astype(np.float32) - 127)).astype(jnp.float16)
     if form == "nvfp4":
         scale = (random.normal(size=by_group) / 64).astype(jnp.float8_e4m3fn)
         assert (scale == 0).any() and (scale < 0).any()
     return FourBitExperts(
         pairs=jnp.asarray(random_bytes((experts, *outputs, size // 2), code)),
         scale=jnp.asarray(scale),
+        zero=jnp.asarray(zero) if FORMATS[form].has_zero else None,
         factor=jnp.asarray(random.uniform(0.5, 1.5, (experts, *outputs)), jnp.float32),
         axes=axes,
         code=code,
@@ -319,7 +325,7 @@ def packed_own(form: str) -> tuple[Any, Any]:
     return stored, stored.replace(gate_up=packed[0], down=packed[1])
 
 
-@pytest.mark.parametrize("form", ["nvfp4", *map(slow, ("fp8", "mxfp8", "mxfp4", "int4"))])
+@pytest.mark.parametrize("form", ["nvfp4", *map(slow, sorted({*FORMATS} - {"nvfp4"}))])
 def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(form: str):
     stored, packed = packed_own(form)
     index = jnp.array([[5, 0], [3, 5]])
@@ -338,7 +344,7 @@ class Interpreted:
         return interpreted(packed_expert_product_mosaic, *arrays, clamp=None)
 
 
-@pytest.mark.parametrize("form", ["fp8", *map(slow, ("mxfp8", "mxfp4", "nvfp4", "int4"))])
+@pytest.mark.parametrize("form", ["fp8", *map(slow, sorted({*FORMATS} - {"fp8"}))])
 def test_a_mixture_by_the_kernel_is_that_of_widened_experts(form: str):
     stored, packed = packed_own(form)
     x, routes = random_rows(5, 128, 6, 3, seed=1)
@@ -372,15 +378,14 @@ def test_many_rows_are_multiplied_so_many_at_a_time():
 
 
 def test_experts_of_other_formats_stay_as_they_are():
-    """With zeros, with scales that the kernel does not take, and of sizes that it does not."""
+    """With scales that the kernel does not take, and of sizes that it does not."""
     axes = ("experts", "embed", "mlp")
     fits = in_4_bits((2, 64, 64), axes, "int4")
     assert isinstance(packed_experts(fits), PackedExpertLinear)
-    zero = fits.replace(zero=jnp.zeros(fits.scale.shape))
     small = in_4_bits((2, 32, 64), axes, "int4")
     floats = in_4_bits((2, 64, 64), axes, "mxfp4")
     floats = floats.replace(scale=floats.scale.astype(jnp.bfloat16))
     by_output = in_8_bits((2, 64, 64), axes, "mxfp8")
     by_output = by_output.replace(block=(1, 64), scale=jnp.ones((2, 64, 1), jnp.float32))
-    for experts in (zero, small, floats, by_output):
+    for experts in (small, floats, by_output):
         assert packed_experts(experts) is experts

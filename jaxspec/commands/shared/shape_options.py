@@ -30,8 +30,9 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
-    add("--expert-format", choices=EXPERT_FORMATS, help="experts, also of the MTP layer, as "
-        "published: FP8 in blocks of 128, MXFP8, MXFP4, NVFP4, INT4 in groups of 32")  # fmt: skip
+    add("--expert-format", choices=EXPERT_FORMATS, help="experts, also of the MTP layer, as they "
+        "are published: FP8 in blocks of 128, MXFP8, MXFP4, NVFP4, INT4 in groups of 32, or in "
+        "groups of 128 with zeros")  # fmt: skip
     add("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--kernels", default="auto", help=KERNELS_HELP)
 

@@ -14,7 +14,7 @@ from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
 from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.scales import ONE
-from pallas_kernels.packed_experts import Code
+from pallas_kernels.packed_experts import BIAS, Code
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
 QUANTIZED = (GroupedLinear, Float8Linear, PackedExpertLinear)
@@ -48,7 +48,7 @@ def random_quantized(shapes: Any, places: Any, key: Array, spread: float) -> Any
 def _random_experts(
     shapes: PackedExpertLinear, places: Any, key: Array, spread: float
 ) -> PackedExpertLinear:
-    keys, step = jax.random.split(key, 4), spread / NUMBERS[shapes.code]
+    keys, step = jax.random.split(key, 5), spread / NUMBERS[shapes.code]
     values, scale, bias, factor = shapes.values, shapes.scale, shapes.bias, shapes.factor
     made = shapes.replace(values=_bytes(values.shape, shapes.code, places.values)(keys[0]))
     if factor is not None:  # then scales are about 1
@@ -61,7 +61,9 @@ def _random_experts(
         scales = _scales(scale.shape, scale.dtype, places.scale)(keys[1], step)
     if bias is not None:
         bias = _scales(bias.shape, bias.dtype, places.bias)(keys[2], spread)
-    return made.replace(scale=scales, factor=factor, bias=bias)
+    if (zero := shapes.zero) is not None:
+        zero = BIAS + _zeros(zero.shape, zero.dtype, places.zero)(keys[4])
+    return made.replace(scale=scales, zero=zero, factor=factor, bias=bias)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from pallas_kernels.four_bits import ScaleCode, widened_scales
 from pallas_kernels.packed_expert_product import weights_misfit
 from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
-from pallas_kernels.packed_experts import FORMATS, Code, PackedExperts
+from pallas_kernels.packed_experts import BIAS, FORMATS, Code, PackedExperts
 
 
 @pytree
@@ -32,6 +32,7 @@ class PackedExpertLinear(AnyExpertLinear):
       scale: of blocks, float32 [E, *out, in] by those of the last output dimension and of the
         input, of which the last may be shorter; of groups, [E, *out, n] with n groups of inputs
         before the last output dimension.
+      zero: bfloat16 as ``scale``, whole numbers plus BIAS; None: all 0.
       factor: float32 [E, *out]; None: all 1.
       code: of the numbers.
       block: outputs and inputs that share a scale.
@@ -41,6 +42,7 @@ class PackedExpertLinear(AnyExpertLinear):
 
     values: Array = array()
     scale: Array = array()
+    zero: Array | None = array(default=None)
     factor: Array | None = array(default=None)
     bias: Array | None = array(default=None)  # [E, *out]
     axes: tuple[str, ...] = static()
@@ -54,10 +56,11 @@ class PackedExpertLinear(AnyExpertLinear):
         """The weights as the kernel takes them, all outputs but those of the last dimension as
         parts."""
         experts, *outputs, size = self.values.shape
-        parts = (experts, -1, outputs[-1])
+        parts, blocks = (experts, -1, outputs[-1]), (experts, -1, *self.scale.shape[-2:])
         return PackedExperts(
             values=self.values.reshape(*parts, size),
-            scale=self.scale.reshape(experts, -1, *self.scale.shape[-2:]),
+            scale=self.scale.reshape(blocks),
+            zero=None if self.zero is None else self.zero.reshape(blocks),
             factor=None if self.factor is None else self.factor.reshape(parts),
             code=self.code,
             block=self.block,
@@ -70,7 +73,7 @@ class PackedExpertLinear(AnyExpertLinear):
         blocks = ("group", "group") if self.block[0] > 1 else (size, outputs[-1])
         return {
             "values": (*by_output, size),
-            "scale": (*by_output[:-1], *blocks),
+            **{"scale": (*by_output[:-1], *blocks), "zero": (*by_output[:-1], *blocks)},
             **{"factor": by_output, "bias": by_output},
         }
 
@@ -100,20 +103,23 @@ def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
     scale_code: ScaleCode = "e8m0"
     match experts:
         case Float8Experts(values=values, block=block):
-            scale, factor, code = experts.scale, None, "e4m3"
+            scale, zero, factor, code = experts.scale, None, None, "e4m3"
             stored = lax.bitcast_convert_type(values, jnp.uint8)
             scale = widened_scales(scale) if block[0] > 1 else jnp.swapaxes(scale, -1, -2)
-        case FourBitExperts(pairs=stored, zero=None, factor=factor, code=code):
+        case FourBitExperts(pairs=stored, zero=zero, factor=factor, code=code):
             scale, block = experts.scale, (1, 2 * stored.shape[-1] // experts.scale.shape[-1])
             if code == "e2m1" and scale.dtype == E4M3:
                 scale_code = "e5m3"
                 stored, scale = with_e5m3_scales(stored, scale)
             scale = jnp.swapaxes(scale, -1, -2)
+            if zero is not None:
+                zero = jnp.swapaxes(zero.astype(jnp.bfloat16) + BIAS, -1, -2)
         case _:
             return experts
     made = PackedExpertLinear(
         values=stored,
         scale=scale,
+        zero=zero,
         factor=factor,
         bias=experts.bias,
         axes=experts.axes,
@@ -141,6 +147,7 @@ def packed_experts_shape(linear: ExpertLinear, name: ExpertFormat) -> PackedExpe
             experts, *lead, width, size * stored.bits // 8, dtype=jnp.dtype("uint8")
         ),
         scale=array_shape(experts, *lead, *blocks, dtype=jnp.dtype(stored.scale_dtype)),
+        zero=array_shape(experts, *lead, *blocks, dtype=jnp.bfloat16, when=stored.has_zero),
         factor=array_shape(
             experts, *lead, width, dtype=jnp.dtype("float32"), when=stored.has_factor
         ),

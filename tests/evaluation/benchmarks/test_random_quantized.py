@@ -19,7 +19,7 @@ def test_every_format_has_a_name():
     assert set(EXPERT_FORMATS) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", *map(slow, ("fp8", "mxfp8", "mxfp4", "int4"))])
+@pytest.mark.parametrize("name", ["nvfp4", *map(slow, sorted({*FORMATS} - {"nvfp4"}))])
 def test_random_experts_are_of_the_size_of_weights(name: ExpertFormat):
     weight: Any = jax.ShapeDtypeStruct((3, 128, 2, 64), jnp.bfloat16)
     axes = ("experts", "embed", "pair", "mlp")
