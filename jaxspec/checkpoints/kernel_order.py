@@ -47,8 +47,8 @@ def in_order(node: Any) -> Any:
 
 
 def _is_for_kernel(experts: Any) -> bool:
-    """Whether the device runs the kernel. With zeros of groups it has been compiled for one only, so
-    such experts wait for a test on a GPU."""
+    """Whether the device runs the kernel. With zeros of groups the kernel was compiled for a GPU,
+    but has not run on one: such experts wait for its test."""
     if getattr(experts, "zero", None) is not None:
         return False
     devices = {device for leaf in jax.tree.leaves(experts) for device in leaf.sharding.device_set}
