@@ -67,9 +67,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported stays: Python looks through it once, when all is there."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.fixture
@@ -92,34 +98,57 @@ LONGEST = (
     "test_generate", "test_examples",
 )  # fmt: skip
 
-# Files whose tests ask byte_llm. Its programs take ten seconds to compile, in each worker and again
-# whenever few_programs has forgotten them. So these files come first, and all in one worker.
-OF_BYTE_LLM = (
-    "tests/serving/",
-    "tests/llm/test_llm.py",
-    "tests/llm/test_llm_structured.py",
-    "tests/llm/test_llm_options.py",
-    "tests/llm/test_llm_weights.py",
-    "tests/llm/test_request_length.py",
-    "tests/llm/text_drafts/test_text_drafter.py",
-)
+# Files whose tests run the same programs: those of byte_llm, and of engines of one shape
+# (tests/helpers/engines.py). They take seconds to compile, in each worker and again whenever
+# few_programs has forgotten them. So these files come first, those of a group in one worker, and in
+# this order.
+GROUPS = {
+    "byte_llm": (
+        "tests/serving/",
+        "tests/llm/test_llm.py",
+        "tests/llm/test_llm_structured.py",
+        "tests/llm/test_llm_options.py",
+        "tests/llm/test_llm_weights.py",
+        "tests/llm/test_request_length.py",
+        "tests/llm/text_drafts/test_text_drafter.py",
+    ),
+    "engines": (
+        "tests/engine/test_engine.py",
+        "tests/engine/test_async_engine.py",
+        "tests/engine/test_old_texts.py",
+        "tests/engine/test_engine_options.py",
+        "tests/engine/test_preemption.py",
+    ),
+}
+
+
+def group_of(nodeid: str) -> tuple[str, int] | None:
+    """The group of a test, and the place of its file there."""
+    for group, paths in GROUPS.items():
+        for place, path in enumerate(paths):
+            if nodeid.startswith(path):
+                return group, place
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
+    first = list(GROUPS)
 
-    def place(item: pytest.Item) -> int:
-        first = item.nodeid.startswith(OF_BYTE_LLM)
-        return -1 if first else order.get(item.path.stem, len(order))
+    def place(item: pytest.Item) -> tuple[int, int]:
+        if (found := group_of(item.nodeid)) is not None:
+            return first.index(found[0]) - len(first), found[1]
+        return order.get(item.path.stem, len(order)), 0
 
     items.sort(key=place)
 
 
 class Scheduling(LoadFileScheduling):
-    """Gives a worker a file at a time, and all files of OF_BYTE_LLM together."""
+    """Gives a worker a file at a time, and all files of a group together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "byte_llm" if nodeid.startswith(OF_BYTE_LLM) else super()._split_scope(nodeid)
+        found = group_of(nodeid)
+        return super()._split_scope(nodeid) if found is None else found[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
@@ -174,9 +203,10 @@ GPU_RECORD = ROOT / "docs/gpu_tests.json"
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs() -> Iterator[None]:
-    """Forget the compiled programs between files, before engines have to do so by themselves."""
+    """Forget the compiled programs between files, before engines have to do so by themselves. It
+    takes seconds, and what is forgotten is compiled again."""
     yield
-    if maps_are_scarce(0.7 * USABLE_MAPS):
+    if maps_are_scarce(0.85 * USABLE_MAPS):
         jax.clear_caches()
 
 

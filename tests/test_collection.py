@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import NOT_BY_DEFAULT, OF_BYTE_LLM
+from tests.conftest import GROUPS, NOT_BY_DEFAULT, group_of
 from tests.helpers.marks import slow
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +69,14 @@ def test_files_that_ask_byte_llm_are_run_by_one_worker():
         path.relative_to(ROOT).as_posix() for path in paths if "byte_llm" in path.read_text("utf-8")
     }
     assert len(found) > 2
-    assert [name for name in found if not name.startswith(OF_BYTE_LLM)] == []
-    assert all((ROOT / name).exists() for name in OF_BYTE_LLM)
+    groups = {name: group_of(name) for name in found}
+    assert {name: own for name, own in groups.items() if not own or own[0] != "byte_llm"} == {}
+
+
+def test_files_of_groups_are_there():
+    assert all((ROOT / name).exists() for paths in GROUPS.values() for name in paths)
+    assert group_of("tests/engine/test_preemption.py::test_a[b]") == ("engines", 4)
+    assert group_of("tests/engine/test_crowds.py::test_a[b]") is None
 
 
 def test_folders_that_are_not_collected_by_default_have_no_default_tests():

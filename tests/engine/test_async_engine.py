@@ -15,33 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.async_engine import AsyncEngine
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.scheduling.plan import QueueFull
-from tests.helpers.random_models import make_params, random_prompts
+from tests.helpers.engines import ready_engine
+from tests.helpers.random_models import random_prompts
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2, 17), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
-LONG = SamplingParams(max_tokens=100)
-
-
+LONG = SamplingParams(max_tokens=50)
 MAX_QUEUE = 50
 
 
 def new_engine(max_rows: int, max_queue: int | None = None) -> Engine:
-    """A small engine whose programs are compiled."""
-    params = make_params("ngram", SpeculationConfig.chain(2))
-    cache = CacheConfig(page_size=8, max_length=128)
-    config = EngineConfig(max_rows=max_rows, rounds_per_call=4, max_queue=max_queue)
-    own = Engine(params, cache, config)
-    compile_by_running(own, max_rows, 60, SamplingParams(temperature=1.0, max_tokens=60))
-    own.programs.sealed = True
-    return own
+    """A small engine whose programs are compiled; of four rows they are test_engine.py's."""
+    return ready_engine(max_rows=max_rows, max_queue=max_queue)
 
 
 @functools.cache
@@ -123,7 +112,7 @@ async def many(own: Engine, count: int, seed: int) -> tuple[int, dict[int, list[
 
 def request(index: int) -> tuple[list[int], SamplingParams]:
     rng = np.random.default_rng(index)
-    prompt = rng.integers(96, size=rng.integers(1, 40)).tolist()
+    prompt = rng.integers(96, size=rng.integers(1, 24)).tolist()
     sampling = SamplingParams(0.8 * (index % 2), seed=index, max_tokens=int(rng.integers(2, 40)))
     return prompt, sampling
 

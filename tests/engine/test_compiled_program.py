@@ -58,7 +58,7 @@ def test_every_float32_product_has_full_precision_on_a_gpu(drafter: str):
 @pytest.mark.parametrize(
     ("drafter", "speculation", "shape"),
     [
-        ("none", CHAIN, None),
+        slow("none", CHAIN, None),
         slow("ngram", CHAIN, None),
         slow("draft_model", CHAIN, None),
         slow("eagle3", CHAIN, None),

@@ -29,6 +29,12 @@ def default_params(drafter: str = "ngram", acceptance: str = "match") -> EngineP
     return make_params(drafter, speculation).replace(default_tree=True)
 
 
+def rounded_params() -> EngineParams:
+    params = default_params()
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
+    return params.replace(target=rounded)
+
+
 def new_engine() -> Engine:
     return Engine(
         default_params(),
@@ -63,30 +69,36 @@ def test_a_cpu_is_never_crowded_as_it_is_the_host():
     assert crowded_rows(default_params()) is None
 
 
+def rounded_engine() -> Engine:
+    params = rounded_params()
+    return Engine(params, CacheConfig(page_size=8, max_length=24), EngineConfig(max_rows=1))
+
+
 def test_costs_are_estimates_where_trees_change_texts_by_rounding():
-    params, prompt = default_params(), [5, 9, 2, 7, 5, 9]
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
-    cache, config = CacheConfig(page_size=8, max_length=24), EngineConfig(max_rows=1)
-    engine = Engine(params.replace(target=rounded), cache, config)
+    engine = rounded_engine()
     assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), CHAIN)
     assert engine.programs.ask is None  # whether a program is ready must not decide either
+    assert not learns_costs(rounded_params(), EngineConfig())
+    assert not engine.shapes.learns and not engine.shapes.adapts_by_time
+    assert learns_costs(default_params(), EngineConfig())
+    assert learns_costs(rounded_params(), EngineConfig(adaptive=True))
+
+
+@pytest.mark.slow  # by default: the test above
+def test_rounds_leave_estimates_as_they_are():
+    engine = rounded_engine()
     before = engine.shapes.seconds(1, PLAIN)
-    engine.finish([engine.add(prompt, SamplingParams(max_tokens=12, stop_token_ids=()))])
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=())
+    engine.finish([engine.add([5, 9, 2, 7, 5, 9], sampling)])
     assert engine.shapes.rounds.total() > 0
     assert engine.shapes.seconds(1, PLAIN) == before
-    assert learns_costs(params, config)
-    assert learns_costs(params.replace(target=rounded), EngineConfig(adaptive=True))
 
 
 @pytest.mark.parametrize("rows", [32, 256])
 def test_a_whole_warm_up_of_a_gpus_default_engine_fits_its_programs(rows: int):
     """In bfloat16, with programs of fixed rounds; nothing is compiled here."""
-    params = default_params()
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
     config = EngineConfig(max_rows=rows, fixed_rounds=True)
-    engine = Engine(
-        params.replace(target=rounded), CacheConfig(page_size=16, max_length=1024), config
-    )
+    engine = Engine(rounded_params(), CacheConfig(page_size=16, max_length=1024), config)
     programs, shapes = engine.programs, engine.shapes.compiled_ahead(None)
     assert len(shapes) == 3
     cover = coverage(programs, engine.limits, shapes, EVERYTHING, None, None)

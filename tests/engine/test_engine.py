@@ -48,6 +48,7 @@ def texts(own: Engine, generations: list[Generation]) -> list[list[int]]:
     return [generation.token_ids for generation in generations]
 
 
+@pytest.mark.slow  # by default: engines that are sealed serve greedy and sampled requests, below
 def test_two_traces_serve_all_sampling_parameters():
     own, rng = new_engine("none"), np.random.default_rng(0)
     before = traces(own.programs.decode), traces(own.programs.prefill)

@@ -10,8 +10,8 @@ import pytest
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
-from tests.decoding.test_sampling_options import LENGTH, all_options, expected, prompts_of
-from tests.helpers.engines import FULL, new_engine, seal
+from tests.decoding.test_sampling_options import all_options, expected, prompts_of
+from tests.helpers.engines import FEW, FULL, new_engine, ready_engine, seal
 from tests.helpers.marks import slow
 from tests.helpers.programs import traces
 from tests.helpers.random_models import random_prompts, random_target
@@ -22,10 +22,10 @@ PROMPT = random_prompts((19,), seed=2)[0].tolist()
 
 @functools.cache
 def engine(
-    drafter: str = "ngram", num_pages: int | None = 16, preemption: str = "recompute"
+    drafter: str = "ngram", num_pages: int | None = FEW, preemption: str = "recompute"
 ) -> Engine:
     """It has too few pages for its rows; None: enough."""
-    return seal(new_engine(drafter, num_pages, LENGTH, preemption=preemption), FULL)
+    return seal(new_engine(drafter, num_pages, preemption=preemption), FULL)
 
 
 def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
@@ -50,7 +50,7 @@ def test_texts_are_those_of_transformers_processors(drafter: str, preemption: st
 
 @pytest.mark.slow
 def test_requests_without_controls_keep_their_programs():
-    own, ordinary = new_engine(max_length=LENGTH), SamplingParams(max_tokens=12)
+    own, ordinary = new_engine(), SamplingParams(max_tokens=12)
     text = run(own, PROMPT, ordinary).token_ids
     before = traces(own.programs.decode), traces(own.programs.prefill)
     for bias in ({3: 2.0}, {4: -1.0}):
@@ -68,7 +68,7 @@ def test_requests_without_controls_keep_their_programs():
 
 
 def test_priority_and_salt_reach_the_scheduler():
-    own = new_engine("none", max_length=LENGTH, max_rows=1)
+    own = ready_engine("none", max_rows=1)  # the programs of plain_engine()
     later, first = own.add_all(
         [PROMPT] * 2,
         [SamplingParams(max_tokens=5, priority=p, cache_salt=f"salt {p}") for p in (1, 0)],
@@ -96,7 +96,7 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
     np.testing.assert_allclose([logprobs[i] for i, _ in found.top], likeliest, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_pages", [slow(None), 16])  # few pages: requests are preempted
+@pytest.mark.parametrize("num_pages", [slow(None), FEW])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
     own = engine(num_pages=num_pages)
     before = own.scheduler.preemptions["recompute"]

@@ -11,13 +11,12 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from jaxspec.engine.plans.host_copies import part_bytes
-from tests.helpers.engines import LENGTH, SAMPLED, new_engine, seal
+from tests.helpers.engines import FEW, FULL, LENGTH, SAMPLED, new_engine, seal
 from tests.helpers.random_models import random_prompts, random_target
 from tests.helpers.sampling_reference import reference_texts
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25, 11), seed=3)]
 SAMPLING = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(len(PROMPTS))]
-FEW = 14  # pages, too few for four rows
 
 
 @functools.cache
@@ -41,7 +40,7 @@ def test_the_first_swap_measures_and_later_ones_follow_the_costs():
     own = new_engine(num_pages=FEW)
     costs = own.preemption_costs
     assert costs.swap_part is None
-    seal(own)
+    seal(own, FULL)  # the programs of the tests of options
     run(own)
     assert costs.swap_part is not None and 0 < costs.swap_part < 10
     swaps = own.scheduler.preemptions["swap"]
@@ -84,7 +83,8 @@ def part_of(own: Engine) -> int:
 def test_requests_that_do_not_fit_host_memory_are_recomputed(parts: int):
     size = part_of(new_engine(num_pages=FEW, preemption="swap"))
     own = seal(
-        new_engine(num_pages=FEW, preemption="swap", swap_memory=(parts + 0.5) * size / 2**30)
+        new_engine(num_pages=FEW, preemption="swap", swap_memory=(parts + 0.5) * size / 2**30),
+        FULL,
     )
     generations, used = own.add_all(PROMPTS, SAMPLING), {0}
     while not all(generation.done for generation in generations):

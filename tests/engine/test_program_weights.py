@@ -17,8 +17,8 @@ from jaxspec.engine.programs import weights as program_weights
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import make_mesh
-from tests.helpers.marks import slow
 from tests.helpers.random_models import make_params, random_target, tiny_config
+from tests.helpers.sampling_reference import plain_logits
 
 CHAIN = SpeculationConfig.chain(2)
 
@@ -44,6 +44,14 @@ def test_programs_read_tied_embeddings_transposed():
     assert target.lm_head is None and own.lm_head is not None
     np.testing.assert_array_equal(own.lm_head.weight, target.embed.T)
     assert own.embed is target.embed
+
+
+def test_logits_are_those_of_the_embeddings():
+    target = tied_target()
+    own = program_weights.program_weights(own_params(target)).target
+    tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
+    wanted = plain_logits(target, tokens)
+    np.testing.assert_allclose(plain_logits(own, tokens), wanted, rtol=0, atol=1e-5)
 
 
 def test_it_is_made_once():
@@ -99,9 +107,10 @@ def test_after_an_error_the_copy_is_still_there():
     assert engine.programs.params.target.lm_head is copy is not None
 
 
-@pytest.mark.parametrize("speculative", ["ngram", slow("eagle3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("speculative", ["ngram", "eagle3"])
 def test_texts_are_those_of_plain_decoding(speculative: str):
-    """Lookup guards the case of EAGLE-3: both verify with the copy."""
+    """By default the copy is compared with the embeddings above, and the logits of both below."""
     sampled = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     texts: list[list[list[int]]] = []
     for drafter in ("none", speculative):

@@ -19,6 +19,7 @@ from tests.helpers.random_models import make_params
 
 CHAIN = SpeculationConfig.chain(2)
 LENGTH = 64
+FEW = 14  # pages, too few for four rows of that length
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
 FULL = dataclasses.replace(SAMPLED, logprobs=1, prompt_logprobs=1)  # every program serves all
 # Its prompts are read with masks, by a program that reads all others' prompts, too.
