@@ -21,6 +21,7 @@ from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.mlps.mix import LocalExperts
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.models.nodes import map_nodes
+from pallas_kernels.packed_experts import Code
 from tests.helpers.random_models import as_dtype, random_target, tiny_config
 
 EXPERTS = ExpertsConfig(16, RoutingConfig(8, 2, normalize=True))
@@ -111,3 +112,9 @@ def _activated(activation: ExpertActivation | None, gate: np.ndarray, up: np.nda
     assert isinstance(activation, ClampedSwiglu)
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
     return (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))
+
+
+def random_bytes(shape: tuple[int, ...], code: Code, seed: int = 0) -> np.ndarray:
+    """Bytes of numbers, none of which is NaN."""
+    values = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    return values - (values & 127 == 127) if code == "e4m3" else values

@@ -100,37 +100,61 @@ class PackedExpertLinear(AnyExpertLinear):
 
 def packed_experts(experts: AnyExpertLinear) -> AnyExpertLinear:
     """The same experts as the kernel reads them; those that it does not read as they are."""
-    scale_code: ScaleCode = "e8m0"
     match experts:
-        case Float8Experts(values=values, block=block):
-            scale, zero, factor, code = experts.scale, None, None, "e4m3"
-            stored = lax.bitcast_convert_type(values, jnp.uint8)
-            scale = widened_scales(scale) if block[0] > 1 else jnp.swapaxes(scale, -1, -2)
-        case FourBitExperts(pairs=stored, zero=zero, factor=factor, code=code):
-            scale, block = experts.scale, (1, 2 * stored.shape[-1] // experts.scale.shape[-1])
-            if code == "e2m1" and scale.dtype == E4M3:
-                scale_code = "e5m3"
-                stored, scale = with_e5m3_scales(stored, scale)
-            scale = jnp.swapaxes(scale, -1, -2)
-            if zero is not None:
-                zero = jnp.swapaxes(zero.astype(jnp.bfloat16) + BIAS, -1, -2)
+        case Float8Experts():
+            made = _of_float8(experts)
+        case FourBitExperts():
+            made = _of_four_bits(experts)
         case _:
             return experts
-    made = PackedExpertLinear(
-        values=stored,
+    if weights_misfit(made.packed) is not None:
+        return experts
+    return made.replace(values=stored_order(made.values, made.code))
+
+
+def _of_float8(experts: Float8Experts) -> PackedExpertLinear:
+    """With values in the order of a file."""
+    values, scale, block, factor = experts.values, experts.scale, experts.block, None
+    if block[0] > 1:
+        scale = widened_scales(scale)
+    elif scale.shape[-1] == 1:  # of each output: a factor of blocks without scales
+        factor, block = widened_scales(scale)[..., 0], (values.shape[-2], values.shape[-1])
+        scale = jnp.ones((*scale.shape[:-2], 1, 1), jnp.float32)
+    else:
+        scale = jnp.swapaxes(scale, -1, -2)
+    return PackedExpertLinear(
+        values=lax.bitcast_convert_type(values, jnp.uint8),
         scale=scale,
-        zero=zero,
         factor=factor,
         bias=experts.bias,
         axes=experts.axes,
-        code=code,
+        code="e4m3",
         block=block,
+        activations=jnp.dtype(experts.dtype),
+    )
+
+
+def _of_four_bits(experts: FourBitExperts) -> PackedExpertLinear:
+    """With values in the order of a file."""
+    pairs, scale, zero = experts.pairs, experts.scale, experts.zero
+    group, scale_code = 2 * pairs.shape[-1] // scale.shape[-1], "e8m0"
+    if experts.code == "e2m1" and scale.dtype == E4M3:
+        scale_code = "e5m3"
+        pairs, scale = with_e5m3_scales(pairs, scale)
+    if zero is not None:
+        zero = jnp.swapaxes(zero.astype(jnp.bfloat16) + BIAS, -1, -2)
+    return PackedExpertLinear(
+        values=pairs,
+        scale=jnp.swapaxes(scale, -1, -2),
+        zero=zero,
+        factor=experts.factor,
+        bias=experts.bias,
+        axes=experts.axes,
+        code=experts.code,
+        block=(1, group),
         scale_code=scale_code,
         activations=jnp.dtype(experts.dtype),
     )
-    if weights_misfit(made.packed) is not None:
-        return experts
-    return made.replace(values=stored_order(stored, code))
 
 
 def packed_experts_shape(linear: ExpertLinear, name: ExpertFormat) -> PackedExpertLinear:
