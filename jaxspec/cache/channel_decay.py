@@ -13,12 +13,11 @@ An invalid token changes nothing, whatever its inputs are: it is selected away.
 
 from typing import Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache.convolution import take_tokens
-from jaxspec.cache.delta_rule import DeltaInputs, differentiable_inverse, einsum
+from jaxspec.cache.delta_rule import DeltaInputs, by_chunks, differentiable_inverse, einsum
 from jaxspec.parallel.pytree import array, pytree
 
 LONGEST_CHUNK = 16  # of ``sequences_by_channel``: C * C * Dk numbers of each head are in memory
@@ -107,16 +106,7 @@ class ChannelInputs(DeltaInputs):
 
 
 def sequences_by_channel(q: Array, inputs: ChannelInputs) -> Array:
-    """Outputs [B, T, G, 1, Dv] of whole sequences with queries [B, T, G, Dk], from empty states,
-    chunk by chunk. All tokens are valid."""
-    length = q.shape[1]
-    count = -(-length // LONGEST_CHUNK)
-    size = -(-length // count)
-
-    def chunks(x: Array) -> Array:
-        """[B, T, ...] -> [m, B, C, ...], with tokens at the end that change nothing."""
-        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
+    """Outputs [B, T, G, 1, Dv] of whole sequences with queries [B, T, G, Dk]: see by_chunks."""
 
     def step(s: Array, part: tuple[Array, ChannelInputs]) -> tuple[Array, Array]:
         queries, tokens = part
@@ -124,10 +114,7 @@ def sequences_by_channel(q: Array, inputs: ChannelInputs) -> Array:
         out = _outputs(s, queries, tokens, writes, log_decay)
         return _after(s, tokens, writes, log_decay), out
 
-    empty = jnp.zeros((*inputs.v.shape[:1], *inputs.v.shape[2:], q.shape[-1]), inputs.v.dtype)
-    _, out = lax.scan(step, empty, (chunks(q), jax.tree.map(chunks, inputs)))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
+    return by_chunks(step, q, inputs, LONGEST_CHUNK)
 
 
 def _writes(s: Array, tokens: ChannelInputs) -> tuple[Array, Array]:

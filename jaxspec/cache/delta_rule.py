@@ -10,6 +10,7 @@ All functions are of B rows, G key heads with r value heads each, and T tokens, 
 whatever its inputs are: it is selected away.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -149,6 +150,33 @@ def chunk(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     out = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", q, s)
     out = out + einsum("bgrij,bgrje->bgrie", scores, writes)
     return out.transpose(0, 3, 1, 2, 4), _after_chunk(s, inputs, writes, log_decay)
+
+
+def by_chunks[Inputs: DeltaInputs](
+    step: Callable[[Array, tuple[Array, Inputs]], tuple[Array, Array]],
+    q: Array,
+    inputs: Inputs,
+    longest: int = LONGEST_CHUNK,
+) -> Array:
+    """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk], from empty states,
+    chunk by chunk. All tokens are valid.
+
+    ``step``: from a state and the queries and inputs of C tokens to the state after these and their
+    outputs [B, C, G, r, Dv]; ``longest``: most tokens C.
+    """
+    length = q.shape[1]
+    count = -(-length // longest)
+    size = -(-length // count)
+
+    def chunks(x: Array) -> Array:
+        """[B, T, ...] -> [m, B, C, ...], with tokens at the end that change nothing."""
+        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
+
+    empty = jnp.zeros((*inputs.v.shape[:1], *inputs.v.shape[2:], q.shape[-1]), inputs.v.dtype)
+    _, out = lax.scan(step, empty, (chunks(q), jax.tree.map(chunks, inputs)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
 
 
 def sequences(q: Array, inputs: DeltaInputs) -> Array:

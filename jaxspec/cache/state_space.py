@@ -9,11 +9,10 @@ The value is written as it is, where the delta rule writes what the state lacks 
 that is said there holds, of chunks, windows and trees; only no system of equations is solved.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from jaxspec.cache.delta_rule import LONGEST_CHUNK, DeltaInputs, decays, einsum
+from jaxspec.cache.delta_rule import DeltaInputs, by_chunks, decays, einsum
 from jaxspec.parallel.pytree import pytree
 
 
@@ -33,23 +32,14 @@ class SumInputs(DeltaInputs):
 
 
 def sequences_of_sums(q: Array, inputs: SumInputs) -> Array:
-    """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk], from empty states,
-    chunk by chunk. All tokens are valid."""
-    length = q.shape[1]
-    count = -(-length // LONGEST_CHUNK)
-    size = -(-length // count)
-
-    def chunks(x: Array) -> Array:
-        """[B, T, ...] -> [m, B, C, ...], with tokens at the end that change nothing."""
-        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
+    """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk]: see by_chunks."""
 
     def step(s: Array, part: tuple[Array, SumInputs]) -> tuple[Array, Array]:
         queries, tokens = part
         log_decay = jnp.cumsum(tokens.g, axis=1).transpose(0, 2, 3, 1)  # [B, G, r, C]
         writes = tokens.in_chunk(s, log_decay)
         scores = einsum("bigd,bjgd->bgij", queries, tokens.k)[:, :, None]
-        scores = scores * decays(log_decay, jnp.tri(size, dtype=bool))
+        scores = scores * decays(log_decay, jnp.tri(queries.shape[1], dtype=bool))
         out = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", queries, s)
         out = out + einsum("bgrij,bgrje->bgrie", scores, writes)
         total = log_decay[..., -1:]
@@ -57,7 +47,4 @@ def sequences_of_sums(q: Array, inputs: SumInputs) -> Array:
         after = jnp.exp(total)[..., None] * s + einsum("bjgd,bgrje->bgred", tokens.k, kept)
         return after, out.transpose(0, 3, 1, 2, 4)
 
-    empty = jnp.zeros((*inputs.v.shape[:1], *inputs.v.shape[2:], q.shape[-1]), inputs.v.dtype)
-    _, out = lax.scan(step, empty, (chunks(q), jax.tree.map(chunks, inputs)))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
+    return by_chunks(step, q, inputs)
