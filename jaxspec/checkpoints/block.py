@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import (
     StoredTensor,
+    as_vector,
     canonical_tensors,
     quantization_of,
     scan,
@@ -131,7 +132,7 @@ def _mask_embedding(directory: Path, config: BlockConfig) -> CheckpointTensor | 
     if not isinstance(tensor, StoredTensor) or tensor.shape not in ((width,), (1, width)):
         given = tensor.shape if isinstance(tensor, StoredTensor) else shown(tensor)
         raise ValueError(f"{path} must hold an embedding of {width} numbers, got {given}")
-    return dataclasses.replace(tensor, shape=(width,))
+    return as_vector(tensor)
 
 
 def _renamed(

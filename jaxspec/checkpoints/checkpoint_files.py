@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -78,6 +79,13 @@ class StoredTensor:
             return np.empty(self.shape, kind)[index or ...]
         mapped = np.memmap(self.file, kind, "r", self.start, self.shape)
         return np.asarray(mapped[index or ...])
+
+
+def as_vector(tensor: CheckpointTensor) -> CheckpointTensor:
+    """A stored tensor [1, ..., C] as [C]; any other as it is."""
+    if not isinstance(tensor, StoredTensor) or math.prod(tensor.shape[:-1]) != 1:
+        return tensor
+    return dataclasses.replace(tensor, shape=tensor.shape[-1:])
 
 
 def open_safetensors(path: Path) -> Any:

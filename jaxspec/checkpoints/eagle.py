@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.checkpoints.checkpoint_files import canonical_tensors
+from jaxspec.checkpoints.checkpoint_files import as_vector, canonical_tensors
 from jaxspec.checkpoints.draft_ids import (
     ID_TABLES,
     check_all_marked,
@@ -28,7 +28,12 @@ from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.windows import FULL, SLIDING
-from jaxspec.models.from_config.eagle_head import eagle_head_config, says_head, with_qkv_bias
+from jaxspec.models.from_config.eagle_head import (
+    eagle_head_config,
+    says_head,
+    says_parallel,
+    with_qkv_bias,
+)
 from jaxspec.models.from_config.model import read_json, to_hf_config
 from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
 from jaxspec.models.json.values import naming, shown_name
@@ -36,6 +41,8 @@ from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.parallel.memory_format import put_weight
+
+MASK = "mask_hidden"  # see MaskEntry: [1, 1, C] in files
 
 
 def head_method(directory: str | Path) -> EagleMethod | None:
@@ -60,11 +67,6 @@ def _method(
                 f"its tensors ({names}, ...) look like a draft head's"
             )
         return None
-    if any("mask_hidden" in name for name in stored):
-        raise ValueError(
-            f"{directory} has a tensor mask_hidden: heads that draft several tokens in one pass "
-            "are not supported"
-        )
     eagle3 = any(name.endswith(".hidden_norm.weight") for name in stored)
     return "eagle3" if eagle3 else "eagle1"
 
@@ -101,6 +103,8 @@ def load_eagle_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, dtype, shards, kind)
     config = _head_config(directory, stored, target)
+    if config.mask_token is not None:
+        stored = stored | {MASK: as_vector(stored[MASK])}
     shapes = head_shapes(config, target, dtype, shards)
     first_layer = _first_layer(stored)
     shapes = shapes.mapped(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
@@ -141,8 +145,11 @@ def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig)
     extra: dict[str, np.ndarray] = {}
     if head.token_ids is not None:
         extra |= id_tables(np.asarray(head.token_ids), target.vocab_size)
+    if head.mask is not None:
+        extra[MASK] = np.asarray(head.mask.hidden)[None, None]
+    head = head.replace(token_ids=None, mask=None)
     splits = head.mapped("midlayer" if eagle3 else "layers.0", splitting())
-    save_tree(directory, head.replace(token_ids=None), splits, config, extra)
+    save_tree(directory, head, splits, config, extra)
 
 
 def _head_config(
@@ -164,6 +171,7 @@ def _head_config(
         has_embeddings="embed_tokens.weight" in stored,
         has_lm_head=any(name.startswith("lm_head.") for name in stored),
         draft_vocab_size=_draft_vocab_size(config, stored, target),
+        mask_token=_mask_token(directory, config, stored, says_parallel(raw)),
     )
     _check_shared(directory, config, target)
     hidden = config.model.hidden_size
@@ -247,6 +255,27 @@ def _check_norms(
             )
 
 
+def _mask_token(
+    directory: Path, config: HeadConfig, stored: Mapping[str, CheckpointTensor], parallel: bool
+) -> int | None:
+    """The token of a mask, which the tensors say that there is. Raises ValueError if config.json
+    does not name it, or says that there is a mask where there is none."""
+    if MASK not in stored:
+        if parallel:
+            raise ValueError(
+                f"{directory}: config.json says that the head drafts several tokens at once, but "
+                "there is no tensor mask_hidden"
+            )
+        return None
+    if config.mask_token is None:
+        raise ValueError(
+            f"{directory} has a tensor mask_hidden, and config.json does not say which token "
+            "stands for one that is not known: write mask_token_id (SpecForge takes the "
+            "tokenizer's mask token, unless its training is told another)"
+        )
+    return config.mask_token
+
+
 def _draft_vocab_size(
     config: HeadConfig, stored: Mapping[str, CheckpointTensor], target: ModelConfig
 ) -> int | None:
@@ -286,4 +315,6 @@ def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:
             "norm_before_residual": front.norm_before_residual,
         }
         config |= {name: True for name, on in options.items() if on}
+    if head.mask is not None:
+        config |= {"architectures": ["PEagleDraftModel"], "mask_token_id": head.mask.token}
     return config

@@ -24,6 +24,7 @@ from jaxspec.decoding.drafters import (
     EagleDrafter,
     MixedDrafter,
     NoDrafter,
+    ParallelEagleDrafter,
 )
 from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lookup, split_mixed
 from jaxspec.decoding.trees.grow import check_top_k
@@ -132,6 +133,8 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
         check_head_embeddings(directory, drafted.directory)
+        if head.mask is not None:
+            return ParallelEagleDrafter(head=head)
         return EagleDrafter(head=head, least_probability=_least_probability(drafted.mesh))
     config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, drafted)

@@ -8,6 +8,7 @@ from jaxspec.decoding.drafters import (
     DraftModelDrafter,
     EagleDrafter,
     MixedDrafter,
+    ParallelEagleDrafter,
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
@@ -33,6 +34,8 @@ def draft_weight_bytes(drafter: Drafter, steps: int, lm_head: int) -> int:
         return draft_weight_bytes(drafter.model, steps, lm_head)
     if isinstance(drafter, BlockDrafter):
         return _block_bytes(only_eight_bits(drafter.head), steps, lm_head)
+    if isinstance(drafter, ParallelEagleDrafter):  # all steps are one pass
+        return _heads_bytes(only_eight_bits(drafter.heads), 1, lm_head)
     if isinstance(drafter, EagleDrafter):
         return _heads_bytes(only_eight_bits(drafter.heads), steps, lm_head)
     if isinstance(drafter, AssistantDrafter):

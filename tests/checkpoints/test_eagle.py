@@ -339,7 +339,10 @@ MISFITS = {
         {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in (0, 1)},
         "fc_norm.2.weight is missing$",
     ),
-    "parallel drafting": ({}, {"mask_hidden": np.ones((1, 192), np.float32)}, "mask_hidden"),
+    "parallel drafting": (
+        {}, {"mask_hidden": np.ones((1, 1, 192), np.float32)},
+        "config.json does not say which token stands for one that is not known",
+    ),
     "a missing tensor": (
         {}, {"midlayer.mlp.up_proj.weight": None}, "json: midlayer.mlp.up_proj.weight is missing$",
     ),

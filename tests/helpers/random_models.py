@@ -32,6 +32,7 @@ from jaxspec.decoding.drafters import (
     MixedDrafter,
     NGramDrafter,
     NoDrafter,
+    ParallelEagleDrafter,
     SuffixDrafter,
 )
 from jaxspec.decoding.sampling import Sampling, make_sampling
@@ -39,7 +40,7 @@ from jaxspec.decoding.state import EngineState, Status
 from jaxspec.engine.programs.xla_options import DETERMINISTIC
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
-from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes, mtp_head_config
+from jaxspec.models.heads import DraftHead, HeadConfig, MaskEntry, head_shapes, mtp_head_config
 from jaxspec.models.linear import Linear
 from jaxspec.models.mixers import SideBySide
 from jaxspec.models.mlps import Dense, Experts, Xielu
@@ -275,7 +276,7 @@ def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
 
 
 def make_drafter(name: str, target: Decoder) -> Drafter:
-    """One of DRAFTERS, "mtp", "mtp3" (three layers), "suffix", "suffix mixed" or "none"."""
+    """One of DRAFTERS, "peagle", "mtp", "mtp3" (3 layers), "suffix" and "suffix mixed", "none"."""
     match name:
         case "none":
             return NoDrafter()
@@ -291,6 +292,10 @@ def make_drafter(name: str, target: Decoder) -> Drafter:
         case "suffix mixed":
             lookup = SuffixDrafter(min_match=2)
             return MixedDrafter(model=make_drafter("eagle3", target), lookup=lookup)
+        case "peagle":  # the first draft is often right, those of masks are not
+            hidden = np.random.default_rng(4).standard_normal(3 * target.config.hidden_size)
+            mask = MaskEntry(hidden=jnp.asarray(hidden, jnp.float32), token=95)
+            return ParallelEagleDrafter(head=eagle3_head(target).replace(mask=mask))
         case "mtp":
             return EagleDrafter(head=mtp_head(target))
         case "mtp3":

@@ -18,6 +18,7 @@ SPECULATIONS = {
     # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
+    "peagle tree": TREE,
     "dflash": SpeculationConfig.chain(3),
     "dflash tree": DEEP_TREE,
     "reduced dspark": SpeculationConfig.chain(3),

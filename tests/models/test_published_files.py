@@ -116,6 +116,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "specforge/qwen3-30B-A3B-eagle3.1": ("eagle3", 1, 32, 4, 128, 1_000_000, 32000),
     "specforge/qwen3-8b-dflash": ("dflash", 5, 32, 8, 128, 1_000_000, 16),
     "specforge/qwen3-8b-dspark": ("dspark", 5, 32, 8, 128, 1_000_000, 7),
+    "specforge/qwen3-8b-peagle": ("eagle3", 4, 32, 8, 128, 1_000_000, 32000),
     "specforge/qwen3-8b-eagle3": ("eagle3", 1, 32, 8, 128, 1_000_000, 32000),
     "specforge/qwen3-next-80b-a3b-eagle3": ("eagle3", 1, 16, 2, 256, 10_000_000, 32000),
     "specforge/qwen3.5-35b-a3b-dflash": ("dflash", 8, 32, 4, 128, 10_000_000, 16),
@@ -145,7 +146,6 @@ REFUSED_HEADS: dict[str, str] = {
     "angelslim/hunyuan-1.8b-eagle3": "unknown key 'add_classification_head' (= False)",
     "angelslim/qwen3_dflash": "architectures ['QwenDFlashDraftModel'] is not a supp",
     "specforge/qwen3-8b-domino": "architectures ['DominoDraftModel'] is not a supported",
-    "specforge/qwen3-8b-peagle": "architectures ['PEagleDraftModel'] is not a supported EAGLE head",
     "torchspec/kimi_k25_eagle3_mla": "architectures ['Eagle3DeepseekV2ForCausalLM'] is not a sup",
 }  # fmt: skip
 # Keys that a model's file has and transformers does not read.

@@ -15,6 +15,7 @@ from jaxspec.decoding.drafters.eagle import EagleDrafter
 from jaxspec.decoding.drafters.host import HostDrafted
 from jaxspec.decoding.drafters.mixed import MixedDrafter
 from jaxspec.decoding.drafters.ngram import NGramDrafter
+from jaxspec.decoding.drafters.parallel_eagle import ParallelEagleDrafter
 from jaxspec.decoding.drafters.suffix import SuffixDrafter
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MixedDrafter",
     "NGramDrafter",
     "NoDrafter",
+    "ParallelEagleDrafter",
     "PrefillChunk",
     "Proposed",
     "StatelessDrafter",

@@ -10,7 +10,7 @@ import jax
 from jaxspec.cache import Geometry
 from jaxspec.decoding.all_reduce_buffers import without_exchanges
 from jaxspec.decoding.draft_bytes import draft_weight_bytes, head_passes
-from jaxspec.decoding.drafters import BlockDrafter, EagleDrafter, NoDrafter
+from jaxspec.decoding.drafters import BlockDrafter, EagleDrafter, NoDrafter, ParallelEagleDrafter
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.evaluation.benchmarks.chosen_experts import (
     ChosenExperts,
@@ -87,6 +87,7 @@ def floor_bytes(
     if isinstance(drafter, BlockDrafter):
         read = _kv_bytes(drafter.head, context)
     else:
+        steps = 1 if isinstance(drafter, ParallelEagleDrafter) else steps
         read, counts = 0, head_passes(len(drafter.heads), steps)
         numbers = None if chosen is None or drafter.later else chosen.draft
         for head, (passes, _) in zip(drafter.heads, counts, strict=True):

@@ -23,10 +23,17 @@ from jaxspec.models.json.values import Problems, check_flag, is_integer, is_posi
 def says_eagle3(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is an EAGLE-3 head's, whatever the weights are."""
     return (
-        raw.get("speculators_model_type") == "eagle3"
+        raw.get("speculators_model_type") in hf_keys.SPECULATORS_EAGLE
+        or says_parallel(raw)
         or raw.get("draft_vocab_size") is not None
         or any("Eagle3" in name for name in _architectures(raw))
     )
+
+
+def says_parallel(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head that drafts several tokens at once."""
+    named = any("PEagle" in name for name in _architectures(raw))
+    return named or raw.get("speculators_model_type") == "peagle"
 
 
 def says_head(raw: Mapping[str, Any]) -> bool:
@@ -49,8 +56,8 @@ def eagle_head_config(
 
     ``method``: the kind of the weights. None: EAGLE-3 if the config says so, else EAGLE-1.
     ``fc_bias``, ``has_embeddings`` and ``has_lm_head`` of the result, biases and norms of the
-    layers and their number are defaults or what the target has, as files are copied from it; the
-    caller corrects them from the weights.
+    layers, their number and ``mask_token`` are defaults or what the target has, as files are copied
+    from it; the caller corrects them from the weights.
 
     Raises ValueError for a head that does not fit the target or has unsupported features.
     """
@@ -97,6 +104,7 @@ def eagle_head_config(
         capture=_captured_layers(extra, nested, method, target),
         fc_bias=method == "eagle1" if extra.get("bias") is None else extra["bias"],
         has_embeddings=method == "eagle1",
+        mask_token=_mask_token(extra, target),
         **options,
     )
     _check_fit(config, extra, nested, target)
@@ -128,7 +136,8 @@ def _draft_vocab_size(extra: Mapping[str, Any]) -> int | None:
 
 
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of vLLM's speculators in the flat format; norm_before_residual is on by default."""
+    """A config of vLLM's speculators in the flat format; norm_before_residual is on by default, but
+    off for P-EAGLE."""
     where = "a config of the speculators library"
     known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | hf_keys.HEAD_KEYS
     known |= {"architectures", "transformer_layer_config"}
@@ -151,8 +160,25 @@ def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
         **layer,
         **head_keys,
         "architectures": None,
-        "norm_before_residual": True if before_residual is None else before_residual,
+        "norm_before_residual": not says_parallel(raw)
+        if before_residual is None
+        else before_residual,
     }
+
+
+def _mask_token(extra: Mapping[str, Any], target: ModelConfig) -> int | None:
+    """The token that stands for one that is not known; None: the file names none."""
+    names = "mask_token_id", "pard_token"
+    given = {name: extra[name] for name in names if extra.get(name) is not None}
+    for name, token in given.items():
+        if not is_integer(token) or not 0 <= token < target.vocab_size:
+            raise ValueError(
+                f"{name} {shown(token)} is no id of the target's {target.vocab_size} tokens"
+            )
+    if len({*given.values()}) > 1:
+        both = " and ".join(f"{name} = {token}" for name, token in given.items())
+        raise ValueError(f"{both} contradict each other; remove the one that is wrong")
+    return next(iter(given.values()), None)
 
 
 def _options(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,14 @@ from jaxspec.models.heads.config import (
 from jaxspec.models.heads.corrections import MarkovConfig
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
-from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape, HeadOutput
+from jaxspec.models.heads.head import (
+    DraftHead,
+    Front,
+    FrontOutput,
+    FrontShape,
+    HeadOutput,
+    MaskEntry,
+)
 from jaxspec.models.heads.mtp import (
     MtpFront,
     mtp_front_shape,
@@ -45,6 +52,7 @@ __all__ = [
     "HeadConfig",
     "HeadOutput",
     "MarkovConfig",
+    "MaskEntry",
     "MtpFront",
     "block_head_shapes",
     "block_layers",
@@ -86,6 +94,8 @@ def head_shapes(
         )
         for index, layer in enumerate(config.layers)
     )
+    features = target.hidden_size * len(head.capture)
+    mask = MaskEntry(hidden=array_shape(features, dtype=dtype), token=head.mask_token or 0)
     lm_head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
     return DraftHead(
         front=front.front,
@@ -94,6 +104,7 @@ def head_shapes(
         lm_head=lm_head if front.has_lm_head else None,
         token_ids=array_shape(vocab, dtype=jnp.int32, when=head.draft_vocab_size is not None),
         embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.has_embeddings),
+        mask=None if head.mask_token is None else mask,
         config=config,
         capture=head.capture,
         recycle_normed=head.norm_output,

@@ -24,6 +24,7 @@ class HeadConfig:
       draft_vocab_size: size of a reduced draft vocabulary; None: the target's vocabulary.
       has_embeddings: it has its own embeddings instead of the target's.
       has_lm_head: an EAGLE-3 head or an MTP layer has its own LM head instead of the target's.
+      mask_token: of an EAGLE-3 head that drafts several tokens at once; see MaskEntry.
       fc_bias, fc_norm, norm_before_fc, norm_before_residual: see Eagle3Front.
       norm_output: see DraftHead.recycle_normed.
       mtp: names of an MTP layer's tensors.
@@ -35,6 +36,7 @@ class HeadConfig:
     draft_vocab_size: int | None = None
     has_embeddings: bool = False
     has_lm_head: bool = True
+    mask_token: int | None = None
     fc_bias: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False

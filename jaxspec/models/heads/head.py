@@ -92,6 +92,21 @@ class HeadOutput(NamedTuple):
 
 
 @pytree
+class MaskEntry(Pytree):
+    """What a head that drafts several tokens at once reads of one that is not known (P-EAGLE).
+
+    ``hidden``: in place of the target's captured states. ``token``: its id.
+    """
+
+    hidden: Array = array("features")  # [C]
+    token: int = static()
+
+    def mapped(self, tensor_map: TensorMap) -> "MaskEntry":
+        """The same, with the array replaced by ``tensor_map``'s result."""
+        return self.replace(hidden=tensor_map.array("mask_hidden", self.hidden))
+
+
+@pytree
 class DraftHead(Pytree):
     """Weights of a draft head.
 
@@ -101,6 +116,7 @@ class DraftHead(Pytree):
       lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       token_ids: [W] target id of each draft id; None: the ids are equal.
       embed: embeddings; None: the target's.
+      mask: of heads that draft several tokens at once; None: it drafts one after the other.
       capture: the target's hidden states that it reads (see decoder.run).
       recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
       exchange: memory in which devices add up row-parallel products.
@@ -113,6 +129,7 @@ class DraftHead(Pytree):
     lm_head_copy: LMHeadCopy | None = None
     token_ids: Array | None = array("draft_ids")
     embed: Array | None = array("embed_rows", "hidden")
+    mask: MaskEntry | None = None
     config: ModelConfig = static()
     capture: tuple[int, ...] = static()
     recycle_normed: bool = static(default=False)
@@ -197,4 +214,5 @@ class DraftHead(Pytree):
             lm_head=tensor_map.linear(self.lm_head, One(self.front.lm_head_name)),
             token_ids=None,
             embed=tensor_map.array("embed_tokens.weight", self.embed),
+            mask=None if self.mask is None else self.mask.mapped(tensor_map),
         )

@@ -138,7 +138,7 @@ FIXED_VALUES: Allowed = MappingProxyType(
 HEAD_ARCHITECTURES = words(
     """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3Qwen3vlForCausalLM
     Eagle3Qwen3ForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLM
-    Qwen2ForCausalLM"""
+    Qwen2ForCausalLM PEagleDraftModel"""
 )
 # Those of a config.json that the layers of a head have. Others of a model were copied from the
 # target: how it ends a text, its experts, its windows.
@@ -166,7 +166,7 @@ NESTED_HEAD_KEYS = HEAD_FLAG_NAMES | words("eagle_aux_hidden_state_layer_ids num
 # how the head was trained.
 HEAD_KEYS = NESTED_HEAD_KEYS | words(
     """draft_vocab_size truncated_vocab_size target_hidden_size bias qkv_bias eagle_config
-    norm_before_residual use_aux_hidden_state
+    norm_before_residual use_aux_hidden_state mask_token_id pard_token
     target_model_type modal_type ttt_length lk_loss_type kl_scale kl_decay"""
 )
 HEAD_FIXED_VALUES: Allowed = MappingProxyType({"use_aux_hidden_state": (None, True)})
@@ -183,11 +183,14 @@ EAGLE_CONFIG_FIXED_VALUES: Allowed = MappingProxyType(
 )
 
 # Configs of vLLM's speculators library.
-SPECULATORS_ARCHITECTURES = words("Eagle3DraftModel Eagle3Speculator")
+SPECULATORS_ARCHITECTURES = words(
+    "Eagle3DraftModel Eagle3Speculator PEagleDraftModel PEagleSpeculator"
+)
+SPECULATORS_EAGLE = ("eagle3", "peagle")
 SPECULATORS_HARMLESS_KEYS = words(
     """model_type auto_map speculators_config speculators_version embed_requires_grad
     has_no_defaults_at_init"""
 )
 SPECULATORS_FIXED_VALUES: Allowed = MappingProxyType(
-    {"speculators_model_type": ("eagle3",), "tie_word_embeddings": (None, False)}
+    {"speculators_model_type": SPECULATORS_EAGLE, "tie_word_embeddings": (None, False)}
 )
