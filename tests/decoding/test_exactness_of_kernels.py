@@ -76,7 +76,7 @@ def test_text_is_that_of_plain_decoding(head_dim: int, shape: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "windowed"])
 def test_text_of_block_heads_is_that_of_plain_decoding(kind: str, shape: str):
     target = block_target(CONFIG, mark=8.0)
     drafter = BlockDrafter(head=guessing_head(target, kind))

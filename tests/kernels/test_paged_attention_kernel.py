@@ -104,6 +104,21 @@ def test_interpreted_it_is_the_reference(case: Case, config: AttentionTuning):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 12, 100])
+def test_interpreted_a_block_is_seen_whole(window: int | None):
+    """Its slots count as context, past its queries' positions, as where block heads draft."""
+    case = Case("block", (70, 3, 127), 8, 8, 2, 128, 16, window=window)
+    q, pages, context = make_arguments(case, jnp.bfloat16)
+    whole = q, pages, context._replace(context_lens=context.ends)
+    found = interpreted(paged_attention_mosaic, *whole, options=case.options, config=NARROW)
+    assert attention_error(case, found, whole) < 4e-3
+    causal = interpreted(
+        paged_attention_mosaic, q, pages, context, options=case.options, config=NARROW
+    )
+    assert attention_error(case, causal, whole) > 4e-3, "the last queries see nothing else"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [WIDE, AttentionTuning(block=64, stages=2, warpgroups=2)])
 def test_ping_pong_scheduling_changes_nothing(config: AttentionTuning):
     case = named("K: window")
