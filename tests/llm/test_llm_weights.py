@@ -13,6 +13,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.models.decoder import Decoder
+from tests.helpers.marks import slow
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 LIST = StructuredOutput(regex="[a-f]{3}(, [0-9]{2}){2,6}")
@@ -126,7 +127,8 @@ def test_a_stop_string_of_a_text_that_was_taken_back_ends_nothing(
     assert completion.text == text and completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("in_flight", ["restart", "finish"])
+# By default requests restart in the tests above.
+@pytest.mark.parametrize("in_flight", [slow("restart"), "finish"])
 def test_a_stream_ends_under_the_weights_that_it_began_with(
     llm: LLM, targets: tuple[Decoder, Decoder], in_flight: Any
 ):

@@ -10,6 +10,7 @@ import pytest
 from jaxspec import LLM
 from jaxspec.serving.messages import template_messages
 from jaxspec.serving.tool_formats.table import FORMATS
+from tests.helpers.marks import slow
 from tests.helpers.served import MODEL, TEMPLATE, ask, with_client
 from tests.serving.test_chat import MESSAGES, TOOLS
 
@@ -51,7 +52,7 @@ def check_nothing_is_lost(message: Any, text: str, form: str) -> None:
     assert not message.content
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("form", ["hermes", slow("llama3_json")])
 def test_an_answer_that_is_cut_anywhere_may_be_sent_back(llm: LLM, form: str):
     request = {**REQUEST, "logit_bias": without_blanks(llm)}
 

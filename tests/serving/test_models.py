@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import openai.types
+import pytest
 
 from jaxspec import LLM
 from tests.helpers.served import MODEL, Served, run
@@ -22,18 +23,27 @@ def asked(llm: LLM, *paths: str, **options: Any) -> list[Any]:
     return run(test())
 
 
-def test_with_a_version_of_anthropic_they_have_its_shape(llm: LLM):
+@pytest.mark.slow  # by default: the next test, without the client's types
+def test_anthropics_client_reads_them(llm: LLM):
     from anthropic.types import ModelInfo  # two seconds, in each worker  # noqa: PLC0415
 
     found, card = asked(llm, "/v1/models", "/v1/models/org/c", headers=HEADERS)
     infos = [ModelInfo.model_validate(one, strict=False) for one in (*found["data"], card)]
     assert [info.id for info in infos] == [*NAMES, "org/c"]
+    assert infos[0].max_input_tokens == llm.engine.cache.max_length
+
+
+def test_with_a_version_of_anthropic_they_have_its_shape(llm: LLM):
+    found, card = asked(llm, "/v1/models", "/v1/models/org/c", headers=HEADERS)
+    infos = [*found["data"], card]
+    assert [info["id"] for info in infos] == [*NAMES, "org/c"]
     assert {name: found[name] for name in ("has_more", "first_id", "last_id")} == {
         "has_more": False,
         "first_id": MODEL,
         "last_id": "org/c",
     }
-    assert infos[0].max_input_tokens == llm.engine.cache.max_length
+    assert infos[0]["max_input_tokens"] == llm.engine.cache.max_length
+    assert {"display_name", "max_tokens"} <= card.keys()
     assert card["type"] == "model" and card["created_at"].endswith("Z")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import functools
 import json
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from tests.helpers.openapi_bodies import Bodies
 from tests.helpers.served import MODEL, Served
 
 
+@functools.cache
 def document(**options: Any) -> dict[str, Any]:
     return make_app(Service((MODEL,)), Metrics(MODEL), **options).openapi()
 
@@ -36,7 +38,7 @@ def secured(document: dict[str, Any]) -> dict[str, bool]:
 
 
 def test_the_document_says_where_a_key_is_needed():
-    found = document(api_keys=["x"])
+    found = document(api_keys=("x",))
     [(name, scheme)] = found["components"]["securitySchemes"].items()
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     assert secured(found) == {path: path not in OPEN for path in found["paths"]}
@@ -158,7 +160,7 @@ def check_error(body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("requests", "least"),
-    [(ALLOWED, {200: 10, 400: 10}), (MUTATED, {400: 30})],
+    [(ALLOWED, {200: 5, 400: 5}), (MUTATED, {400: 15})],
     ids=["allowed", "almost allowed"],
 )
 def test_what_the_document_allows_and_almost_that_is_answered_or_refused(
@@ -166,7 +168,7 @@ def test_what_the_document_allows_and_almost_that_is_answered_or_refused(
 ):
     statuses: collections.Counter[int] = collections.Counter()
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=30, deadline=None, derandomize=True)
     @given(requests)
     def send(request: tuple[str, bytes]) -> None:
         statuses[ask(*request).status_code] += 1

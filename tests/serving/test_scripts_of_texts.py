@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM
+from tests.helpers.marks import slow
 from tests.helpers.served import MODEL, ask
 
 WORDS = {
@@ -32,7 +33,12 @@ def asked(name: str) -> dict[str, Any]:
     return {**fields, "prompt": prompt, "extra_body": body}
 
 
-@pytest.mark.parametrize("name", [*WORDS, "broken"])
+FAST = ("emoji", "devanagari", "broken")  # of four, three and one byte a character
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else slow(name) for name in [*WORDS, "broken"]]
+)
 def test_a_text_does_not_depend_on_how_it_is_asked_for(llm: LLM, name: str):
     request = asked(name)
     several = {**request, "n": SAMPLES}

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from jaxspec import LLM
+from tests.helpers.marks import slow
 from tests.helpers.served import MODEL, TEMPLATE, ask
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -53,7 +54,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "kimi_k2"])
+@pytest.mark.parametrize("form", ["hermes", slow("qwen3_coder"), slow("kimi_k2")])
 def test_an_answer_is_a_call_or_json_of_the_schema(llm: LLM, form: str):
     called = answer(llm, form, response_format=FORMAT, logit_bias=bias(llm, "<", 100))
     assert called.finish_reason == "tool_calls" and called.message.content is None

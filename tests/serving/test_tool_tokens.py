@@ -10,6 +10,7 @@ import transformers
 from jaxspec import LLM
 from jaxspec.config.engine import EngineConfig
 from tests.helpers.engines import CHAIN
+from tests.helpers.marks import slow
 from tests.helpers.random_models import save_random_target
 from tests.helpers.served import MODEL, ask
 from tests.helpers.small_tokenizers import byte_level, with_markup
@@ -59,7 +60,7 @@ def answer(llm: LLM, **fields: Any) -> Any:
     return choice
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", "weather"])
+@pytest.mark.parametrize("choice", ["auto", slow("required"), "weather"])
 def test_a_tool_is_called_with_the_marker_tokens(llm: LLM, choice: str):
     named = {"type": "function", "function": {"name": "weather"}}
     found = answer(

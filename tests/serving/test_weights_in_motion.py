@@ -15,6 +15,7 @@ from jax import Array
 from jaxspec import LLM, token_logprobs
 from jaxspec.checkpoints.orbax_io import save_pytree
 from jaxspec.models.decoder import Decoder
+from tests.helpers.marks import slow
 from tests.helpers.served import MODEL, Served, run
 
 ADMIN = {"Authorization": "Bearer secret"}
@@ -111,7 +112,8 @@ def test_a_policy_is_trained_while_it_serves(own: LLM):
     assert not jnp.array_equal(target.embed, old.embed)
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "restart"])
+# By default requests finish in tests/llm/test_llm_weights.py.
+@pytest.mark.parametrize("in_flight", [slow("finish"), "restart"])
 def test_a_step_on_disk_serves_while_requests_are_taken(own: LLM, in_flight: str, tmp_path: Path):
     old = own.params.target
     new = old.replace(embed=jnp.roll(old.embed, 1, axis=0))
