@@ -22,6 +22,7 @@ from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.tensors import splitting, tensor_shapes
 from jaxspec.parallel.moving import moved
 from jaxspec.parallel.placement import in_place_of
+from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import random_arrays
 
@@ -331,8 +332,16 @@ def sharded(tree: Tree, mesh: Mesh) -> Tree:
     return {path: place(array) for path, array in tree.items()}
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("source", "tp"), [((0, 4), 2), ((4, 4), 2), ((4, 2), 4), ((3, 3), 2)])
+@pytest.mark.parametrize(
+    ("source", "tp", "kind"),
+    [
+        ((0, 4), 2, AxisType.Auto),
+        ((4, 2), 4, AxisType.Explicit),
+        *(slow(source, 2, AxisType.Auto) for source in ((4, 4), (3, 3))),
+        *(slow(source, 2, AxisType.Explicit) for source in ((0, 4), (4, 4), (3, 3))),
+        slow((4, 2), 4, AxisType.Auto),
+    ],
+)
 def test_weights_move_from_a_mesh_to_another(
     llama: tuple[Decoder, Tree, Path], source: tuple[int, int], tp: int, kind: AxisType
 ):

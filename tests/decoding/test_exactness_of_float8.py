@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,7 +87,6 @@ def test_a_state_saved_half_way_goes_on(tmp_path):
 
 SHARED = random_prompts((24,), seed=5)[0].tolist()
 ENGINE_PROMPTS = [SHARED + p.tolist() for p in random_prompts((7, 1, 12, 9, 3, 11), seed=3)]
-SAMPLING = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=20) for i in range(6)]
 
 
 def engine(params: EngineParams, num_pages: int | None = None, **options: Any) -> Engine:
@@ -95,34 +95,42 @@ def engine(params: EngineParams, num_pages: int | None = None, **options: Any) -
     return Engine(params, cache, EngineConfig(**options))
 
 
-def run(own: Engine) -> list[Generation]:
-    generations = own.add_all(ENGINE_PROMPTS, SAMPLING)
+def sampled(temperature: float) -> SamplingParams:
+    return replace(SAMPLED, temperature=temperature)
+
+
+def run(own: Engine, temperature: float = 0.8) -> list[Generation]:
+    """Every second request is sampled."""
+    sampling = [SamplingParams(temperature * (i % 2), seed=i, max_tokens=20) for i in range(6)]
+    generations = own.add_all(ENGINE_PROMPTS, sampling)
     own.finish(generations)
     assert not any(one.error for one in generations)
     return generations
 
 
 @functools.cache
-def expected() -> list[list[int]]:
+def expected(temperature: float = 0.8) -> list[list[int]]:
     """Plain decoding on one device, one request after the other, nothing shared."""
-    own = seal(engine(float8_params("none", CHAIN), max_rows=1, prefix_caching=False), SAMPLED, 40)
-    return [one.token_ids for one in run(own)]
+    own = engine(float8_params("none", CHAIN), max_rows=1, prefix_caching=False)
+    own = seal(own, sampled(temperature), 40)
+    return [one.token_ids for one in run(own, temperature)]
 
 
 @pytest.mark.parametrize(
-    ("drafter", "preemption"),
+    ("drafter", "preemption", "temperature"),
     [
-        ("ngram", "swap"),
-        slow("mixed", "swap"),
-        slow("eagle3", "swap"),
-        slow("eagle3", "recompute"),
-        slow("draft_model", "recompute"),
+        ("ngram", "swap", 0.0),  # greedy: of smaller programs
+        slow("ngram", "swap", 0.8),
+        slow("mixed", "swap", 0.8),
+        slow("eagle3", "swap", 0.8),
+        slow("eagle3", "recompute", 0.8),
+        slow("draft_model", "recompute", 0.8),
     ],
 )
-def test_shared_and_lost_pages_change_no_text(drafter: str, preemption: str):
+def test_shared_and_lost_pages_change_no_text(drafter: str, preemption: str, temperature: float):
     own = engine(float8_params(drafter, CHAIN), num_pages=15, preemption=preemption)
-    found = run(seal(own, SAMPLED, 40))
-    assert [one.token_ids for one in found] == expected()
+    found = run(seal(own, sampled(temperature), 40), temperature)
+    assert [one.token_ids for one in found] == expected(temperature)
     assert sum(one.cached_tokens for one in found) > 0, "no page was shared"
     assert own.scheduler.preemptions[preemption] > 0
     kept = [leaf for leaf in jax.tree.leaves(own.programs.state.pool) if leaf.ndim == 4]

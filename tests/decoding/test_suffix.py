@@ -164,9 +164,10 @@ def measured(drafter: Drafter, shape: SpeculationConfig) -> tuple[int, float]:
 
 @pytest.mark.parametrize(
     ("drafter", "shape"),
-    [(DEFAULT, TREE), slow(SuffixDrafter(factor=5.0), CHAIN)],
+    [(DEFAULT, TREE), (SuffixDrafter(factor=5.0), CHAIN)],
     ids=["tree", "chain without a limit"],
 )
+@pytest.mark.slow  # by default: the drafts are those of a dictionary, above
 def test_long_matches_draft_better_than_short_ones(
     drafter: SuffixDrafter, shape: SpeculationConfig
 ):

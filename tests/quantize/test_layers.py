@@ -22,7 +22,7 @@ from jaxspec.quantize.layers import (
     layer_output,
     observe,
 )
-from jaxspec.quantize.methods import apply_scale, exact_scale, quantize_layer
+from jaxspec.quantize.methods import Method, apply_scale, exact_scale, quantize_layer
 from jaxspec.quantize.rounding import Grid
 from jaxspec.quantize.scoring import score
 from tests.helpers.checkpoints import hf_logits, tiny_llama
@@ -95,7 +95,7 @@ def test_padding_does_not_count(llama: Checkpoint):
     valid[:, 10:] = False
     short = embedded(llama.embedding(), TOKENS[:, :10], VALID[:, :10], 3)
     padded = embedded(llama.embedding(), TOKENS, valid, 2)
-    for shared in SHARED[::3]:
+    for shared in SHARED[-1:]:  # its inputs depend on all the others
         [found], [wanted], [whole] = (
             observe(tensors, given, kind, (shared,)) for given in (padded, short, batches)
         )
@@ -138,7 +138,9 @@ def test_scales_are_those_of_rounded_norms():
     np.testing.assert_allclose(exact, scale, rtol=5e-3)
 
 
-def test_awq_and_gptq_change_outputs_less_than_rounding(llama: Checkpoint):
+# By default gptq by itself is in test_gptq.py.
+@pytest.mark.parametrize("method", ["awq", slow("gptq")])
+def test_awq_and_gptq_change_outputs_less_than_rounding(method: Method, llama: Checkpoint):
     """Of the layer as a whole, and gptq of every projection."""
     assert llama.config is not None
     [unit], [kind] = llama.units(lm_head=False), layer_kinds(llama.config)
@@ -152,14 +154,15 @@ def test_awq_and_gptq_change_outputs_less_than_rounding(llama: Checkpoint):
     batches = states_of(llama)
     wanted = advance(tensors, batches, kind)
     change, errors = {}, {}
-    for method in ("rtn", "awq", "gptq"):
-        found = quantize_layer(method, tensors, batches, kind, GRID, GptqConfig())
+    for name in ("rtn", method):
+        found = quantize_layer(name, tensors, batches, kind, GRID, GptqConfig())
         after = advance(found.applied(tensors), batches, kind)
         pairs = zip(after, wanted, strict=True)
-        change[method] = sum(np.square(ours.states - own.states).sum() for ours, own in pairs)
-        errors[method] = found.errors
+        change[name] = sum(np.square(ours.states - own.states).sum() for ours, own in pairs)
+        errors[name] = found.errors
         assert set(found.projections) == set(kind.names()) == set(found.errors)
-        assert bool(found.changed) == (method == "awq")
-    assert max(change["awq"], change["gptq"]) < 0.8 * change["rtn"]
-    assert all(errors["gptq"][name] < errors["rtn"][name] for name in errors["rtn"])
-    assert np.mean([*errors["awq"].values()]) < np.mean([*errors["rtn"].values()])
+        assert bool(found.changed) == (name == "awq")
+    assert change[method] < 0.8 * change["rtn"]
+    lower = [errors[method][part] < errors["rtn"][part] for part in errors["rtn"]]
+    assert method == "awq" or all(lower)
+    assert np.mean([*errors[method].values()]) < np.mean([*errors["rtn"].values()])
