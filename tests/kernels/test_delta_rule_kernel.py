@@ -69,6 +69,7 @@ def test_a_run_lowers_for_cuda(case: Case):
     lowered(functools.partial(delta_run, implementation="mosaic_gpu"), *arguments)
 
 
+@pytest.mark.slow  # by default: a run and a round by themselves, above
 def test_runs_and_rounds_leave_the_same_state():
     """A run, and the same tokens accepted from a tree that is a chain."""
     case = Case(2, 7, groups=1, v_dim=64)

@@ -80,7 +80,8 @@ def test_interpreted_two_warpgroups_multiply():
     assert_exact(run_interpreted(arguments, case, ExpertTuning(warpgroups=2)), case, arguments)
 
 
-@first_is_fast([Case(5, 2, 4, 128, 64), Case(20, 2, 4, 128, 64)])
+@pytest.mark.slow  # by default: every pair has a lane of its own, below
+@pytest.mark.parametrize("case", [Case(5, 2, 4, 128, 64), Case(20, 2, 4, 128, 64)], ids=str)
 def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
     """Another row of NaN included, and of an expert with weights that no row chose."""
     x, experts, gate_up, down, bias = arguments_of(case)
@@ -183,13 +184,16 @@ class Interpreted:
         return jax.block_until_ready(self.product(*arguments))
 
 
-@first_is_fast(
+@pytest.mark.slow  # by default: that of test_packed_expert_product.py
+@pytest.mark.parametrize(
+    "case",
     [
         (8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)),
         (8, 2, 24, 64, None),
         (8, 3, 5, 64, LimitedSwiglu(0.2)),
         (8, 3, 5, 64, "gelu_tanh"),
-    ]
+    ],
+    ids=str,
 )
 def test_a_mixture_by_the_kernel_is_what_is_written_out(case: Any):
     """On two devices that have half of the experts each."""

@@ -47,8 +47,7 @@ TUNED = (
 LONGEST = Case("L: 8k", (8192, 8192), 6, 32, 8, 128, 64, tree=True)  # blocks of 128 slots
 FAST = {"K: window under a tree"}
 INTERPRETED = [
-    TUNED[0],
-    slow(*TUNED[1]),
+    *(slow(*one) for one in TUNED),
     *(
         pytest.param(case, config, marks=() if case.name in FAST else pytest.mark.slow)
         for case in KERNEL_CASES

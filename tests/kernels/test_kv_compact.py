@@ -11,6 +11,7 @@ from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.kv_compact.cases import TEST_CASES, Case, make_arguments
 from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
 from tests.helpers.kernels import interpreted, lowered
+from tests.helpers.marks import first_is_fast
 
 
 def expected(case: Case) -> list[np.ndarray]:
@@ -35,7 +36,7 @@ def test_rows_move_in_every_cache(case: Case):
     assert_same(kv_compact(*make_arguments(case, jnp.bfloat16)), case)
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@first_is_fast(TEST_CASES)
 def test_interpreted_it_does_the_same(case: Case):
     assert_same(interpreted(kv_compact_mosaic, *make_arguments(case, jnp.bfloat16)), case)
 

@@ -132,7 +132,11 @@ def run_interpreted(case: Case, config: PackedTuning | None) -> jax.Array:
     return interpreted(kernel, *arguments_of(case), detect_races=True)
 
 
-@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*TEST_CASES, *BENCHMARK_CASES[::15], *map(slow, BENCHMARK_CASES[5::15])],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])  # of the result alone
 def test_it_lowers_for_cuda(case: Case, dtype: str):
     arguments = jax.eval_shape(lambda: make_arguments(case))

@@ -67,7 +67,7 @@ INTERPRETED = (
 )
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
 FAST = {"K: window under a tree", "first slot, two heads"}
-FAST_TO_LOWER = {"tuned", "two splits"}
+FAST_TO_LOWER = {"two splits"}
 # Left edges with more blocks than the ring holds, and with fewer.
 LEFT_EDGES = tuple(
     dataclasses.replace(case, name=f"{case.name}, {context}", context_lens=(context, 40))

@@ -28,7 +28,7 @@ from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
 # The others take some seconds each.
-FAST = {"window under a tree", "K: padded chunk"}
+FAST = {"window under a tree"}
 CASES = [
     pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
     for case in (*TEST_CASES, *KERNEL_CASES, *LONG_CASES)

@@ -25,6 +25,7 @@ from tests.helpers.admitted_rows import (
     greedy_texts,
     with_mixer,
 )
+from tests.helpers.marks import slow
 from tests.helpers.random_models import CONFIG, make_drafter, random_target
 
 HIDDEN, EPS = CONFIG.hidden_size, 1e-6
@@ -76,7 +77,7 @@ def ours(layer: Qwen3NextGatedDeltaNet) -> GatedDelta:
     )
 
 
-@pytest.mark.parametrize("step", [30, 7, 1])
+@pytest.mark.parametrize("step", [30, 7, slow(1)])
 def test_outputs_equal_transformers(step: int):
     layer, batch, length = theirs(), 2, 30
     mixer = ours(layer)

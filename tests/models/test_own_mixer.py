@@ -136,6 +136,7 @@ def target() -> Decoder:
     return with_mixer(Decay(u=u, o=o, config=DecayConfig()), DecayConfig())
 
 
+@pytest.mark.slow  # by default: the recurrences of families
 def test_rows_admitted_at_any_time_have_the_same_texts(target: Decoder):
     assert_rows_have_texts(target, greedy_texts(target))
 
