@@ -58,6 +58,32 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "another rank": (
         "dflash2", nested(selector_rank=8), {}, r"codebook is \[257, 7\], not \[257, 8\]",
     ),
+    "candidates that are no power of 2": (
+        "lilicorr", nested(lilicorr_candidate_topk=6), {}, "must be a power of 2 up to 16, got 6",
+    ),
+    "too many candidates": (
+        "lilicorr", nested(lilicorr_candidate_topk=32), {}, "must be a power of 2 up to 16, got 32",
+    ),
+    "an uneven transformer": (
+        "lilicorr", nested(lilicorr_num_heads=3), {}, "lilicorr_num_heads 3 does not divide the hi",
+    ),
+    "no scale": (
+        "lilicorr", nested(lilicorr_logit_scale=None), {}, "lilicorr_logit_scale must be a positiv",
+    ),
+    "a transformer of another depth": (
+        "lilicorr", {}, {"lilicorr.slot_embedding": np.ones((1, 1, 4, 1, 20), np.float32)},
+        r"slot_embedding is \[1, 1, 4, 1, 20\], not \[1, 1, 5, 1, 20\]",
+    ),
+    "a transformer that is switched off": (
+        "lilicorr", nested(lilicorr_enabled=False), {}, "lilicorr_enabled must be true, got False",
+    ),
+    "no state": (
+        "domino", nested(gru_hidden_dim=None), {}, "gru_hidden_dim must be a positive integer",
+    ),
+    "two ranks": ("domino", {"emb_dim": 7}, {}, "emb_dim is 9 inside dflash_config, and 7 beside"),
+    "a prefix below nothing": (
+        "domino", nested(pure_draft_prefix_len=-1), {}, "pure_draft_prefix_len must be an integer",
+    ),
     "no kernels": (
         "dflash2", {}, {"layers.1.mlp_conv.base_kernel": None}, "base_kernel is missing",
     ),
@@ -81,6 +107,16 @@ def test_heads_that_do_not_fit(case: str, heads: dict[str, Path], tmp_path: Path
     with pytest.raises(ValueError, match=message) as caught:
         load_block_head(directory, TARGET.config, FLOAT32)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["domino", "lilicorr"])
+def test_a_kind_may_be_said_by_its_options(kind: str, heads: dict[str, Path]):
+    raw = read_json(heads[kind] / "config.json")
+    options = raw["dflash_config"] | {"projector_type": kind}
+    if kind == "domino":
+        raw |= {"emb_dim": options["emb_dim"]}
+    renamed = raw | {"architectures": ["DFlashDraftModel"], "dflash_config": options}
+    assert block_config(renamed, TARGET.config) == block_config(raw, TARGET.config)
 
 
 def test_scales_of_logits_are_the_heads_or_the_targets(heads: dict[str, Path]):

@@ -30,6 +30,9 @@ from jaxspec.models.heads.convolutions import (
 )
 from jaxspec.models.heads.corrections import (
     CorrectionConfig,
+    DominoConfig,
+    LiLiCorr,
+    LiLiCorrConfig,
     RecurrentMarkov,
     Selector,
     SelectorConfig,
@@ -58,12 +61,18 @@ class Extra(NamedTuple):
 
 
 SIZE = CONFIG.hidden_size
+LATTICE = LiLiCorrConfig(
+    candidates=8, hidden=20, layers=2, heads=2, units=30, factor=7, depths=5,
+    vector_eps=1e-4, logit_scale=4.0, eps=1e-5,
+)  # fmt: skip
 EXTRAS: Mapping[str, Extra] = MappingProxyType(
     {
         "dflash": Extra(),
         "dspark": Extra(MarkovConfig(SIZE), predicts_next=True),
         "gated": Extra(MarkovConfig(SIZE, "gated"), predicts_next=True),
         "rnn": Extra(MarkovConfig(SIZE, "rnn"), predicts_next=True),
+        "domino": Extra(DominoConfig(state=12, rank=9, first=1)),
+        "lilicorr": Extra(LATTICE, ConvolutionConfig(taps=2, group=4)),
         "dflash2": Extra(SelectorConfig(rank=7, candidates=9), ConvolutionConfig(taps=3, group=8)),
     }
 )
@@ -156,6 +165,8 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
         tables = {"before": head.correction.before, "after": head.correction.after}
         tables = {name: times(4, table) for name, table in tables.items()}
         head = head.replace(correction=head.correction.replace(**tables))
+    if isinstance(head.correction, LiLiCorr):
+        head = head.replace(correction=_likeliest_first(head.correction))
     if head.markov is not None:
         assert target.lm_head is not None
         embed = np.asarray(target.embed)[: target.config.vocab_size]
@@ -186,6 +197,23 @@ def with_draft_vocabulary(head: BlockHead, target: Decoder, ids: np.ndarray) -> 
         markov = head.markov.replace(after=jnp.asarray(np.asarray(head.markov.after)[ids]))
         head = head.replace(correction=markov)
     return head.replace(lm_head=lm_head, token_ids=jnp.asarray(ids, jnp.int32))
+
+
+def _likeliest_first(lattice: LiLiCorr) -> LiLiCorr:
+    """Candidates follow others the better the likelier they are: one entry of incoming vectors is
+    large for the first."""
+    ranks = np.array(lattice.ranks)
+    ranks[0, 0, 0, :, 0] = np.where(np.arange(ranks.shape[3]) == 0, 9, -9)
+    changed = {}
+    for name in ("outgoing", "incoming", "root_outgoing", "factors"):
+        linear = getattr(lattice, name)
+        weight, bias = 0.3 * np.asarray(linear.weight), np.zeros(linear.weight.shape[1])
+        if name in ("factors", "incoming"):
+            weight[0, 0] = 3
+        else:
+            bias[0] = 3
+        changed[name] = linear.replace(weight=jnp.float32(weight), bias=jnp.float32(bias))
+    return lattice.replace(ranks=jnp.asarray(ranks), **changed)
 
 
 def _slight(convolution: Convolution) -> Convolution:

@@ -74,4 +74,107 @@ def selector_scores(
     return found
 
 
+def domino_path(
+    tensors: Tensors,
+    outputs: np.ndarray,  # [T, H]
+    logits: np.ndarray,  # [T, V]
+    path: Sequence[int],
+    embeddings: np.ndarray,  # [V, H] the target's
+    first: int,  # the first depth that is corrected
+) -> np.ndarray:
+    """Domino's recurrent network: the logits [T, V] along a path."""
+    own = of_part(tensors, "")
+    of_token, of_state = own["prefix_gru.weight_ih_l0"], own["prefix_gru.weight_hh_l0"]
+    state, found = np.zeros(of_state.shape[1]), []
+    for depth, token in enumerate(path):
+        read = np.split(of_token @ np.asarray(embeddings[token], np.float64), 3)
+        held = np.split(of_state @ state, 3)
+        reset, update = (sigmoid(read[gate] + held[gate]) for gate in (0, 1))
+        new = np.tanh(read[2] + reset * held[2])
+        state = (1 - update) * new + update * state
+        units = own["embed_proj.0.weight"] @ np.concatenate([outputs[depth], state])
+        added = own["embed_proj.2.weight"] @ (units * sigmoid(units))
+        found.append(logits[depth] + (added if depth >= first else 0))
+    return np.stack(found)
+
+
+def lilicorr_scores(
+    tensors: Tensors,
+    outputs: np.ndarray,  # [T, H]
+    logits: np.ndarray,  # [T, V]
+    root: int,
+    context: np.ndarray,  # [H] what the layers read of the context's last token
+    embeddings: np.ndarray,  # [V, H]
+    sizes: Mapping[str, float],  # count, heads, eps, vector_eps, scale
+) -> list[dict[tuple[int, int], float]]:
+    """LiLiCorr's transformer: for each depth the score of each candidate behind each token that may
+    be before it, by (token before, candidate)."""
+    own, count = of_part(tensors, "lilicorr."), int(sizes["count"])
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        return x @ own[f"{name}.weight"].T + own[f"{name}.bias"]
+
+    def rms(name: str, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + sizes["eps"]) * own[f"{name}.weight"]
+
+    def unit(x: np.ndarray) -> np.ndarray:
+        return x / np.maximum(np.sqrt((x * x).sum(-1, keepdims=True)), sizes["vector_eps"])
+
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    candidates = [np.argsort(-row)[:count].tolist() for row in logits]
+    x, slots = [], []
+    for depth, row in enumerate(candidates):
+        for rank, token in enumerate(row):
+            log, best = log_probs[depth, token], log_probs[depth, row[0]]
+            features = np.array([log, np.exp(log), log - best, rank / (count - 1), rank == 0])
+            centred = features - features.mean()
+            features = centred / np.sqrt((centred**2).mean() + 1e-5)
+            features = features * own["feature_mlp.0.weight"] + own["feature_mlp.0.bias"]
+            units = linear("feature_mlp.1", features)
+            embedded = np.asarray(embeddings[token], np.float64)
+            x.append(
+                (linear("token_proj", embedded) if "token_proj.weight" in own else embedded)
+                + linear("pass_hidden_proj", outputs[depth])
+                + linear("feature_mlp.3", units * sigmoid(units))
+                + own["slot_embedding"][0, 0, depth, 0]
+                + own["rank_embedding"][0, 0, 0, rank]
+            )
+            slots.append(depth)
+    x, heads, middle = np.stack(x), int(sizes["heads"]), own["relative_slot_bias"].shape[1] // 2
+    for index in range(len({name for name in own if name.endswith("in_proj_weight")})):
+        name = f"layers.{index}."
+        read = rms(f"{name}attn_norm", x)
+        qkv = read @ own[f"{name}attn.in_proj_weight"].T + own[f"{name}attn.in_proj_bias"]
+        q, k, v = (part.reshape(len(x), heads, -1) for part in np.split(qkv, 3, axis=1))
+        mixed = np.zeros_like(q)
+        for head, i in np.ndindex(heads, len(x)):
+            scores = k[:, head] @ q[i, head] / np.sqrt(q.shape[2])
+            scores += [own["relative_slot_bias"][head, slots[i] - j + middle] for j in slots]
+            scores += [own["same_slot_bias"][head] * (slots[i] == j) for j in slots]
+            weights = np.exp(scores - scores.max())
+            mixed[i, head] = weights / weights.sum() @ v[:, head]
+        x = x + linear(f"{name}attn.out_proj", mixed.reshape(x.shape))
+        units = linear(f"{name}mlp.0", rms(f"{name}mlp_norm", x))
+        x = x + linear(f"{name}mlp.2", units * sigmoid(units))
+    x, anchor = rms("output_norm", x), rms("anchor_norm", linear("context_proj", context))
+    around = np.broadcast_to(anchor, x.shape)
+    units = linear("factor_input_proj", np.concatenate([x, around, x * around], axis=1))
+    factors = units * sigmoid(units)
+    outgoing, incoming = (unit(linear(name, factors)) for name in ("out_head", "in_head"))
+    sources = {(-1, root): unit(linear("anchor_out_head", anchor))}
+    found: list[dict[tuple[int, int], float]] = []
+    for depth, row in enumerate(candidates):
+        here = {token: incoming[depth * count + rank] for rank, token in enumerate(row)}
+        found.append(
+            {
+                (before, token): sizes["scale"] * float(vector @ here[token])
+                for (at, before), vector in sources.items()
+                if at == depth - 1
+                for token in row
+            }
+        )
+        sources |= {(depth, t): outgoing[depth * count + rank] for rank, t in enumerate(row)}
+    return found
+
+
 PathLogits = Callable[[Tensors, np.ndarray, np.ndarray, Sequence[int]], np.ndarray]

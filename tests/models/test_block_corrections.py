@@ -12,32 +12,66 @@ import pytest
 from jax import Array
 from safetensors.numpy import load_file
 
+from jaxspec import functional
+from jaxspec.checkpoints.block import save_block_head
 from jaxspec.checkpoints.safetensors_io import save_tree
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.drafters import BlockDrafter
 from jaxspec.decoding.trees.grow import Beams, of_parents
+from jaxspec.functional import EngineParams
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads.convolutions import ConvolutionConfig, convolved
 from jaxspec.models.heads.corrections import (
     Block,
     Correction,
     CorrectionConfig,
+    DominoConfig,
+    LiLiCorrConfig,
     MarkovConfig,
     PairCorrection,
     PairScores,
     SelectorConfig,
 )
-from jaxspec.models.tensors import splitting
+from jaxspec.models.json.values import read_json
+from jaxspec.models.tensors import joining, splitting, tensor_shapes
 from pallas_kernels.selection import NO_KERNELS
-from tests.helpers.block_heads import block_target
-from tests.helpers.correction_reference import PathLogits, Tensors, markov_path, selector_scores
+from tests.helpers.block_heads import block_target, random_head
+from tests.helpers.block_reference import block_outputs, norm
+from tests.helpers.correction_reference import (
+    PathLogits,
+    domino_path,
+    lilicorr_scores,
+    markov_path,
+    selector_scores,
+)
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import random_arrays, tiny_config
+from tests.helpers.random_models import (
+    admit_prompts,
+    empty_state,
+    random_arrays,
+    random_prompts,
+    read_prompts,
+    tiny_config,
+)
 
 TARGET = block_target(tiny_config(vocab_size=101, hidden_size=24))
+EMBED = np.asarray(TARGET.embed)
 DEPTH, ROWS, PATHS = 5, 2, 3
+LATTICE = LiLiCorrConfig(
+    candidates=3, hidden=10, layers=2, heads=2, units=15, factor=7, depths=DEPTH + 1,
+    vector_eps=1e-4, logit_scale=8.0, eps=1e-5,
+)  # fmt: skip
+LATTICE_SIZES = {"count": 3, "heads": 2, "eps": 1e-5, "vector_eps": 1e-4, "scale": 8.0}
 CASES: dict[str, tuple[CorrectionConfig, PathLogits]] = {
     "vanilla": (MarkovConfig(7), markov_path),
     "gated": (MarkovConfig(7, "gated"), markov_path),
     "rnn": (MarkovConfig(7, "rnn"), markov_path),
+    "domino": (
+        DominoConfig(state=5, rank=7, first=1),
+        functools.partial(domino_path, embeddings=EMBED, first=1),
+    ),
 }
 
 
@@ -45,7 +79,8 @@ def random_block(seed: int = 3) -> Block:
     rng = np.random.default_rng(seed)
     outputs = rng.standard_normal((ROWS, DEPTH, 24))
     logits = 2 * rng.standard_normal((ROWS, DEPTH, 101))
-    return Block(jnp.float32(outputs), jnp.float32(logits))
+    context = jnp.float32(rng.standard_normal((ROWS, 24)))
+    return Block(jnp.float32(outputs), jnp.float32(logits), context)
 
 
 def random_correction(config: CorrectionConfig, folder: Path) -> tuple[Any, dict[str, np.ndarray]]:
@@ -85,15 +120,19 @@ def test_corrected_logits_are_those_of_the_published_equations(kind: str, tmp_pa
         for depth in reversed(range(DEPTH)):
             path.insert(0, int(tokens[depth, row, at]))
             at = parents[depth, row, at]
-        outputs, logits = (np.asarray(x[row], np.float64) for x in block)
+        outputs, logits, _ = (np.asarray(x[row], np.float64) for x in block if x is not None)
         theirs = reference(tensors, outputs, logits, path)
         assert np.abs(theirs - logits).max() > 0.1
         np.testing.assert_allclose(ours[-1, row, beam], theirs[-1], rtol=0, atol=1e-4)
 
 
-PairReference = Callable[[Tensors, np.ndarray, np.ndarray, int], list[dict[tuple[int, int], float]]]
+PairReference = Callable[..., list[dict[tuple[int, int], float]]]
 PAIRS: dict[str, tuple[CorrectionConfig, PairReference]] = {
     "dflash2": (SelectorConfig(5, 6), functools.partial(selector_scores, count=6)),
+    "lilicorr": (
+        LATTICE,
+        functools.partial(lilicorr_scores, embeddings=EMBED, sizes=LATTICE_SIZES),
+    ),
 }
 
 
@@ -110,8 +149,10 @@ def test_scores_of_pairs_are_those_of_the_published_equations(kind: str, tmp_pat
     block, roots = random_block(), [3, 77]
     scores = scored(TARGET, correction, block, jnp.array(roots))
     for row, root in enumerate(roots):
-        outputs, logits = (np.asarray(x[row], np.float64) for x in block)
-        theirs = reference(tensors, outputs, logits, root)
+        known = (np.asarray(x[row], np.float64) for x in block if x is not None)
+        outputs, logits, context = known
+        own = {"context": context} if kind == "lilicorr" else {}
+        theirs = reference(tensors, outputs, logits, root, **own)
         before = [root]
         for depth, pairs in enumerate(theirs):
             tokens = scores.tokens[row, depth].tolist()
@@ -141,3 +182,105 @@ def test_taps_do_not_reach_before_a_block(tmp_path: Path):
             for back in range(min(3, token + 1))
         )
         assert abs(both[side][row, token, channel] - wanted) < 1e-4
+
+
+def test_scores_of_a_lattice_are_those_of_another_implementation():
+    """Weights and scores as a test of TensorRT-LLM has them, from Model Optimizer's own head."""
+    renamed = {".mlp.0.": ".mlp.up_proj.", ".mlp.2.": ".mlp.down_proj."}
+    renamed |= {"feature_mlp.0.": "feature_norm.", "feature_mlp.1.": "feature_mlp.up_proj."}
+    renamed |= {"feature_mlp.3.": "feature_mlp.down_proj."}
+    config = LiLiCorrConfig(
+        candidates=3, hidden=8, layers=2, heads=2, units=16, factor=8, depths=3,
+        vector_eps=1e-4, logit_scale=8.0, eps=1e-5,
+    )  # fmt: skip
+    shapes = config.shape(32, 16, jnp.dtype("float32"))
+    splits = jax.tree.leaves(shapes.mapped(splitting()))
+    tensors = {}
+    for name, shape in tensor_shapes(zip(jax.tree.leaves(shapes), splits, strict=True)).items():
+        theirs = name.removeprefix("lilicorr.")
+        for ours, other in renamed.items():
+            theirs = theirs.replace(ours, other)
+        values = np.arange(np.prod(shape.shape), dtype=np.float32).reshape(shape.shape)
+        sines = np.sin(values * 0.17 + sum(theirs.encode()) * 0.013)
+        tensors[name] = jnp.float32(0.2 * sines)
+    correction = shapes.mapped(joining(tensors))
+    ids = [[2, 5, 9], [6, 3, 1], [4, 7, 8]]
+    logs = np.array([[-0.4, -1.5, -3.0], [-0.6, -1.7, -2.7], [-0.2, -2.1, -3.4]])
+    logits = np.empty((1, 3, 16), np.float32)
+    for depth, (row, known) in enumerate(zip(ids, logs, strict=True)):
+        logits[0, depth] = np.log((1 - np.exp(known).sum()) / 13)
+        logits[0, depth, row] = known
+    outputs = np.linspace(-0.7, 0.9, 96, dtype=np.float32).reshape(1, 3, 32)
+    context = np.linspace(-0.5, 0.4, 32, dtype=np.float32).reshape(1, 32)
+    embed = jnp.float32(np.linspace(-1.2, 1.3, 512).reshape(16, 32))
+    block = Block(*map(jnp.asarray, (outputs, logits, context)))
+    scores = scored(block_target().replace(embed=embed), correction, block, jnp.array([0]))
+    assert scores.tokens[0].tolist() == ids
+    np.testing.assert_allclose(scores.first[0], [-2.00565147, -2.00631571, -2.01010752], atol=2e-5)
+    pairs = [
+        [
+            [1.16437435, 1.16812551, 1.15701485],
+            [1.16656375, 1.17030466, 1.15921211],
+            [1.17068172, 1.17445230, 1.16334319],
+        ],
+        [
+            [1.14806044, 1.14459574, 1.12698877],
+            [1.14481199, 1.14134955, 1.12373281],
+            [1.14475155, 1.14125943, 1.12357390],
+        ],
+    ]
+    np.testing.assert_allclose(scores.pairs[0], pairs, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_lattice_reads_the_contexts_last_token(tmp_path: Path):
+    """After a prompt, after a round and after all pending tokens are read, drafts are those of the
+    published equations."""
+    target = block_target(tiny_config(num_layers=3))
+    drafter = BlockDrafter(head=random_head(target.config, "lilicorr", capture=(0, 2)))
+    params = EngineParams(target=target, drafter=drafter, speculation=SpeculationConfig.chain(4))
+    save_block_head(drafter.head, tmp_path, target)
+    tensors, config = (
+        load_file(tmp_path / "model.safetensors"),
+        read_json(tmp_path / "config.json"),
+    )
+    prompts = random_prompts((5, 21, 30))
+    state = admit_prompts(params, empty_state(params, 3, 64, 7), prompts)
+    state = read_prompts(params, state, 4, greedy=True)
+    decode = jax.jit(
+        functools.partial(functional.decode, trees=True, greedy=True, max_rounds=1),
+        compiler_options=FAST_COMPILE,
+    )
+    assert target.lm_head is not None
+    embed, lm_head = np.asarray(target.embed), np.asarray(target.lm_head.weight, np.float64)
+    sizes = {"count": 8, "heads": 2, "eps": 1e-5, "vector_eps": 1e-4, "scale": 4.0}
+    for caught_up in (False, False, True):
+        if caught_up:
+            state = jax.jit(functional.catch_up)(params, state, jnp.arange(3))
+        tokens, lengths = np.asarray(state.rows.tokens), np.asarray(state.rows.context_lens)
+        states = captured_states(target, tokens, drafter.capture)
+        after, emitted = decode(params, state, 1)
+        assert emitted.trees is not None
+        for row, size in enumerate(lengths):
+            root = int(tokens[row, size])
+            outputs = block_outputs(tensors, config, embed, states[row, :size], root, 4)
+            fused = np.asarray(states[row, size - 1], np.float64) @ tensors["fc.weight"].T
+            context = norm(fused, tensors["hidden_norm.weight"], 1e-5)
+            scores = lilicorr_scores(
+                tensors, outputs, outputs @ lm_head, root, context, embed, sizes
+            )
+            path, before = [root], root
+            for pairs in scores:
+                behind = {token: score for (at, token), score in pairs.items() if at == before}
+                before = max(behind, key=lambda token: behind[token])
+                path.append(before)
+            assert emitted.trees.tokens[0, row].tolist() == path
+        state = after
+
+
+def captured_states(target: Decoder, tokens: np.ndarray, capture: tuple[int, ...]) -> np.ndarray:
+    """The target's hidden states [R, S, C] at tokens [R, S], without a cache."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    none = target.no_states()
+    run = functools.partial(decoder.run, attend=dense_causal_attend, capture=capture)
+    return np.asarray(run(target, jnp.asarray(tokens), positions, none)[2])

@@ -115,6 +115,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "specforge/qwen3-235B-A22B-eagle3": ("eagle3", 1, 64, 4, 128, 1_000_000, 32000),
     "specforge/qwen3-30B-A3B-eagle3.1": ("eagle3", 1, 32, 4, 128, 1_000_000, 32000),
     "specforge/qwen3-8b-dflash": ("dflash", 5, 32, 8, 128, 1_000_000, 16),
+    "specforge/qwen3-8b-domino": ("domino", 5, 32, 8, 128, 1_000_000, 16),
     "specforge/qwen3-8b-dspark": ("dspark", 5, 32, 8, 128, 1_000_000, 7),
     "specforge/qwen3-8b-peagle": ("eagle3", 4, 32, 8, 128, 1_000_000, 32000),
     "specforge/qwen3-8b-eagle3": ("eagle3", 1, 32, 8, 128, 1_000_000, 32000),
@@ -145,7 +146,6 @@ REFUSED_HEADS: dict[str, str] = {
     "angelslim/cosyvoice3-llm-eagle3": "['CosyVoice3Eagle3LlamaForCausalLM'] is not a supp",
     "angelslim/hunyuan-1.8b-eagle3": "unknown key 'add_classification_head' (= False)",
     "angelslim/qwen3_dflash": "architectures ['QwenDFlashDraftModel'] is not a supp",
-    "specforge/qwen3-8b-domino": "architectures ['DominoDraftModel'] is not a supported",
     "torchspec/kimi_k25_eagle3_mla": "architectures ['Eagle3DeepseekV2ForCausalLM'] is not a sup",
 }  # fmt: skip
 # Keys that a model's file has and transformers does not read.
@@ -196,7 +196,7 @@ def read_head(name: str) -> tuple[Any, ...]:
         assert block.draft_vocab_size == REDUCED.get(name)
         assert (windows, block.causal) == SEEN.get(name, (none, "none"))
         kind = block_layout(raw).kind
-        assert block.predicts_next == (kind == "dspark")
+        assert block.predicts_next == (kind in ("dspark", "domino"))
         model, last = block.model, block.block_size
     else:
         head = eagle_head_config(raw, target_of(raw))

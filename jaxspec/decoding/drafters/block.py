@@ -43,7 +43,8 @@ MOST_BESIDE, MOST_ROUNDED_BESIDE = 128, 64
 @pytree
 class BlockRows(PendingRows):
     """``pending``: number of tokens of each row's context whose keys and values are not written
-    yet, the last ones. ``features[:, t]`` is the captured state of the ``t``-th of them."""
+    yet, the last ones. ``features[:, t]`` is the captured state of the ``t``-th of them. Where none
+    is pending, ``features[:, 0]`` is that of the context's last token, if the head reads it."""
 
     features: Array = array("batch", "depth", "features")  # [R, A, C]
 
@@ -88,8 +89,21 @@ class BlockDrafter(Drafter, Pytree):
         pool, rows = _draft_state(state)
         context = self._pending(state, rows.features.shape[1], options)
         layers = self.head.write_context(context, pool.layers, options.kernels)
+        last = jnp.maximum(rows.pending - 1, 0)
+        rows = self._keeping_last(rows, rows.features, last, state.rows.active)
         pending = jnp.where(state.rows.active, 0, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
+
+    def _keeping_last(
+        self, rows: BlockRows, features: Array, last: Array, changed: Array
+    ) -> BlockRows:
+        """The rows with the captured state of the context's last token: features [R, T, C] at
+        ``last`` [R], in the rows ``changed`` [R]."""
+        if not self.head.reads_context:
+            return rows
+        own = jnp.take_along_axis(features, last[:, None, None], axis=1)[:, 0]
+        kept = jnp.where(changed[:, None], own.astype(rows.features.dtype), rows.features[:, 0])
+        return rows.replace(features=rows.features.at[:, 0].set(kept))
 
     def _pending(self, state: EngineState, width: int, options: RoundOptions) -> Context:
         """The pending tokens of each row, up to ``width``."""
@@ -128,6 +142,8 @@ class BlockDrafter(Drafter, Pytree):
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         context = self._context(state, features, run.positions, run.written, options)
         layers = self.head.write_context(context, pool.layers, options.kernels)
+        last = jnp.maximum(chunk.counts - 1, 0)
+        rows = self._keeping_last(rows, features, last, chunk.counts > 0)
         return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
@@ -148,7 +164,13 @@ class BlockDrafter(Drafter, Pytree):
         logits = head.logits(target, outputs, options.kernels)
         layout = head.vocab_layout(target)
         proposer = make_proposer(target, state, options, layout, head.token_ids)
-        tree = self._tree(target, proposer, roots, Block(outputs, logits))
+        last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
+        read = Block(
+            outputs,
+            logits,
+            jnp.take_along_axis(context.fused, last, axis=1)[:, 0] if head.reads_context else None,
+        )
+        tree = self._tree(target, proposer, roots, read)
         if options.confidence:
             tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)

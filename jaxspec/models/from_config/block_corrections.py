@@ -13,6 +13,10 @@ from jaxspec.models.heads.convolutions import ConvolutionConfig
 from jaxspec.models.heads.corrections import (
     MARKOV_KINDS,
     CorrectionConfig,
+    Domino,
+    DominoConfig,
+    LiLiCorr,
+    LiLiCorrConfig,
     Selector,
     SelectorConfig,
 )
@@ -26,11 +30,20 @@ from jaxspec.models.json.values import (
     shown,
 )
 
-Kind = Literal["dflash", "dspark", "dflash2"]
+Kind = Literal["dflash", "dspark", "dflash2", "lilicorr", "domino"]
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
 DSPARK_KEYS = words("markov_rank markov_head_type num_anchors") | {*CONFIDENCE}
 CONVOLUTION = ("conv_kernel_size", "conv_group_size")
 SELECTOR = ("selector_rank", "selector_top_k")
+LILICORR_SIZES = (
+    "lilicorr_candidate_topk",
+    "lilicorr_num_layers",
+    "lilicorr_num_heads",
+    "lilicorr_factor_dim",
+)
+LILICORR_NUMBERS = ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale")
+MOST_CANDIDATES = 16
+DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")
 LOGITS = ("output_multiplier", "final_logit_softcapping")
 
 
@@ -74,14 +87,23 @@ HEAD_KINDS: Mapping[str, HeadKind] = MappingProxyType(
                 _DFLASH2_DEFAULTS,
                 both_ways=True,
             ),
+            HeadKind(
+                "lilicorr",
+                words("lilicorr_enabled lilicorr_hidden_size")
+                | {*LILICORR_SIZES, *LILICORR_NUMBERS, *CONVOLUTION},
+                both_ways=True,
+            ),
+            HeadKind("domino", words("pure_draft_prefix_len shift_label") | {*DOMINO_SIZES}),
         )
     }
 )
 
 
-def correction_config(kind: Kind, options: Mapping[str, Any]) -> CorrectionConfig | None:
-    """The correction that a head of a kind has; None: none. Raises ValueError for one that is not
-    supported."""
+def correction_config(
+    kind: Kind, options: Mapping[str, Any], hidden: int, eps: Any
+) -> CorrectionConfig | None:
+    """The correction that a head of a kind has, with layers of this hidden size and epsilon of
+    their norms; None: none. Raises ValueError for one that is not supported."""
     match kind:
         case "dflash":
             return None
@@ -89,6 +111,10 @@ def correction_config(kind: Kind, options: Mapping[str, Any]) -> CorrectionConfi
             return _markov(options)
         case "dflash2":
             return SelectorConfig(*positive_integers(options, SELECTOR))
+        case "lilicorr":
+            return _lilicorr(options, hidden, eps)
+        case "domino":
+            return _domino(options)
 
 
 def _markov(options: Mapping[str, Any]) -> MarkovConfig | None:
@@ -102,6 +128,48 @@ def _markov(options: Mapping[str, Any]) -> MarkovConfig | None:
             return MarkovConfig(rank, supported)
     kinds = ", ".join(map(repr, MARKOV_KINDS))
     raise ValueError(f"markov_head_type {shown(kind)} is not supported, only {kinds}")
+
+
+def _lilicorr(options: Mapping[str, Any], hidden: int, eps: Any) -> LiLiCorrConfig:
+    problems, width = Problems(), options.get("lilicorr_hidden_size", 0) or hidden
+    if not is_positive_integer(width):
+        problems.add(f"lilicorr_hidden_size must be an integer from 0, got {shown(width)}")
+    if options.get("lilicorr_enabled", True) is not True:
+        problems.add(f"lilicorr_enabled must be true, got {shown(options['lilicorr_enabled'])}")
+    for name in LILICORR_NUMBERS:
+        if not is_positive_number(options.get(name)):
+            problems.add(f"{name} must be a positive number, got {shown(options.get(name))}")
+    with problems.caught():
+        count, layers, heads, factor = positive_integers(options, LILICORR_SIZES)
+        if count > MOST_CANDIDATES or count & (count - 1):
+            problems.add(f"lilicorr_candidate_topk must be a power of 2 up to 16, got {count}")
+        if is_positive_integer(width) and width % heads:
+            problems.add(f"lilicorr_num_heads {heads} does not divide the hidden size of {width}")
+    problems.raise_all()
+    ratio, vector_eps, scale = (float(options[name]) for name in LILICORR_NUMBERS)
+    size: Any = options.get("block_size")
+    return LiLiCorrConfig(
+        candidates=count,
+        hidden=width,
+        layers=layers,
+        heads=heads,
+        units=int(width * ratio),
+        factor=factor,
+        depths=size - 1 if is_positive_integer(size) else 1,  # else it is refused beside this
+        vector_eps=vector_eps,
+        logit_scale=scale,
+        eps=eps if is_positive_number(eps) else 1e-6,
+    )
+
+
+def _domino(options: Mapping[str, Any]) -> DominoConfig:
+    problems, first = Problems(), options.get("pure_draft_prefix_len", 0)
+    if not is_integer(first) or first < 0:
+        problems.add(f"pure_draft_prefix_len must be an integer from 0, got {shown(first)}")
+    with problems.caught():
+        state, rank = positive_integers(options, DOMINO_SIZES)
+    problems.raise_all()
+    return DominoConfig(state, rank, first)
 
 
 def convolution_config(options: Mapping[str, Any], hidden: int) -> ConvolutionConfig | None:
@@ -175,11 +243,41 @@ def dspark_options(head: BlockHead) -> dict[str, Any]:
 
 def dflash2_options(head: BlockHead) -> dict[str, Any]:
     """The keys of a DFlash 2 head, as z-lab writes them in ``dflash_config``."""
-    selector, convolution, options = head.correction, head.convolution, {}
+    selector = head.correction
     assert isinstance(selector, Selector)
+    options: dict[str, Any] = _convolution_options(head)
     options |= {"selector_rank": selector.config.rank, "selector_top_k": selector.candidates}
-    if convolution is not None:
-        options |= {"conv_kernel_size": convolution.taps, "conv_group_size": convolution.group}
     values = head.logit_scale, head.logit_softcap
     given = zip(LOGITS, values, (1.0, None), strict=True)
     return options | {name: value for name, value, usual in given if value != usual}
+
+
+def lilicorr_options(head: BlockHead) -> dict[str, Any]:
+    """The keys of a LiLiCorr head in ``dflash_config``."""
+    assert isinstance(head.correction, LiLiCorr)
+    config = head.correction.config
+    sizes = config.candidates, config.layers, config.heads, config.factor
+    numbers = config.units / config.hidden, config.vector_eps, config.logit_scale
+    options: dict[str, Any] = {"lilicorr_enabled": True, "lilicorr_hidden_size": config.hidden}
+    options |= zip(LILICORR_SIZES, sizes, strict=True)
+    options |= zip(LILICORR_NUMBERS, numbers, strict=True)
+    return options | _convolution_options(head)
+
+
+def domino_options(head: BlockHead) -> dict[str, Any]:
+    """The keys of a Domino head in ``dflash_config``."""
+    assert isinstance(head.correction, Domino)
+    config = head.correction.config
+    options: dict[str, Any] = dict(zip(DOMINO_SIZES, (config.state, config.rank), strict=True))
+    return options | {
+        "projector_type": "domino",
+        "pure_draft_prefix_len": config.first,
+        "shift_label": head.predicts_next,
+    }
+
+
+def _convolution_options(head: BlockHead) -> dict[str, Any]:
+    config = head.convolution
+    if config is None:
+        return {}
+    return dict(zip(CONVOLUTION, (config.taps, config.group), strict=True))

@@ -4,7 +4,8 @@ things; DFlash's (z-lab/dflash) and DeepSpec's layouts are written.
 An unknown key is an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,13 +17,17 @@ from jaxspec.models.from_config.block_corrections import (
     convolution_config,
     correction_config,
     dflash2_options,
+    domino_options,
     dspark_options,
+    lilicorr_options,
     logit_options,
 )
 from jaxspec.models.from_config.block_layouts import (
     DFLASH,
     DFLASH2,
+    DOMINO,
     DSPARK,
+    LILICORR,
     BlockLayout,
     block_layout,
 )
@@ -30,12 +35,21 @@ from jaxspec.models.from_config.block_windows import said_causal, with_windows
 from jaxspec.models.from_config.head_keys import check_head_keys
 from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, MarkovConfig, default_capture
-from jaxspec.models.heads.corrections import Selector
+from jaxspec.models.heads.corrections import Domino, LiLiCorr, Selector
 from jaxspec.models.json.values import (
     Problems,
     is_integer,
     is_positive_integer,
     shown,
+)
+
+# How heads with a correction are written: their architecture, and options in ``dflash_config``.
+_WRITTEN: Mapping[type, tuple[str, Callable[[BlockHead], dict[str, Any]]]] = MappingProxyType(
+    {
+        Selector: (DFLASH2, dflash2_options),
+        LiLiCorr: (LILICORR, lilicorr_options),
+        Domino: (DOMINO, domino_options),
+    }
 )
 
 
@@ -53,7 +67,8 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         model, causal = with_windows(block_layers(layout.layers, options), layout.layers, options)
         _check_fit(model, layout, target)
     with problems.caught():
-        correction = correction_config(layout.kind, options)
+        eps = layout.layers.get("rms_norm_eps")
+        correction = correction_config(layout.kind, options, target.hidden_size, eps)
     with problems.caught():
         convolution = convolution_config(options, target.hidden_size)
     with problems.caught():
@@ -172,9 +187,9 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
         config["draft_vocab_size"] = head.lm_head.out_shape[0]
     if (causal := said_causal(head)) is not None:
         config["is_causal"] = causal
-    if isinstance(head.correction, Selector):
-        nested = options | dflash2_options(head)
-        return config | {"architectures": [DFLASH2], "dflash_config": nested}
+    for kind, (name, own) in _WRITTEN.items():
+        if isinstance(head.correction, kind):
+            return config | {"architectures": [name], "dflash_config": options | own(head)}
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
     return config | {"architectures": [DSPARK]} | options | dspark_options(head)

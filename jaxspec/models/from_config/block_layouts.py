@@ -29,10 +29,16 @@ from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import check_flag, shown
 
 DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
-DFLASH2 = "DFlash2DraftModel"
+DFLASH2, LILICORR, DOMINO = "DFlash2DraftModel", "LiLiCorrDraftModel", "DominoDraftModel"
 # Kinds of the architectures whose options are in ``dflash_config``.
 _ARCHITECTURES: Mapping[str, Kind] = MappingProxyType(
-    {DFLASH: "dflash", FORGE_DSPARK: "dspark", DFLASH2: "dflash2"}
+    {
+        DFLASH: "dflash",
+        FORGE_DSPARK: "dspark",
+        DFLASH2: "dflash2",
+        LILICORR: "lilicorr",
+        DOMINO: "domino",
+    }
 )
 SPECULATORS = "speculators_model_type"
 SPECULATORS_KINDS = ("dflash", "dspark", "dflash2")
@@ -112,16 +118,35 @@ def _with_options_nested(
         raise ValueError(f"dflash_config must be an object, got {shown(nested)}")
     if is_dspark_of_modelopt(nested):
         nested, kind = from_modelopt(nested), HEAD_KINDS["dspark"]
+    elif kind.name == "dflash":
+        kind = HEAD_KINDS[_kind_of_options(nested)]
     is_dspark = kind.name == "dspark"
     known = _PLACE | _NESTED | BODY_KEYS | kind.keys
     known |= _FORGE_UNUSED if is_dspark else frozenset()
     check_keys(nested, known, {"projector_type": (None, kind.name)}, "dflash_config")
     own = _SHARED | {"is_causal", SINKS_BESIDE} | (frozenset() if is_dspark else kind.keys)
-    size = _agreed_size(raw, nested)
-    options = {key: raw[key] for key in own & raw.keys()} | nested | {"block_size": size}
+    for key in {*own, "block_size"} & raw.keys() & nested.keys():
+        if raw[key] != nested[key]:
+            raise ValueError(
+                f"{key} is {shown(nested[key])} inside dflash_config, and {shown(raw[key])} beside "
+                "it; remove the one that is wrong"
+            )
+    options = {"block_size": None} | {key: raw[key] for key in own & raw.keys()} | nested
     top = _without(raw, own | {"dflash_config"})
-    next_, scaled = kind.predicts_next, scaled and not is_dspark
+    next_, scaled = kind.predicts_next, scaled and kind.name in ("dflash", "dflash2")
+    if kind.name == "domino":
+        next_ = check_flag("shift_label", options.get("shift_label", False))
+    if kind.name == "lilicorr":
+        options.setdefault("is_causal", False)
     return BlockLayout(top, options, "target_layer_ids", 1, next_, kind.name, scaled)
+
+
+def _kind_of_options(nested: Mapping[str, Any]) -> Kind:
+    """The kind of a head whose architecture is DFlash's."""
+    for kind in (HEAD_KINDS["domino"], HEAD_KINDS["lilicorr"]):
+        if nested.get("projector_type") == kind.name:
+            return kind.name
+    return "lilicorr" if nested.get("lilicorr_enabled") else "dflash"
 
 
 def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
@@ -160,14 +185,3 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
 
 def _without(raw: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key not in keys}
-
-
-def _agreed_size(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> Any:
-    """``block_size``, which newer files have in ``dflash_config``. Raises ValueError for two."""
-    sizes = [where["block_size"] for where in (nested, raw) if "block_size" in where]
-    if len(sizes) == 2 and sizes[0] != sizes[1]:
-        raise ValueError(
-            f"block_size is {shown(sizes[0])} inside dflash_config, and {shown(sizes[1])} beside "
-            "it; remove the one that is wrong"
-        )
-    return sizes[0] if sizes else None

@@ -41,6 +41,8 @@ from jaxspec.models.heads.convolutions import (
 from jaxspec.models.heads.corrections import (
     Correction,
     CorrectionConfig,
+    Domino,
+    LiLiCorr,
     Markov,
     MarkovConfig,
     PairCorrection,
@@ -162,16 +164,23 @@ class BlockHead(Pytree):
         return mixer.convolution.config if isinstance(mixer, ConvolvedMixer) else None
 
     @property
+    def reads_context(self) -> bool:
+        """Whether its correction reads the context's last token."""
+        return isinstance(self.correction, LiLiCorr)
+
+    @property
     def method(self) -> str:
         """The head's kind, as commands and cards name it."""
-        if isinstance(self.correction, Selector):
-            return "dflash2"
+        named = {Selector: "dflash2", LiLiCorr: "lilicorr", Domino: "domino"}
+        if type(self.correction) in named:
+            return named[type(self.correction)]
         return "dspark" if self.predicts_next else "dflash"
 
     @property
     def max_depth(self) -> int:
         """The most tokens that one block drafts."""
-        return self.block_size if self.predicts_next else self.block_size - 1
+        counts_root = self.predicts_next and not isinstance(self.correction, Domino)
+        return self.block_size if counts_root else self.block_size - 1
 
     def vocab_layout(self, target: Decoder) -> Layout:
         """How the last dimension of ``logits`` is split."""

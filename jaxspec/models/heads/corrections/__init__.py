@@ -7,6 +7,8 @@ from jaxspec.models.heads.corrections.base import (
     PairCorrection,
     PairScores,
 )
+from jaxspec.models.heads.corrections.domino import Domino, DominoConfig
+from jaxspec.models.heads.corrections.lilicorr import LiLiCorr, LiLiCorrConfig
 from jaxspec.models.heads.corrections.markov import (
     MARKOV_KINDS,
     Markov,
@@ -20,6 +22,10 @@ __all__ = [
     "Block",
     "Correction",
     "CorrectionConfig",
+    "Domino",
+    "DominoConfig",
+    "LiLiCorr",
+    "LiLiCorrConfig",
     "Markov",
     "MarkovConfig",
     "PairCorrection",

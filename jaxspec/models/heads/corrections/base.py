@@ -22,10 +22,13 @@ class Block(NamedTuple):
     Attributes:
       outputs: [B, T, H] normed outputs, which the LM head reads.
       logits: float32 [B, T, V / shards] without a correction.
+      context: [B, H] what the layers read of the context's last token; None: see
+        BlockHead.reads_context.
     """
 
     outputs: Array
     logits: Array
+    context: Array | None = None
 
 
 class Correction(Protocol):
