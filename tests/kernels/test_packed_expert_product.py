@@ -1,5 +1,6 @@
 """packed_expert_product against products in float64; how its numbers are stored and widened."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_bytes
 
 CODES: tuple[Code, ...] = ("e4m3", "e2m1", "int4")
+ON_THE_DEVICE = pytest.param("on the device", marks=pytest.mark.gpu)
 VARIANTS = (
     PackedExpertTuning(most_stages=2),  # each part of its ring is used again
     PackedExpertTuning(shares=2),
@@ -208,6 +210,33 @@ def test_on_the_device_it_is_the_product(case: Case, config: PackedExpertTuning 
     here = (arguments[1] < case.num_experts)[..., None]
     for _ in range(20):
         assert not jnp.any(here & (first != function(*arguments))), "a race"
+
+
+def with_scales_of_outputs(weights: PackedExperts, seed: int) -> PackedExperts:
+    """e4m3 with a scale for each output, as loaders make them: factors of one block."""
+    experts, parts, width, depth = weights.values.shape
+    scales = np.random.default_rng(seed).uniform(0.5, 1.5, (experts, parts, width))
+    return dataclasses.replace(
+        weights,
+        scale=jnp.ones((experts, parts, 1, 1), jnp.float32),
+        factor=jnp.asarray(scales * depth**-0.5 / 128, jnp.float32),
+        block=(width, depth),
+    )
+
+
+@pytest.mark.parametrize("where", [slow("interpreted"), ON_THE_DEVICE])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_scales_of_outputs_are_factors(rows: int, where: str):
+    case = Case(rows, 3, 6, 256, 128)
+    x, experts, gate_up, down, _ = arguments_of(case)
+    weights = with_scales_of_outputs(gate_up, 1), with_scales_of_outputs(down, 2)
+    arguments = x, experts, *weights, None
+    assert misfit(x, *weights) is None
+    if where == "interpreted":
+        found = run_interpreted(arguments, case)
+    else:
+        found = jax.jit(functools.partial(packed_expert_product_mosaic, clamp=None))(*arguments)
+    assert_widened_exact(found, case, arguments)
 
 
 @pytest.mark.gpu
