@@ -93,6 +93,8 @@ def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(form: str):
 class Interpreted:
     """A ForwardPass whose kernel is interpreted."""
 
+    attend = None  # it does not say which rows are tokens
+
     def packed_expert_product(self, *arguments: Any) -> Any:
         *arrays, activation = arguments
         assert activation is None and len(arrays[0]) <= mix.MOST_ROWS
@@ -120,6 +122,8 @@ def test_many_rows_are_multiplied_so_many_at_a_time():
     sizes = []
 
     class Reference:
+        attend = None
+
         def packed_expert_product(self, *arguments: Any) -> Any:
             *arrays, _ = arguments
             sizes.append(len(arrays[0]))
