@@ -83,6 +83,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "angelslim/qwen3-1.7b-eagle3": ("eagle3", 1, 16, 8, 128, 1_000_000, 32000),
     "angelslim/qwen3-30b-a3b-eagle3": ("eagle3", 1, 32, 4, 128, 1_000_000, 32000),
     "angelslim/qwen3-4b-eagle3": ("eagle3", 1, 32, 8, 128, 1_000_000, 32000),
+    "angelslim/qwen3_dflash": ("dflash", 5, 32, 8, 128, 1_000_000, 16),
     "angelslim/qwen3-vl-4b-eagle3": ("eagle3", 1, 32, 8, 128, 5_000_000, 32000),
     "quoted/JetSpec--jetspec-Qwen3.6-35B-A3B": ("dflash", 8, 32, 4, 128, 10_000_000, 16),
     "quoted/RedHatAI--Kimi-K3-speculator.dspark": ("dspark", 5, 96, 16, 64, 10_000, 8),
@@ -145,7 +146,6 @@ REDUCED = {"quoted/RedHatAI--Qwen3.6-35B-A3B-speculator.dspark": 32000}  # draft
 REFUSED_HEADS: dict[str, str] = {
     "angelslim/cosyvoice3-llm-eagle3": "['CosyVoice3Eagle3LlamaForCausalLM'] is not a supp",
     "angelslim/hunyuan-1.8b-eagle3": "unknown key 'add_classification_head' (= False)",
-    "angelslim/qwen3_dflash": "architectures ['QwenDFlashDraftModel'] is not a supp",
     "torchspec/kimi_k25_eagle3_mla": "architectures ['Eagle3DeepseekV2ForCausalLM'] is not a sup",
 }  # fmt: skip
 # Keys that a model's file has and transformers does not read.

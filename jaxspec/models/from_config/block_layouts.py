@@ -19,9 +19,11 @@ from jaxspec.models.families.family import check_keys
 from jaxspec.models.from_config.block_bodies import BODY_KEYS, SINKS_BESIDE
 from jaxspec.models.from_config.block_corrections import HEAD_KINDS, HeadKind, Kind
 from jaxspec.models.from_config.block_spellings import (
+    from_angelslim,
     from_modelopt,
     from_torchspec,
     is_dspark_of_modelopt,
+    is_of_angelslim,
     is_of_torchspec,
 )
 from jaxspec.models.json import keys as hf_keys
@@ -92,6 +94,8 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
     unknown keys."""
     if SPECULATORS in raw:
         return _of_speculators(raw)
+    if is_of_angelslim(raw):
+        raw = from_angelslim(raw)
     names = raw.get("architectures")
     if names == [DSPARK]:
         kind = HEAD_KINDS["dspark"]

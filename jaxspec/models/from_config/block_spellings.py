@@ -1,7 +1,8 @@
 """Layouts of block heads that are z-lab's or SpecForge's in other words, in these words.
 
 TorchSpec has all keys at the top level, and no ``block_size``: its trainer's default stands for it.
-ModelOpt's DSpark has an architecture that does not say so.
+ModelOpt's DSpark has an architecture that does not say so. AngelSlim's DFlash is z-lab's by another
+name, with keys of the training.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,17 @@ from jaxspec.models.json.values import is_positive_integer, shown
 
 TORCHSPEC_BLOCK = 16  # tokens of a block that its trainer takes unless it is told otherwise
 _TORCHSPEC_OWN = words("target_num_hidden_layers target_layer_ids mask_token_id block_size")
+_ANGELSLIM_UNUSED = words("num_anchors loss_decay_gamma attention_backend")
+
+
+def is_of_angelslim(raw: Mapping[str, Any]) -> bool:
+    return raw.get("architectures") == ["QwenDFlashDraftModel"]
+
+
+def from_angelslim(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A DFlash head's file in z-lab's words."""
+    rest = {key: value for key, value in raw.items() if key not in _ANGELSLIM_UNUSED}
+    return rest | {"architectures": ["DFlashDraftModel"]}
 
 
 def is_of_torchspec(raw: Mapping[str, Any]) -> bool:
