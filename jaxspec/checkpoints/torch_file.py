@@ -5,9 +5,11 @@ and strings.
 """
 
 import io
+import math
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +17,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoints.checkpoint_files import DTYPES, StoredTensor
+from jaxspec.models.json.values import one_line
 
 _STORAGES: Mapping[str, str] = MappingProxyType(
     {"FloatStorage": "F32", "BFloat16Storage": "BF16", "HalfStorage": "F16"}
+)
+MOST = 1 << 20  # bytes of a pickle
+# What a broken file of these kinds raises.
+_ERRORS = (
+    *(zipfile.BadZipFile, pickle.UnpicklingError, struct.error, OSError, EOFError),
+    *(ValueError, LookupError, TypeError, AttributeError, OverflowError),
+    *(RuntimeError, MemoryError, zlib.error),
 )
 _LOCAL_HEADER = struct.Struct("<26x2H")  # sizes of the name and of what follows it
 
@@ -69,13 +79,15 @@ def read_torch_file(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             [pickled] = [name for name in names if name.endswith("data.pkl")]
+            if archive.getinfo(pickled).file_size > MOST:
+                raise ValueError(f"its description is longer than {MOST} bytes")
             found = _Unpickler(io.BytesIO(archive.read(pickled))).load()
             folder = pickled.removesuffix("data.pkl")
             if isinstance(found, dict):
                 return {key: _placed(path, archive, folder, one) for key, one in found.items()}
             return _placed(path, archive, folder, found)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError) as error:
-        reason = str(error) or type(error).__name__
+    except _ERRORS as error:
+        reason = one_line(error) or type(error).__name__
         raise ValueError(f"{path} is not read without torch: {reason}") from None
 
 
@@ -86,15 +98,20 @@ def _placed(path: Path, archive: zipfile.ZipFile, folder: str, value: Any) -> An
     entry = archive.getinfo(f"{folder}data/{value.storage.key}")
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError("its storages are compressed")
+    dtype = value.storage.dtype
+    first, size = value.offset, DTYPES[dtype].itemsize
+    if first < 0 or min(value.shape, default=1) < 0:
+        raise ValueError("a tensor of a negative size")
+    if (first + math.prod(value.shape)) * size > entry.file_size:
+        raise ValueError("a storage is shorter than its tensor")
     with path.open("rb") as file:
         file.seek(entry.header_offset)
         sizes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     start = entry.header_offset + _LOCAL_HEADER.size + sum(sizes)
-    dtype = value.storage.dtype
     return StoredTensor(
         file=path,
         name=path.name,
         shape=value.shape,
         dtype=dtype,
-        start=start + value.offset * DTYPES[dtype].itemsize,
+        start=start + first * size,
     )
