@@ -85,17 +85,17 @@ def compilations() -> Iterator[Compilations]:
         yield found
 
 
-# Files that take longest, so that the workers of pytest-xdist begin with them and end together.
+# Of the other files those that take longest, so that the workers of pytest-xdist begin with them
+# and end together.
 LONGEST = (
-    "test_engine", "test_likely_chain", "test_exactness", "test_layers",
-    "test_tensor_parallel", "test_formats", "test_sequence_parallel", "test_rows",
-    "test_hybrid_prefixes", "test_expert_product",
-    "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",
-    "test_shared_pages", "test_delta_rule", "test_run", "test_delta_rule_benchmarks",
-    "test_latent_attention", "test_pipeline", "test_delta_rule_kernel",
-    "test_scripts", "test_preemption", "test_block_exactness",
-    "test_quantized_exactness", "test_layering", "test_async_engine", "test_endings",
-    "test_generate", "test_examples",
+    "test_parity", "test_delta_rule", "test_formats", "test_sample", "test_packed_product",
+    "test_mtp_parity", "test_default_trees", "test_tensor_parallel", "test_endings",
+    "test_expert_product", "test_exactness", "test_packed_expert_product", "test_benchmarking",
+    "test_rows", "test_train_lm", "test_hybrid_prefixes", "test_sequence_parallel",
+    "test_layering", "test_block_exactness", "test_experts", "test_acceptance", "test_grpo",
+    "test_run", "test_float8_pages", "test_delta_rule_kernel", "test_pipeline",
+    "test_float8_attention", "test_layers", "test_eagle3_reference",
+    "test_paged_attention_kernel", "test_scripts", "test_tunix", "test_from_nnx",
 )  # fmt: skip
 
 # Files whose tests run the same programs: those of byte_llm, and of engines of one shape

@@ -240,6 +240,7 @@ def test_bad_drafts_are_refused():
         ([[[1]], [[1]]], [[1], [2]], "is 2: drafts have 1"),
     ]
     for drafts, lens, message in cases:
+        how: dict[str, Any] = {"new_tokens": 3, "drafts": drafts, "draft_lens": lens}
+        call = functools.partial(sample, params, padded(PROMPTS, 33), LENS, rules, **how)
         with pytest.raises(ValueError, match=message):
-            prompts = padded(PROMPTS, 33)
-            sample(params, prompts, LENS, rules, new_tokens=3, drafts=drafts, draft_lens=lens)
+            jax.eval_shape(call)  # what is known before anything is computed
