@@ -54,6 +54,18 @@ _ALIASES = MappingProxyType(
         "attention_sink_bias": "sinks",
     }
 )
+# What the speculators library calls the tensors of XPress.
+_REFINER_PREFIX = "refiner_head."
+_REFINER = MappingProxyType(
+    {
+        "token_embed.weight": "w1.weight",
+        "readout.weight": "w2.weight",
+        "mix_l": "mix.L",
+        "mlp_gate.weight": "mlp.gate_proj.weight",
+        "mlp_up.weight": "mlp.up_proj.weight",
+        "mlp_down.weight": "mlp.down_proj.weight",
+    }
+)
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", HEAD)
 
@@ -143,6 +155,9 @@ def _renamed(
     for name, tensor in stored.items():
         module, dot, kind = name.rpartition(".")
         new = _ALIASES.get(module, module) + dot + _ALIASES.get(kind, kind)
+        if name.startswith(_REFINER_PREFIX):
+            own = name.removeprefix(_REFINER_PREFIX)
+            new = f"xpress_head.{_REFINER.get(own, own)}"
         if new in named:
             raise ValueError(
                 f"{directory} has {named[new].name} and {name}, which are names of one tensor: "

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxspec import SpeculationConfig
 from jaxspec.checkpoints import load as loading
@@ -14,7 +15,7 @@ from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.json.values import read_json
 from tests.helpers.block_heads import CORRECTED, arrays_equal, block_target, random_head
-from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer
+from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer, save_tensors
 from tests.helpers.random_models import tiny_config
 
 FLOAT32 = jnp.dtype("float32")
@@ -84,6 +85,16 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "a prefix below nothing": (
         "domino", nested(pure_draft_prefix_len=-1), {}, "pure_draft_prefix_len must be an integer",
     ),
+    "a block of another size": (
+        "xpress", {"xpress_block_size": 9}, {}, "xpress_block_size is 9, and block_size 6",
+    ),
+    "no passes": (
+        "xpress", {"xpress_num_passes": 0}, {}, "xpress_num_passes must be a positive integer",
+    ),
+    "another backbone": (
+        "xpress", {"xpress_backbone": "dflash2"}, {}, "xpress_backbone = 'dflash2' is not suppo",
+    ),
+    "no refiner": ("xpress", {"xpress_rank": None}, {}, "xpress_rank must be a positive integer"),
     "no kernels": (
         "dflash2", {}, {"layers.1.mlp_conv.base_kernel": None}, "base_kernel is missing",
     ),
@@ -117,6 +128,35 @@ def test_a_kind_may_be_said_by_its_options(kind: str, heads: dict[str, Path]):
         raw |= {"emb_dim": options["emb_dim"]}
     renamed = raw | {"architectures": ["DFlashDraftModel"], "dflash_config": options}
     assert block_config(renamed, TARGET.config) == block_config(raw, TARGET.config)
+
+
+def test_a_refiner_as_the_speculators_library_writes_it(heads: dict[str, Path], tmp_path: Path):
+    raw = read_json(heads["xpress"] / "config.json")
+    own = {"architectures", "dflash_config", "block_size", "num_target_layers"}
+    layers = {key: raw[key] for key in raw if key not in own and not key.startswith("xpress_")}
+    config = {
+        "architectures": ["XPressDraftModel"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in raw["dflash_config"]["target_layer_ids"]],
+        "block_size": 6,
+        "draft_vocab_size": 257,
+        "mask_token_id": raw["dflash_config"]["mask_token_id"],
+        "num_jacobi_passes": 6,
+        "sample_from_anchor": False,
+        "speculators_model_type": "xpress",
+        "transformer_layer_config": layers,
+        "xpress_mlp_ratio": 2,
+        "xpress_rank": 9,
+    }
+    renamed = {"w1.weight": "token_embed.weight", "w2.weight": "readout.weight", "mix.L": "mix_l"}
+    renamed |= {f"mlp.{x}_proj.weight": f"mlp_{x}.weight" for x in ("gate", "up", "down")}
+    tensors = {}
+    for name, tensor in load_file(heads["xpress"] / "model.safetensors").items():
+        part = name.removeprefix("xpress_head.")
+        tensors[name if part == name else f"refiner_head.{renamed.get(part, part)}"] = tensor
+    with pytest.raises(ValueError, match="sample_from_anchor = True is not supported, only F"):
+        block_config(config | {"sample_from_anchor": True}, TARGET.config)
+    head = load_block_head(save_tensors(tmp_path, tensors, config), TARGET.config, FLOAT32)
+    assert arrays_equal(head, load_block_head(heads["xpress"], TARGET.config, FLOAT32))
 
 
 def test_scales_of_logits_are_the_heads_or_the_targets(heads: dict[str, Path]):

@@ -230,7 +230,7 @@ def test_newer_files_have_block_size_among_the_options(
         (of_speculators, {"aux_hidden_state_layer_ids": [1, 3]},
          "aux_hidden_state_layer_ids must be increasing layers from 0 to 2, got"),
         (of_speculators, {"sample_from_anchor": False}, "sample_from_anchor = False is not supp"),
-        (of_speculators, {"architectures": ["XPressSpeculator"]}, "is not a supported block dr"),
+        (of_speculators, {"architectures": ["OtherSpeculator"]}, "is not a supported block dr"),
         (of_speculators, {"transformer_layer_config": 3}, "config must be an object, got 3"),
         (of_speculators, {"num_jacobi_passes": 6}, "unknown key 'num_jacobi_passes'"),
     ],

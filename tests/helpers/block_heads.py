@@ -36,6 +36,7 @@ from jaxspec.models.heads.corrections import (
     RecurrentMarkov,
     Selector,
     SelectorConfig,
+    XPressConfig,
 )
 from jaxspec.models.linear import Linear
 from tests.helpers.random_models import (
@@ -72,6 +73,7 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
         "gated": Extra(MarkovConfig(SIZE, "gated"), predicts_next=True),
         "rnn": Extra(MarkovConfig(SIZE, "rnn"), predicts_next=True),
         "domino": Extra(DominoConfig(state=12, rank=9, first=1)),
+        "xpress": Extra(XPressConfig(rank=9, units=18, block_size=6)),
         "lilicorr": Extra(LATTICE, ConvolutionConfig(taps=2, group=4)),
         "dflash2": Extra(SelectorConfig(rank=7, candidates=9), ConvolutionConfig(taps=3, group=8)),
     }

@@ -98,6 +98,39 @@ def domino_path(
     return np.stack(found)
 
 
+def xpress_logits(
+    tensors: Tensors,
+    outputs: np.ndarray,  # [1 + T, H] the root's first
+    logits: np.ndarray,  # [T, V]
+    before: Sequence[int],  # the token before the root, the root, and the drafted ones but the last
+) -> np.ndarray:
+    """XPress's refiner, all positions in one pass: the logits [T, V]."""
+    own = of_part(tensors, "xpress_head.")
+    mean, size = own["down_g.weight"] @ outputs.mean(axis=0), len(outputs)
+    x = []
+    for token, hidden in zip(before, outputs, strict=True):
+        read = [own["down_h.weight"] @ hidden, mean, own["w1.weight"][token]]
+        x.append(own["in_proj.weight"] @ np.concatenate(read))
+    x = np.stack(x)  # [1 + T, r]
+    x = x + np.einsum("rkj,jr->kr", np.tril(own["mix.L"])[:, :size, :size], x)
+    gate = x @ own["mlp.gate_proj.weight"].T
+    units = gate * sigmoid(gate) * (x @ own["mlp.up_proj.weight"].T)
+    x = x + units @ own["mlp.down_proj.weight"].T
+    return logits + x[1:] @ own["w2.weight"].T
+
+
+def jacobi_passes(
+    tensors: Tensors, outputs: np.ndarray, logits: np.ndarray, before: Sequence[int], passes: int
+) -> list[int]:
+    """The greedy tokens of XPress after so many passes over the whole block; ``before``: the token
+    before the root, and the root."""
+    tokens = logits.argmax(axis=1).tolist()
+    for _ in range(passes):
+        known = [*before, *tokens[:-1]]
+        tokens = xpress_logits(tensors, outputs, logits, known).argmax(axis=1).tolist()
+    return tokens
+
+
 def lilicorr_scores(
     tensors: Tensors,
     outputs: np.ndarray,  # [T, H]

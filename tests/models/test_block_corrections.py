@@ -33,6 +33,7 @@ from jaxspec.models.heads.corrections import (
     PairCorrection,
     PairScores,
     SelectorConfig,
+    XPressConfig,
 )
 from jaxspec.models.json.values import read_json
 from jaxspec.models.tensors import joining, splitting, tensor_shapes
@@ -42,9 +43,11 @@ from tests.helpers.block_reference import block_outputs, norm
 from tests.helpers.correction_reference import (
     PathLogits,
     domino_path,
+    jacobi_passes,
     lilicorr_scores,
     markov_path,
     selector_scores,
+    xpress_logits,
 )
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import (
@@ -83,10 +86,12 @@ def random_block(seed: int = 3) -> Block:
     return Block(jnp.float32(outputs), jnp.float32(logits), context)
 
 
-def random_correction(config: CorrectionConfig, folder: Path) -> tuple[Any, dict[str, np.ndarray]]:
+def random_correction(
+    config: CorrectionConfig, folder: Path, scale: float = 3.0
+) -> tuple[Any, dict[str, np.ndarray]]:
     """One of random weights, and its tensors as a checkpoint has them."""
     correction = random_arrays(config.shape(24, 101, jnp.dtype("float32")), 4)
-    correction = jax.tree.map(lambda x: jnp.asarray(3 * np.asarray(x)), correction)
+    correction = jax.tree.map(lambda x: jnp.asarray(np.float32(scale) * np.asarray(x)), correction)
     save_tree(folder, correction, correction.mapped(splitting()), {})
     return correction, load_file(folder / "model.safetensors")
 
@@ -124,6 +129,35 @@ def test_corrected_logits_are_those_of_the_published_equations(kind: str, tmp_pa
         theirs = reference(tensors, outputs, logits, path)
         assert np.abs(theirs - logits).max() > 0.1
         np.testing.assert_allclose(ours[-1, row, beam], theirs[-1], rtol=0, atol=1e-4)
+
+
+def test_a_refiner_walks_to_the_fixed_point_of_its_passes(tmp_path: Path):
+    """The greedy chain of XPress is what Jacobi passes end with, and its logits along any path are
+    those of one pass over it."""
+    refiner, tensors = random_correction(XPressConfig(7, 9, DEPTH + 1), tmp_path, 1.5)
+    block, rng = random_block(), np.random.default_rng(8)
+    root_output, before = rng.standard_normal((ROWS, 24)), rng.integers(0, 101, ROWS)
+    block = block._replace(root_output=jnp.float32(root_output), before=jnp.asarray(before))
+    roots, nothing = rng.integers(0, 101, ROWS), jnp.zeros((1, ROWS, 1), jnp.int32)
+    outputs = np.concatenate([root_output[:, None], np.asarray(block.outputs)], axis=1)
+    tokens = jnp.asarray(roots)[None, :, None]
+    for depth in range(DEPTH):
+        parents = jnp.repeat(nothing, depth + 1, axis=0)
+        ours = np.asarray(along_beams(TARGET, refiner, block, tokens, parents))[-1, :, 0]
+        for row in range(ROWS):
+            path = [int(before[row]), *np.asarray(tokens)[:, row, 0].tolist()]
+            path += [0] * (DEPTH + 1 - len(path))  # nothing reads later tokens
+            base = np.asarray(block.logits[row], np.float64)
+            theirs = xpress_logits(tensors, outputs[row], base, path)
+            assert np.abs(theirs - base).max() > 0.1
+            np.testing.assert_allclose(ours[row], theirs[depth], rtol=0, atol=1e-4)
+        best = jnp.asarray(ours.argmax(axis=1))[None, :, None]
+        tokens = jnp.concatenate([tokens, best])
+    for row in range(ROWS):
+        known = [int(before[row]), int(roots[row])]
+        base = np.asarray(block.logits[row], np.float64)
+        passes = [jacobi_passes(tensors, outputs[row], base, known, n) for n in (0, DEPTH)]
+        assert tokens[1:, row, 0].tolist() == passes[1] != passes[0]
 
 
 PairReference = Callable[..., list[dict[tuple[int, int], float]]]

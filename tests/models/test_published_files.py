@@ -92,6 +92,7 @@ HEADS: dict[str, tuple[Any, ...]] = {
     "quoted/XiaomiMiMo--MiMo-V2.5-Pro-DFlash": ("dflash", 5, 128, 8, 128, 10_000, 8),
     "quoted/deepseek-ai--dspark_qwen3_8b_block7": ("dspark", 5, 32, 8, 128, 10_000, 7),
     "quoted/nebius--EAGLE3-gpt-oss-20b": ("eagle3", 1, 64, 8, 64, 150_000, 64000),
+    "quoted/UIUC-SSAIL--Qwen3-8B-XPress-b16": ("xpress", 5, 32, 8, 128, 1_000_000, 16),
     "quoted/z-lab--Qwen3.8-27B-DFlash2": ("dflash2", 5, 32, 8, 128, 10_000_000, 8),
     "quoted/ornith-ai--Ornith-1.5-35B-A3B-DFlash": ("dflash", 6, 32, 8, 128, 10_000_000, 16),
     "specforge/deepseek-v2-lite-eagle3": ("eagle3", 1, 16, 16, 128, 10_000, 32000),

@@ -153,23 +153,26 @@ class BlockDrafter(Drafter, Pytree):
         attend = block_attend(state, block.shape[1], head.causal)
         layers = pool.layers
         if self._reads_beside(block.size + context.slots.size):
-            outputs, layers = head.outputs_beside(
+            normed, layers = head.outputs_beside(
                 target, block, context, layers, attend, options.kernels
             )
         else:
             layers = head.write_context(context, layers, options.kernels)
-            outputs, layers = head.outputs(
+            normed, layers = head.all_outputs(
                 target, block, attend.positions, layers, attend, options.kernels
             )
+        outputs = head.drafted(normed)
         logits = head.logits(target, outputs, options.kernels)
         layout = head.vocab_layout(target)
         proposer = make_proposer(target, state, options, layout, head.token_ids)
-        last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
-        read = Block(
-            outputs,
-            logits,
-            jnp.take_along_axis(context.fused, last, axis=1)[:, 0] if head.reads_context else None,
-        )
+        read = Block(outputs, logits)
+        if head.reads_context:
+            last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
+            read = read._replace(context=jnp.take_along_axis(context.fused, last, axis=1)[:, 0])
+        if head.reads_root:
+            before = jnp.maximum(state.rows.context_lens - 1, 0)[:, None]
+            before = jnp.take_along_axis(state.rows.tokens, before, axis=1)[:, 0]
+            read = read._replace(root_output=normed[:, 0], before=before)
         tree = self._tree(target, proposer, roots, read)
         if options.confidence:
             tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))

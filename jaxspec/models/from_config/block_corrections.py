@@ -19,6 +19,8 @@ from jaxspec.models.heads.corrections import (
     LiLiCorrConfig,
     Selector,
     SelectorConfig,
+    XPress,
+    XPressConfig,
 )
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import (
@@ -30,7 +32,7 @@ from jaxspec.models.json.values import (
     shown,
 )
 
-Kind = Literal["dflash", "dspark", "dflash2", "lilicorr", "domino"]
+Kind = Literal["dflash", "dspark", "dflash2", "lilicorr", "domino", "xpress"]
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
 DSPARK_KEYS = words("markov_rank markov_head_type num_anchors") | {*CONFIDENCE}
 CONVOLUTION = ("conv_kernel_size", "conv_group_size")
@@ -44,6 +46,7 @@ LILICORR_SIZES = (
 LILICORR_NUMBERS = ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale")
 MOST_CANDIDATES = 16
 DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")
+XPRESS_SIZES = ("xpress_rank", "xpress_mlp_hidden")
 LOGITS = ("output_multiplier", "final_logit_softcapping")
 
 
@@ -93,6 +96,14 @@ HEAD_KINDS: Mapping[str, HeadKind] = MappingProxyType(
                 | {*LILICORR_SIZES, *LILICORR_NUMBERS, *CONVOLUTION},
                 both_ways=True,
             ),
+            # How many passes, and over how many tokens, is for engines that iterate.
+            HeadKind(
+                "xpress",
+                words("xpress_block_size xpress_num_passes xpress_topc xpress_mlp_ratio")
+                | words("num_jacobi_passes xpress_backbone xpress_selector sample_from_anchor")
+                | {*XPRESS_SIZES},
+                {"xpress_rank": 256, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6},
+            ),
             HeadKind("domino", words("pure_draft_prefix_len shift_label") | {*DOMINO_SIZES}),
         )
     }
@@ -115,6 +126,8 @@ def correction_config(
             return _lilicorr(options, hidden, eps)
         case "domino":
             return _domino(options)
+        case "xpress":
+            return _xpress(options)
 
 
 def _markov(options: Mapping[str, Any]) -> MarkovConfig | None:
@@ -170,6 +183,40 @@ def _domino(options: Mapping[str, Any]) -> DominoConfig:
         state, rank = positive_integers(options, DOMINO_SIZES)
     problems.raise_all()
     return DominoConfig(state, rank, first)
+
+
+def _xpress(options: Mapping[str, Any]) -> XPressConfig:
+    problems = Problems()
+    size: Any = options.get("block_size")
+    own: Any = options.get("xpress_block_size")
+    ratio: Any = options.get("xpress_mlp_ratio")
+    if own not in (None, size):
+        problems.add(f"xpress_block_size is {shown(own)}, and block_size {shown(size)}")
+    supported: dict[str, tuple[Any, Any]] = {
+        "xpress_backbone": (None, "dflash"),
+        "xpress_selector": (None, False),
+        "sample_from_anchor": (None, False),
+    }
+    for name, values in supported.items():
+        if options.get(name) not in values:
+            given = shown(options[name])
+            problems.add(f"{name} = {given} is not supported, only {shown(values[1])}")
+    for name in ("xpress_num_passes", "num_jacobi_passes"):
+        if not is_positive_integer(options.get(name, 1)):
+            problems.add(f"{name} must be a positive integer, got {shown(options[name])}")
+    kept = options.get("xpress_topc", 0)
+    if not is_integer(kept) or kept < 0:
+        problems.add(f"xpress_topc must be an integer from 0, got {shown(kept)}")
+    rank: Any = options.get("xpress_rank")
+    if "xpress_mlp_hidden" not in options and is_positive_integer(rank):
+        if is_positive_integer(ratio):
+            options = {**options, "xpress_mlp_hidden": rank * ratio}
+        else:
+            problems.add(f"xpress_mlp_ratio must be a positive integer, got {shown(ratio)}")
+    with problems.caught():
+        rank, units = positive_integers(options, XPRESS_SIZES)
+    problems.raise_all()
+    return XPressConfig(rank, units, size if is_positive_integer(size) else 1)
 
 
 def convolution_config(options: Mapping[str, Any], hidden: int) -> ConvolutionConfig | None:
@@ -274,6 +321,14 @@ def domino_options(head: BlockHead) -> dict[str, Any]:
         "pure_draft_prefix_len": config.first,
         "shift_label": head.predicts_next,
     }
+
+
+def xpress_options(head: BlockHead) -> dict[str, Any]:
+    """The keys of an XPress head, at the top level."""
+    assert isinstance(head.correction, XPress)
+    config = head.correction.config
+    options: dict[str, Any] = dict(zip(XPRESS_SIZES, (config.rank, config.units), strict=True))
+    return options | {"xpress_block_size": config.block_size, "xpress_topc": 0}
 
 
 def _convolution_options(head: BlockHead) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from jaxspec.models.from_config.block_corrections import (
     dspark_options,
     lilicorr_options,
     logit_options,
+    xpress_options,
 )
 from jaxspec.models.from_config.block_layouts import (
     DFLASH,
@@ -28,6 +29,7 @@ from jaxspec.models.from_config.block_layouts import (
     DOMINO,
     DSPARK,
     LILICORR,
+    XPRESS,
     BlockLayout,
     block_layout,
 )
@@ -35,7 +37,7 @@ from jaxspec.models.from_config.block_windows import said_causal, with_windows
 from jaxspec.models.from_config.head_keys import check_head_keys
 from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, MarkovConfig, default_capture
-from jaxspec.models.heads.corrections import Domino, LiLiCorr, Selector
+from jaxspec.models.heads.corrections import Domino, LiLiCorr, Selector, XPress
 from jaxspec.models.json.values import (
     Problems,
     is_integer,
@@ -190,6 +192,9 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
     for kind, (name, own) in _WRITTEN.items():
         if isinstance(head.correction, kind):
             return config | {"architectures": [name], "dflash_config": options | own(head)}
+    if isinstance(head.correction, XPress):
+        own = xpress_options(head)
+        return config | own | {"architectures": [XPRESS], "dflash_config": options}
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
     return config | {"architectures": [DSPARK]} | options | dspark_options(head)

@@ -32,6 +32,7 @@ from jaxspec.models.json.values import check_flag, shown
 
 DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2, LILICORR, DOMINO = "DFlash2DraftModel", "LiLiCorrDraftModel", "DominoDraftModel"
+XPRESS = "Qwen3XPressModel"
 # Kinds of the architectures whose options are in ``dflash_config``.
 _ARCHITECTURES: Mapping[str, Kind] = MappingProxyType(
     {
@@ -40,12 +41,15 @@ _ARCHITECTURES: Mapping[str, Kind] = MappingProxyType(
         DFLASH2: "dflash2",
         LILICORR: "lilicorr",
         DOMINO: "domino",
+        XPRESS: "xpress",
+        "DFlashQwen3XPressModel": "xpress",
     }
 )
 SPECULATORS = "speculators_model_type"
-SPECULATORS_KINDS = ("dflash", "dspark", "dflash2")
+SPECULATORS_KINDS = ("dflash", "dspark", "dflash2", "xpress")
 _SPECULATORS_NAMES = frozenset(
     {DFLASH, DSPARK, FORGE_DSPARK, DFLASH2, "DFlashSpeculator", "DSparkSpeculator"}
+    | {"XPressDraftModel", "XPressSpeculator"}
 )
 # Keys that the layers do not have. ``auto_map`` names code, ``num_anchors`` is for training.
 _SHARED = words("block_size num_target_layers auto_map draft_vocab_size target_hidden_size")
@@ -86,6 +90,7 @@ def says_block(raw: Mapping[str, Any]) -> bool:
     names = raw.get("architectures")
     named = shown(names) if isinstance(names, list | str) else ""
     of_speculators = raw.get(SPECULATORS) in SPECULATORS_KINDS
+    of_speculators = of_speculators or "XPress" in named
     return "dflash_config" in raw or "DFlash" in named or "DSpark" in named or of_speculators
 
 
@@ -142,6 +147,8 @@ def _with_options_nested(
         next_ = check_flag("shift_label", options.get("shift_label", False))
     if kind.name == "lilicorr":
         options.setdefault("is_causal", False)
+    if kind.name == "xpress" and options["block_size"] is None:
+        options["block_size"] = options.get("xpress_block_size")
     return BlockLayout(top, options, "target_layer_ids", 1, next_, kind.name, scaled)
 
 

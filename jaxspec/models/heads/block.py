@@ -47,6 +47,7 @@ from jaxspec.models.heads.corrections import (
     MarkovConfig,
     PairCorrection,
     Selector,
+    XPress,
 )
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
@@ -169,9 +170,15 @@ class BlockHead(Pytree):
         return isinstance(self.correction, LiLiCorr)
 
     @property
+    def reads_root(self) -> bool:
+        """Whether its correction reads the output at the root, and the token before it."""
+        return isinstance(self.correction, XPress)
+
+    @property
     def method(self) -> str:
         """The head's kind, as commands and cards name it."""
-        named = {Selector: "dflash2", LiLiCorr: "lilicorr", Domino: "domino"}
+        named: dict[Any, str] = {Selector: "dflash2", LiLiCorr: "lilicorr"}
+        named |= {Domino: "domino", XPress: "xpress"}
         if type(self.correction) in named:
             return named[type(self.correction)]
         return "dspark" if self.predicts_next else "dflash"
@@ -248,6 +255,25 @@ class BlockHead(Pytree):
     ) -> tuple[Array, LayerStates]:
         """One pass over a block: the normed outputs at each drafted position [B, depth, H], which
         the target's LM head reads, and the states. ``beside``: see run_layers."""
+        how = block, positions, states, attend, kernels, beside
+        normed, states = self.all_outputs(target, *how)
+        return self.drafted(normed), states
+
+    def drafted(self, normed: Array) -> Array:
+        """The outputs [B, depth, H] that draft, of those of a block [B, T, H]."""
+        return normed if self.predicts_next else normed[:, 1:]
+
+    def all_outputs(
+        self,
+        target: Decoder,
+        block: Array,
+        positions: Array,
+        states: LayerStates,
+        attend: Attend,
+        kernels: Kernels = NO_KERNELS,
+        beside: Array | None = None,
+    ) -> tuple[Array, LayerStates]:
+        """``outputs`` at all of a block's positions: [B, T, H]."""
         x = decoder.embed(target, block).astype(self.dtype)
         if self.mask_embedding is not None:  # all tokens but the first are masks
             x = x.at[:, 1:].set(self.mask_embedding)
@@ -255,7 +281,7 @@ class BlockHead(Pytree):
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         first = followed_by(step.norm(x, self.layers[0].input_norm), beside)
         _, normed, states = run_layers(self.layers, x, first, states, step, self.norm, beside)
-        return normed if self.predicts_next else normed[:, 1:], states
+        return normed, states
 
     def outputs_beside(
         self,
@@ -266,10 +292,10 @@ class BlockHead(Pytree):
         attend: BlockAttend,  # of the block
         kernels: Kernels = NO_KERNELS,
     ) -> tuple[Array, LayerStates]:
-        """``outputs`` of a block whose pass also writes the keys and values of a context."""
+        """``all_outputs`` of a block whose pass also writes the keys and values of a context."""
         positions = context.beside(attend.positions, context.positions)
         both = AttendBeside(attend, context)
-        return self.outputs(target, block, positions, states, both, kernels, context.rows)
+        return self.all_outputs(target, block, positions, states, both, kernels, context.rows)
 
     def logits(self, target: Decoder, outputs: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """This shard's float32 logits of outputs, not corrected: [B, depth, V / shards], or of a

@@ -16,6 +16,7 @@ from jaxspec.models.heads.corrections.markov import (
     RecurrentMarkov,
 )
 from jaxspec.models.heads.corrections.selector import Selector, SelectorConfig
+from jaxspec.models.heads.corrections.xpress import XPress, XPressConfig
 
 __all__ = [
     "MARKOV_KINDS",
@@ -33,4 +34,6 @@ __all__ = [
     "RecurrentMarkov",
     "Selector",
     "SelectorConfig",
+    "XPress",
+    "XPressConfig",
 ]

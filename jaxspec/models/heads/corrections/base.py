@@ -24,11 +24,15 @@ class Block(NamedTuple):
       logits: float32 [B, T, V / shards] without a correction.
       context: [B, H] what the layers read of the context's last token; None: see
         BlockHead.reads_context.
+      root_output: [B, H] the output at the root, which drafts nothing there, and ``before``: int32
+        [B] the token before the root; None: see BlockHead.reads_root.
     """
 
     outputs: Array
     logits: Array
     context: Array | None = None
+    root_output: Array | None = None
+    before: Array | None = None
 
 
 class Correction(Protocol):
