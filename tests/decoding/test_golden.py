@@ -106,7 +106,7 @@ def padded(features: np.ndarray, width: int) -> Array:
     return jnp.zeros((1, width, features.shape[1])).at[0, : len(features)].set(features)
 
 
-# EAGLE-1 grows the same trees; its head by itself is in tests/models/heads.
+# The trees of EAGLE-1 grow by the same code.
 @pytest.mark.parametrize("page_size", [slow(1), 16])
 @pytest.mark.parametrize("name", ["eagle3_tree", slow("eagle1_tree")])
 def test_trees_are_the_official_ones(name: str, page_size: int):
