@@ -162,7 +162,9 @@ def committed(lens: Any, paths: list[list[int]]) -> CommittedPath:
     )
 
 
-@pytest.mark.parametrize("trees", [4, slow(200)])
+# By default: the two tests that read trees further down.
+@pytest.mark.slow
+@pytest.mark.parametrize("trees", [4, 200])
 def test_trees_agree_with_each_paths_recurrence(trees: int):
     outputs, states = tree_errors(trees)
     print(f"{trees} trees: outputs {outputs:.1e}, states {states:.1e}")

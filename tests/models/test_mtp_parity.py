@@ -211,10 +211,8 @@ def test_draft_logits_are_those_of_transformers(
     assert min(distance(other) for other in ALL_MTP_STATES if other != states) > 0.01
 
 
-@pytest.mark.parametrize(
-    "states", [BEFORE_AFTER, *(slow(one) for one in ALL_MTP_STATES if one != BEFORE_AFTER)],
-    ids=name_of,
-)  # fmt: skip
+@pytest.mark.slow  # by default: drafting, which runs the same steps, above
+@pytest.mark.parametrize("states", ALL_MTP_STATES, ids=name_of)
 def test_training_unrolls_the_same_steps(checkpoint, states: MtpStates):
     """Step by step, at several places of a row: a layer is trained on what it reads in drafting."""
     path, model, mtp = checkpoint("mimo")

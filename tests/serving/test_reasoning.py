@@ -14,6 +14,7 @@ from jaxspec import LLM
 from jaxspec.config.engine import EngineConfig
 from tests.helpers.engines import CHAIN
 from tests.helpers.events import stream_of
+from tests.helpers.marks import slow
 from tests.helpers.random_models import save_random_target
 from tests.helpers.served import MODEL, ask, with_client, with_http
 from tests.helpers.small_tokenizers import byte_level, with_markup
@@ -199,8 +200,15 @@ def test_a_tool_is_called_after_the_reasoning(llm: LLM, choice: str):
     assert "".join(part.function.arguments for part in parts) == call.function.arguments
 
 
-@pytest.mark.parametrize("name", ["thinking_token_budget", "max_thinking_tokens"])
-@pytest.mark.parametrize("tokens", [0, 7])
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        (7, "thinking_token_budget"),
+        (0, "max_thinking_tokens"),
+        slow(0, "thinking_token_budget"),
+        slow(7, "max_thinking_tokens"),
+    ],
+)
 def test_a_budget_ends_the_reasoning(llm: LLM, name: str, tokens: int):
     fields = {"logit_bias": {END: -100, UNTHINK: -100}}
     whole, _ = answers(llm, fields, **{name: tokens})

@@ -100,7 +100,7 @@ def test_every_weight_is_what_the_format_says(name: str, checkpoints):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [slow(1), 2])
 def test_keys_and_values_of_latents_are_what_the_format_says(
     name: str, devices: int, latent: Path, tmp_path: Path
 ):
@@ -205,11 +205,11 @@ def test_norms_round_for_products_that_would_round_themselves(rounding: Any):
         assert normed(reader, chosen).dtype == x.dtype
 
 
-# A scale for each row, and for parts of it. The others differ in their weights, which
+# A scale for each row. The others differ in their weights, which
 # test_logits_are_those_of_the_dense_weights has over devices.
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("float8", "compressed, rounded inputs") else slow(name) for name in ROUNDS],
+    [name if name == "float8" else slow(name) for name in ROUNDS],
 )
 def test_rounded_inputs_over_devices_are_as_good_as_on_one(name: str, checkpoints):
     """Each device rounds its part of a product's inputs with a scale of its own."""
