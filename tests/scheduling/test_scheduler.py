@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.scheduling.plan import Limits, QueueFull, RowResult
@@ -150,6 +150,7 @@ def test_rows_that_decode_do_not_wait_for_those_that_read():
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(12, 200))
+@settings(deadline=None)
 def test_fair_shares(wanted: list[int], budget: int):
     shares = fair_shares(wanted, budget)
     assert sum(shares) == min(sum(wanted), budget) or sum(shares) > budget - len(wanted)
@@ -162,6 +163,7 @@ def test_fair_shares(wanted: list[int], budget: int):
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(12, 90), st.integers(2, 30)
 )
+@settings(deadline=None)
 def test_shares_are_not_cut_to_shreds(wanted: list[int], budget: int, least: int):
     shares = fair_shares(wanted, budget, least)
     assert sum(shares) == min(sum(wanted), budget) or sum(shares) > budget - len(wanted)
