@@ -191,7 +191,8 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
-    """The drafter in so many bits: see LoadOptions.drafter_bits. None: as it is.
+    """The drafter in so many bits: see LoadOptions.drafter_bits. None: as it is. Corrections of
+    block heads are not rounded: they are small, and their publishers do not round them.
 
     Raises ValueError for other numbers, and for a drafter without weights.
     """
@@ -203,9 +204,12 @@ def in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
         )
     if not jax.tree.leaves(drafter):
         raise ValueError("drafter_bits needs a drafter with weights: a head or a draft model")
-    if bits == 8:
-        return in_eight_bits(drafter)
-    return in_four_bits(drafter, mesh)
+    if isinstance(drafter, MixedDrafter):
+        return drafter.replace(model=in_bits(drafter.model, bits, mesh))
+    rounded = in_eight_bits(drafter) if bits == 8 else in_four_bits(drafter, mesh)
+    if isinstance(drafter, BlockDrafter) and isinstance(rounded, BlockDrafter):
+        return rounded.replace(head=rounded.head.replace(correction=drafter.head.correction))
+    return rounded
 
 
 def with_lm_head_in_bits(

@@ -12,8 +12,10 @@ from jaxspec import SpeculationConfig
 from jaxspec.checkpoints import load as loading
 from jaxspec.checkpoints.block import holds_block_head, load_block_head, save_block_head
 from jaxspec.checkpoints.safetensors_io import save_decoder
+from jaxspec.decoding.drafters import BlockDrafter
 from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.json.values import read_json
+from jaxspec.models.linear import Linear
 from tests.helpers.block_heads import CORRECTED, arrays_equal, block_target, random_head
 from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer, save_tensors
 from tests.helpers.random_models import tiny_config
@@ -173,6 +175,17 @@ def test_scales_of_logits_are_the_heads_or_the_targets(heads: dict[str, Path]):
     object.__setattr__(targets, "logit_softcap", 30.0)
     with pytest.raises(ValueError, match=r"softcapping 20\.0 are not the target's 0\.25 and 30\.0"):
         block_config(said, targets)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_corrections_are_not_rounded(bits: int, heads: dict[str, Path], tmp_path: Path):
+    save_decoder(TARGET, tmp_path)
+    chain = SpeculationConfig.chain(4)
+    loaded = loading.load(tmp_path, heads["domino"], speculation=chain, drafter_bits=bits)
+    assert isinstance(loaded.drafter, BlockDrafter)
+    head, whole = loaded.drafter.head, load_block_head(heads["domino"], TARGET.config, FLOAT32)
+    assert arrays_equal(head.correction, whole.correction)
+    assert not isinstance(head.fc, Linear)
 
 
 def test_a_tree_that_is_wider_than_the_candidates(heads: dict[str, Path], tmp_path: Path):
