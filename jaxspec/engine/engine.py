@@ -99,8 +99,8 @@ class Engine:
         self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
-        self._host_drafter, drafts = host_drafter, host_drafter is not None
-        self._requests = Requests(self.programs, make_matcher, host_drafts=drafts)
+        self._host_drafter = host_drafter
+        self._requests = Requests(self.programs, make_matcher)
         self.weights = WeightChanges(self.programs, self.shapes, self.watch, self._requests)
         self._start()
 

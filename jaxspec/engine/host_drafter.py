@@ -3,6 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.decoding.drafters import HostDrafted
+from jaxspec.decoding.functional import EngineParams
+
 
 class HostDrafter(Protocol):
     """Drafts chains of tokens between the two halves of a round, when all earlier rounds are read.
@@ -25,3 +29,8 @@ class HostDrafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
+
+
+def drafts_on_host(params: EngineParams, sampling: SamplingParams) -> bool:
+    """Whether the host drafts for a request: it is then in the middle of each of its rounds."""
+    return isinstance(params.drafter, HostDrafted) and not sampling.plain

@@ -17,6 +17,7 @@ from jaxspec.engine.generation import (
     Running,
     new_grammar,
 )
+from jaxspec.engine.host_drafter import drafts_on_host
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import Kind, Load
 from jaxspec.engine.structured import Matcher
@@ -31,20 +32,16 @@ class Requests:
 
     Args:
       make_matcher: see Engine.
-      host_drafts: whether the host drafts for requests that are not plain.
 
     Attributes:
       running: those that have not ended, by their ids.
       load: what the programs of these, and of those before them, must hold.
     """
 
-    def __init__(
-        self, programs: Programs, make_matcher: MakeMatcher | None, *, host_drafts: bool = False
-    ):
+    def __init__(self, programs: Programs, make_matcher: MakeMatcher | None):
         self.running: dict[str, Running] = {}
         self.load = Load()
         self._programs, self._make_matcher = programs, make_matcher
-        self._host_drafts = host_drafts
         self._ids = map(str, itertools.count())
         self._seeds = np.random.default_rng()
 
@@ -65,7 +62,7 @@ class Requests:
         generation = Generation(next(self._ids), tokens, sampling, self._statistics())
         generation.grammar, generation.streams = self._grammar(sampling), streams
         generation.draft = tuple(map(int, draft))
-        generation.host_drafts = self._host_drafts and not sampling.plain
+        generation.host_drafts = drafts_on_host(self._programs.params, sampling)
         return generation
 
     def new_samples(

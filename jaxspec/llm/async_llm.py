@@ -11,6 +11,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.decoding.drafters import Drafter
 from jaxspec.engine.async_engine import AsyncEngine, Chunk
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.host_drafter import drafts_on_host
 from jaxspec.engine.structured import GrammarCompiler
 from jaxspec.engine.warm_up.compile_kinds import CompilesKinds, RequestKind
 from jaxspec.engine.weights.in_flight import InFlight
@@ -238,12 +239,17 @@ class AsyncLLM(AsyncTexts):
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
     ) -> None:
         """Wait until the programs of such requests are there. Raises QueueFull if too many wait."""
-        compiles, sizes = self._kinds, self.llm.engine.programs.sizes
+        compiles, programs = self._kinds, self.llm.engine.programs
         if compiles is None:
             return
         self.llm.engine.check(prompts, sampling)
         pairs = zip(prompts, sampling, strict=True)
-        kinds = [RequestKind.of(prompt, params, sizes) for prompt, params in pairs]
+        kinds = [
+            RequestKind.of(
+                prompt, each, programs.sizes, host_drafts=drafts_on_host(programs.params, each)
+            )
+            for prompt, each in pairs
+        ]
         await compiles.wait_for(kinds, self.run, self.llm.engine.config.max_queue)
 
     async def compile[T](self, work: Callable[[GrammarCompiler], T], name: str = "grammar") -> T:

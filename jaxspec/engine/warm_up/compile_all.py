@@ -13,6 +13,7 @@ import jax
 from jaxspec.config.checks import check_count
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.engine.host_drafter import drafts_on_host
 from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.programs.arguments import empty_prompts
 from jaxspec.engine.programs.programs import ADMISSIONS, Programs
@@ -44,7 +45,8 @@ class Coverage:
       shapes: of their trees.
       tokens: most tokens of a request.
       budget: most prompt tokens that a plan reads.
-      rounds, reads: kinds of programs, and whether the host masks their tokens.
+      rounds, reads: kinds of programs, and whether the host masks their tokens; of rounds also
+        whether it drafts.
       swaps: whether rows may be swapped to host memory.
       snapshots: whether states of rows may be copied to host memory.
       undrafted_rows: from which programs without a drafter serve all rows but those with masks, see
@@ -93,7 +95,10 @@ def coverage(
         check_count("tokens", tokens)
     masked = [params.structured is not None for params in sampling]
     of = programs.sizes.kind_for
-    rounds = {(of(Kind.of(params)), mask) for params, mask in zip(sampling, masked, strict=True)}
+    rounds = {
+        (of(Kind.of(params)), mask or drafts_on_host(programs.params, params))
+        for params, mask in zip(sampling, masked, strict=True)
+    }
     # Prompts of greedy requests are read by programs that could sample: one token of a row each.
     kinds = [max(Kind.of(params, reads=True), Kind.SAMPLED) for params in sampling]
     reads = set(zip(kinds, masked, strict=True))

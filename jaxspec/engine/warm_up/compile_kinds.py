@@ -34,6 +34,7 @@ class RequestKind(NamedTuple):
       reads, rounds: kinds of programs.
       width: tokens that are read at a time.
       columns: of page tables.
+      masked: the host is in the middle of each round.
       plain: nothing is drafted.
     """
 
@@ -45,18 +46,25 @@ class RequestKind(NamedTuple):
     plain: bool
 
     @classmethod
-    def of(cls, prompt: Sequence[int], sampling: SamplingParams, sizes: Sizes) -> "RequestKind":
-        """That of a request; of rare kinds all have the longest texts, and masked ones controls,
-        so that there are few."""
+    def of(
+        cls,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        sizes: Sizes,
+        *,
+        host_drafts: bool = False,
+    ) -> "RequestKind":
+        """That of a request; of rare kinds all have the longest texts, and structured ones
+        controls, so that there are few."""
         reads, rounds = Kind.of(sampling, reads=True), Kind.of(sampling)
-        masked = sampling.structured is not None
+        structured = sampling.structured is not None
         reads, rounds = (max(kind, Kind.SAMPLED) for kind in (reads, rounds))
-        if masked or rounds >= Kind.FULL:
+        if structured or rounds >= Kind.FULL:
             reads, rounds = max(reads, Kind.FULL), max(rounds, Kind.FULL)
         tokens = min(len(prompt) + int(sampling.max_tokens), sizes.max_length)
         columns = sizes.columns if reads >= Kind.FULL else sizes.columns_for(tokens)
         width = sizes.width_for(min(len(prompt), sizes.max_chunk))
-        return cls(reads, rounds, masked, width, columns, sampling.plain)
+        return cls(reads, rounds, structured or host_drafts, width, columns, sampling.plain)
 
 
 class CompilesKinds:

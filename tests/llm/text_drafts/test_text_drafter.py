@@ -130,3 +130,14 @@ def test_names_that_stand_for_no_text_drafter(byte_model: Path, name: str):
         LLM(byte_model, name)
     with pytest.raises(ValueError, match="text"):
         load(byte_model, name)
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_a_warm_up(byte_model: Path, plain_byte_llm: LLM):
+    engine, name = EngineConfig(max_rows=1), f"text:{byte_model}"
+    llm = LLM(byte_model, name, speculation=CHAIN, max_length=64, page_size=8, engine=engine)
+    llm.engine.warm_up([GREEDY], tokens=64)
+    ready = set(llm.engine.programs.ready)
+    [found], [plain] = (each.generate(PROMPTS[:1], GREEDY) for each in (llm, plain_byte_llm))
+    assert found.token_ids == plain.token_ids
+    assert llm.engine.programs.ready == ready
