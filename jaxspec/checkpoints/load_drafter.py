@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.checkpoints.assistant import holds_assistant, load_assistant
 from jaxspec.checkpoints.block import check_block_copies, holds_block_head, load_block_head
@@ -14,6 +14,13 @@ from jaxspec.checkpoints.eagle import check_head_embeddings, head_method, load_e
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.mtp import MtpChoice, has_mtp_layers, holds_only_mtp_layers, load_mtp_heads
 from jaxspec.checkpoints.safetensors_io import load_decoder
+from jaxspec.checkpoints.vocabularies import (
+    LEAST_SHARED,
+    Shared,
+    shared_tokens,
+    spelt_words,
+    vocabulary,
+)
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import (
@@ -22,16 +29,17 @@ from jaxspec.decoding.drafters import (
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
+    MappedModelDrafter,
     MixedDrafter,
     NoDrafter,
     ParallelEagleDrafter,
+    VocabularyMap,
 )
 from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lookup, split_mixed
 from jaxspec.decoding.trees.grow import check_top_k
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.heads.corrections import PairCorrection
-from jaxspec.models.json.values import read_json, shown
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
 from jaxspec.models.quantized.schemes import in_four_bits, to_four_bits
@@ -137,11 +145,16 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
             return ParallelEagleDrafter(head=head)
         return EagleDrafter(head=head, least_probability=_least_probability(drafted.mesh))
     config = load_model_config(directory, "draft model")
-    _check_same_tokenizer(directory, config, drafted)
+    shared = _shared_vocabulary(directory, config, drafted)
     config.check_tree_depth(speculation.max_depth)
-    check_top_k(speculation, config.vocab_size)
+    check_top_k(speculation, config.vocab_size if shared is None else len(shared.shared))
     model = load_decoder(directory, config, drafted.dtype, drafted.mesh, sharded=drafted.sharded)
-    return DraftModelDrafter(model=model)
+    if shared is None:
+        return DraftModelDrafter(model=model)
+    place = None if drafted.mesh is None else NamedSharding(drafted.mesh, PartitionSpec())
+    model_ids, ids, token_ids = jax.device_put(shared[:3], place)
+    words = VocabularyMap(model_ids=model_ids, shared=ids, token_ids=token_ids)
+    return MappedModelDrafter(model=model, vocabulary=words)
 
 
 def platform_of(mesh: Mesh | None) -> str:
@@ -163,31 +176,34 @@ def _mtp_drafter(directory: Path, drafted: DraftedModel, choice: MtpChoice) -> E
     return EagleDrafter(head=head, later=tuple(later), least_probability=least)
 
 
-def _check_same_tokenizer(directory: Path, config: ModelConfig, drafted: DraftedModel) -> None:
-    """Raise ValueError if a draft model's token ids stand for other text; padding may differ."""
-    draft, wanted = _vocabulary(directory), _vocabulary(drafted.directory)
+def _shared_vocabulary(
+    directory: Path, config: ModelConfig, drafted: DraftedModel
+) -> Shared | None:
+    """The tokens that a draft model shares with the target; None: its ids stand for the same text,
+    but for padding.
+
+    Raises ValueError if they share too few.
+    """
+    draft, wanted = vocabulary(directory), vocabulary(drafted.directory)
     if draft is None or wanted is None:
         draft, wanted = config.vocab_size, drafted.config.vocab_size
-    if draft != wanted:
-        raise ValueError(
-            f"draft model {directory} has another vocabulary than the target {drafted.directory}: "
-            "they must share a tokenizer"
-        )
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    if draft == wanted:
         return None
-    model = read_json(path).get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of [token, score]
-        return {str(entry): i for i, entry in enumerate(vocabulary)}
-    if not isinstance(vocabulary, dict):
+    spelt, target = spelt_words(directory), spelt_words(drafted.directory)
+    found = None
+    if spelt is not None and target is not None:
+        found = shared_tokens(target, spelt, drafted.config.vocab_size, config.vocab_size)
+    if found is None or found.share < LEAST_SHARED:
         raise ValueError(
-            f"{path}: model.vocab must be an object or a list, got {shown(vocabulary)}"
+            f"draft model {directory} has another vocabulary than the target {drafted.directory}, "
+            f"and they share {'no' if found is None else f'{found.share:.0%} of their'} tokens: an "
+            f"LLM drafts with any by text:{directory}"
         )
-    return vocabulary
+    if drafted.sharded and drafted.mesh is not None:
+        raise ValueError(
+            f"draft model {directory} has another vocabulary than the target: leave shard_drafter"
+        )
+    return found
 
 
 def in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:

@@ -13,6 +13,7 @@ from jaxspec.decoding.drafters.block import BlockDrafter
 from jaxspec.decoding.drafters.draft_model import DraftModelDrafter
 from jaxspec.decoding.drafters.eagle import EagleDrafter
 from jaxspec.decoding.drafters.host import HostDrafted
+from jaxspec.decoding.drafters.mapped_model import MappedModelDrafter, VocabularyMap
 from jaxspec.decoding.drafters.mixed import MixedDrafter
 from jaxspec.decoding.drafters.ngram import NGramDrafter
 from jaxspec.decoding.drafters.parallel_eagle import ParallelEagleDrafter
@@ -26,6 +27,7 @@ __all__ = [
     "Drafter",
     "EagleDrafter",
     "HostDrafted",
+    "MappedModelDrafter",
     "MixedDrafter",
     "NGramDrafter",
     "NoDrafter",
@@ -34,4 +36,5 @@ __all__ = [
     "Proposed",
     "StatelessDrafter",
     "SuffixDrafter",
+    "VocabularyMap",
 ]

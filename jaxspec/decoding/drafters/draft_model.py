@@ -26,6 +26,7 @@ from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
 from jaxspec.models import decoder
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.pytree import Pytree, pytree
 
@@ -38,9 +39,22 @@ class DraftModelRows(PendingRows):
 
 @pytree
 class DraftModelDrafter(Drafter, Pytree):
-    """Drafts with ``model``, which must have the target's tokenizer."""
+    """Drafts with ``model``, whose tokens must be the target's; MappedModelDrafter maps others."""
 
     model: Decoder
+
+    @property
+    def token_ids(self) -> Array | None:
+        """The target's id of each token that has logits: int32 [W]; None: they are equal."""
+        return None
+
+    def model_tokens(self, tokens: Array) -> Array:
+        """The model's tokens for the target's, of any shape."""
+        return tokens
+
+    def draft_logits(self, hidden: Array, options: RoundOptions) -> Array:
+        """Logits [..., W / shards] of what may be drafted after hidden states [..., H]."""
+        return decoder.logits(self.model, hidden, options.kernels)
 
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)
@@ -66,11 +80,21 @@ class DraftModelDrafter(Drafter, Pytree):
         pool, rows = _draft_state(state)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         attend = causal_attend(state, run)
-        _, layers, _ = decoder.run(
-            self.model, run.tokens, run.positions, pool.layers, attend, kernels=options.kernels
-        )
+        _, layers, _ = self._run(run.tokens, run.positions, pool.layers, attend, options)
         pending = jnp.where(chunk.counts > 0, 1, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
+
+    def _run(
+        self,
+        tokens: Array,
+        positions: Array,
+        layers: LayerStates,
+        attend: PagedAttend,
+        options: RoundOptions,
+    ) -> tuple[Array, LayerStates, Array | None]:
+        """The model's pass over the target's tokens [B, T]; see models.decoder.run."""
+        ids, kernels = self.model_tokens(tokens), options.kernels
+        return decoder.run(self.model, ids, positions, layers, attend, kernels=kernels)
 
     def _read_pending(
         self, state: EngineState, width: int, options: RoundOptions
@@ -79,9 +103,7 @@ class DraftModelDrafter(Drafter, Pytree):
         pool, rows = _draft_state(state)
         run = pending_tokens(state, rows.pending, width)
         attend = causal_attend(state, run)
-        hidden, layers, _ = decoder.run(
-            self.model, run.tokens, run.positions, pool.layers, attend, kernels=options.kernels
-        )
+        hidden, layers, _ = self._run(run.tokens, run.positions, pool.layers, attend, options)
         last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
         return jnp.take_along_axis(hidden, last, axis=1)[:, 0], layers
 
@@ -99,18 +121,12 @@ class DraftModelDrafter(Drafter, Pytree):
         root_hidden, layers = self._read_pending(state, width, options)
 
         def step(beams: Beams, layers: Any) -> tuple[Array, Any]:
-            hidden, layers, _ = decoder.run(
-                self.model,
-                beams.tokens,
-                beam_positions(state, beams),
-                layers,
-                level_attend(state, beams),
-                kernels=options.kernels,
-            )
-            return decoder.logits(self.model, hidden, options.kernels), layers
+            positions, attend = beam_positions(state, beams), level_attend(state, beams)
+            hidden, layers, _ = self._run(beams.tokens, positions, layers, attend, options)
+            return self.draft_logits(hidden, options), layers
 
-        proposer = make_proposer(target, state, options, self.model.layout)
-        root_logits = decoder.logits(self.model, root_hidden, options.kernels)
+        proposer = make_proposer(target, state, options, self.model.layout, self.token_ids)
+        root_logits = self.draft_logits(root_hidden, options)
         tree, layers = grow(proposer, state.rows.roots, root_logits, step, layers)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
