@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from jaxspec import LLM, SamplingParams
 from jaxspec.llm.text_drafts.server_source import ServerSource
+from tests.helpers.listening import listening
+from tests.helpers.served import MODEL
 
 TEXTS = {"7": "one two", "8": "", "9": "three"}
 
@@ -81,6 +84,17 @@ def test_a_server_that_fails_is_left_alone_for_a_while(server: tuple[str, type[C
     assert not patient.is_ready
     assert patient.continue_texts(TEXTS, 3) == {}
     assert len(handler.bodies) == asked, "it is not asked again at once"
+
+
+@pytest.mark.slow
+def test_our_own_server_is_a_source(byte_llm: LLM):
+    sampling = SamplingParams(max_tokens=5, temperature=0.0)
+    texts = {"1": "abc", "2": "the end of"}
+    wanted = [found.text for found in byte_llm.generate(list(texts.values()), sampling)]
+    with listening(byte_llm) as server:
+        source = ServerSource(server.root, timeout=60)
+        assert source.model == MODEL
+        assert list(source.continue_texts(texts, 5).values()) == wanted
 
 
 @pytest.mark.parametrize(
