@@ -88,7 +88,8 @@ class LearntCosts:
             return
         size = _padded(rows)
         share = math.log(seconds / rounds / self.prior.seconds(size, shape))
-        mean, calls = self._seen.get((size, shape), (share, 0.0))
+        expected = self._common() if self._seen else share
+        mean, calls = self._seen.get((size, shape), (expected, 0.0))
         step = min(max(share - mean, -LARGEST_STEP), LARGEST_STEP)
         calls = min(calls + 1, MEMORY)
         self._seen[size, shape] = mean + step / calls, calls

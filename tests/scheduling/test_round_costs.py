@@ -37,6 +37,17 @@ def test_one_slow_call_changes_little():
     assert costs.seconds(1, PLAIN) < 1.1
 
 
+def test_one_slow_call_of_what_was_never_seen_changes_it_by_no_more_than_twice():
+    costs = new_costs()
+    for _ in range(20):
+        costs.observe(1, PLAIN, rounds=1, seconds=1.0)
+    costs.observe(1, CHAIN, rounds=4, seconds=160.0)
+    assert 4.0 < costs.seconds(1, CHAIN) < 8.5
+    for _ in range(20):
+        costs.observe(1, CHAIN, rounds=4, seconds=16.0)
+    assert costs.seconds(1, CHAIN) == pytest.approx(4.0, rel=0.1)
+
+
 def test_calls_that_ran_no_round_tell_nothing():
     costs = new_costs()
     costs.observe(1, PLAIN, rounds=0, seconds=5.0)
