@@ -1,6 +1,7 @@
 """Loading of drafters, by name or directory."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -39,7 +40,10 @@ from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lo
 from jaxspec.decoding.trees.grow import check_top_k
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.heads import DraftHead
 from jaxspec.models.heads.corrections import PairCorrection
+from jaxspec.models.nodes import map_nodes
+from jaxspec.models.quantized.float8 import Float8Linear, as_linear
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
 from jaxspec.models.quantized.schemes import in_four_bits, to_four_bits
@@ -47,6 +51,9 @@ from pallas_kernels.selection import default_device
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
 LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and docs/benchmarks.md
+# A head on a CPU listens (see EagleDrafter) if the target's vocabulary is so many times as large as
+# its: else its logits, of every plain token, would cost more than they tell.
+LEAST_REDUCTION = 4
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
@@ -143,7 +150,12 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         check_head_embeddings(directory, drafted.directory)
         if head.mask is not None:
             return ParallelEagleDrafter(head=head)
-        return EagleDrafter(head=head, least_probability=_least_probability(drafted.mesh))
+        if platform_of(drafted.mesh) != "cpu":
+            return EagleDrafter(head=head)
+        if drafted.mesh is None:
+            head = _widened(head, drafted.dtype)
+        listens = LEAST_REDUCTION * ids <= target.vocab_size
+        return EagleDrafter(head=head, least_probability=LEAST_PROBABILITY, listens=listens)
     config = load_model_config(directory, "draft model")
     shared = _shared_vocabulary(directory, config, drafted)
     config.check_tree_depth(speculation.max_depth)
@@ -161,6 +173,11 @@ def platform_of(mesh: Mesh | None) -> str:
     """The platform of a mesh: ``cpu``, ``gpu`` or ``tpu``. None: of the default device."""
     device = default_device() if mesh is None else mesh.devices.flat[0]
     return device.platform
+
+
+def _widened(head: DraftHead, dtype: jnp.dtype) -> DraftHead:
+    """The head without 8-bit floats: each program of a CPU would widen them anew."""
+    return map_nodes(head, functools.partial(as_linear, dtype=dtype), Float8Linear)
 
 
 def _least_probability(mesh: Mesh | None) -> float:

@@ -210,6 +210,7 @@ class Emitted(Pytree):
     trees: RoundTrees | None = None
     confidence: Array | None = array("rounds", "batch", "depth", default=None)  # float32 [C,B,A-1]
     policy_logprobs: Array | None = array("rounds", "batch", "depth", default=None)  # float32
+    heard: Array | None = array("batch", "two", default=None)  # int32 [B, 2], see PendingRows
 
 
 def concatenated[T: Pytree](

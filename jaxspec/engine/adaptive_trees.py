@@ -13,8 +13,9 @@ from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.choose_shape import choices
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
+from jaxspec.decoding.state import Emitted
 from jaxspec.engine.crowds import Crowds
-from jaxspec.engine.emitted import row_outputs
+from jaxspec.engine.emitted import RowOutput, row_outputs
 from jaxspec.engine.limits import adapts, learns_costs
 from jaxspec.engine.plans.runner import Launched
 from jaxspec.engine.plans.sequences import generation_of, kind_of
@@ -23,6 +24,7 @@ from jaxspec.engine.programs.sizes import Load, RoundsKey, compiles_alone
 from jaxspec.engine.warm_up.compile_all import Coverage, Progress, compile_all, coverage
 from jaxspec.engine.warm_up.measure_costs import measure_rounds
 from jaxspec.scheduling import sequence as scheduling
+from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate
 from jaxspec.scheduling.plan import Limits, Plan
 from jaxspec.scheduling.round_costs import LearntCosts
 from jaxspec.scheduling.scheduler import Scheduler
@@ -148,7 +150,9 @@ class AdaptiveTrees:
         if self.choices is not None:
             # Where programs have a fixed number of rounds, fewer are calls of one round each.
             short = self.programs.sizes.fixed_rounds or SHORT_CALL
-            self.policy = TreePolicy(self.choices, hysteresis=HYSTERESIS, short_call=short)
+            listens = self.learns and self.programs.params.drafter.listens
+            options = {"hysteresis": HYSTERESIS, "short_call": short, "listens": listens}
+            self.policy = TreePolicy(self.choices, **options)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
         return self.programs.params.round_options(shape).speculation.shape
@@ -261,13 +265,7 @@ class AdaptiveTrees:
             if self.policy is not None and shape in self.policy.shapes:
                 outputs = row_outputs([call], plan.sequences)
                 outputs = [each for each in outputs if each.sequence.request_id in running]
-                arrays = call.emitted.accepted, call.emitted.counts
-                columns = [output.column for output in outputs]
-                self.policy.estimate.observe(
-                    [output.sequence.request_id for output in outputs],
-                    shape,
-                    *(np.asarray(array)[:, columns] for array in arrays),
-                )
+                _observe(self.policy.estimate, call.emitted, shape, outputs)
 
     def _count(self, shape: TreeShape, rounds: int, rows: int) -> None:
         """A call of so many rows has run rounds."""
@@ -280,6 +278,19 @@ class AdaptiveTrees:
         """A request has ended."""
         if self.policy is not None:
             self.policy.estimate.forget(request_id)
+
+
+def _observe(
+    estimate: AcceptanceEstimate, emitted: Emitted, shape: TreeShape, outputs: Sequence[RowOutput]
+) -> None:
+    """Learn from these rows of a call."""
+    rows = [output.sequence.request_id for output in outputs]
+    columns = [output.column for output in outputs]
+    if emitted.heard is not None:
+        estimate.hear(rows, np.asarray(emitted.heard)[columns])
+    if emitted.heard is None or not shape.is_plain:
+        arrays = emitted.accepted, emitted.counts
+        estimate.observe(rows, shape, *(np.asarray(array)[:, columns] for array in arrays))
 
 
 class _Calls(NamedTuple):

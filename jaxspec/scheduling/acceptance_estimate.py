@@ -22,6 +22,7 @@ from jaxspec.config.speculation import FIRST_ACCEPTANCE, TREE_POWER, TreeShape
 FIRST_WEIGHT = 2.0  # in rounds
 ROW_WEIGHT = 8.0  # of what other rows tell about one, in rounds
 OFFSET_LIMIT = 4.0
+MUCH_SHOWN = 16  # rounds of a row, or tokens that were heard
 PLAIN_MEMORY = 16  # plain rounds after which what a row has shown has faded: its text went on
 
 
@@ -71,21 +72,30 @@ class AcceptanceEstimate:
       shapes: of the calls; plain ones tell nothing and are ignored.
       memory: rounds of a row that are remembered.
       shared_memory: rounds of all rows together.
+      newest: share of the latest row that has ended, if it has shown much, in what is expected of
+        new ones; 0: all its rounds count alike.
     """
 
     def __init__(
-        self, shapes: Iterable[TreeShape], *, memory: float = 64, shared_memory: float = 1024
+        self,
+        shapes: Iterable[TreeShape],
+        *,
+        memory: float = 64,
+        shared_memory: float = 1024,
+        newest: float = 0.0,
     ):
         shapes = [shape for shape in shapes if not shape.is_plain]
         # Chains first, also if there are none: the others are derived from them.
         self.families = tuple(dict.fromkeys([None, *map(family_of, shapes)]))
         self.max_depth = max((shape.max_depth for shape in shapes), default=0)
         self._forget, self._forget_shared = 1 / memory, 1 / shared_memory
+        self._newest = newest
         # Tries and hits; see Rounds.
         self._shared = np.zeros((2, len(self.families), self.max_depth))
         self._counts = np.zeros((1, *self._shared.shape))  # by slot; slot 0 stays empty
         self._slots: dict[Hashable, int] = {}  # of rows that have shown something
         self._free: list[int] = []
+        self._heard: dict[Hashable, np.ndarray] = {}
 
     def _slot(self, row: Hashable) -> int:
         if row not in self._slots:
@@ -126,10 +136,30 @@ class AcceptanceEstimate:
         shared *= (1 - self._forget_shared) ** np.count_nonzero(committed)
         shared[:, :depth] += np.stack([every.tries, every.hits]).sum(axis=1)
 
+    def hear(self, rows: Sequence[Hashable], totals: np.ndarray) -> None:
+        """Add what plain rounds have shown of a drafter that listens: int [B, 2], the tokens of
+        each row that it was compared with, and those that it would have drafted. They are all of
+        the row, so what was added before is not added again; where the row was read anew they
+        begin at 0. A token tells of depth 1 as a round does. No row may be listed twice."""
+        for row, total in zip(rows, np.asarray(totals, float), strict=True):
+            before = self._heard.get(row, np.zeros(2))
+            new = total - before if total[0] >= before[0] else total
+            if not new[0]:
+                continue
+            self._heard[row] = total
+            slot, shared = self._slot(row), self._shared[:, 0, 0]
+            self._counts[slot] *= (1 - self._forget) ** new[0]
+            self._counts[slot, :, 0, 0] += new
+            shared *= (1 - self._forget_shared) ** new[0]
+            shared += new
+
     def forget(self, row: Hashable) -> None:
         """The row has ended. What it told about others stays."""
+        self._heard.pop(row, None)
         slot = self._slots.pop(row, None)
         if slot is not None:
+            shown = float(self._counts[slot, 0, :, 0].sum())
+            self._shared *= 1 - self._newest * min(1.0, shown / MUCH_SHOWN)
             self._counts[slot] = 0
             self._free.append(slot)
 
@@ -141,11 +171,18 @@ class AcceptanceEstimate:
         """Rounds of all rows that are remembered of the shape's family."""
         return float(self._shared[0, self.families.index(family_of(shape)), :1].sum())
 
-    def hazards(self, rows: Sequence[Hashable]) -> np.ndarray:
-        """Probability to accept one more token: float64 [B, families, depths]."""
+    def shown(self, rows: Sequence[Hashable]) -> np.ndarray:
+        """Rounds, and tokens that were heard, that are remembered of each row: float64 [B]."""
+        return self._counts[[self._slots.get(row, 0) for row in rows], 0, :, 0].sum(axis=-1)
+
+    def hazards(self, rows: Sequence[Hashable], harder: float = 0.0) -> np.ndarray:
+        """Probability to accept one more token: float64 [B, families, depths].
+
+        ``harder``: log-odds by which rows may be harder than those before them.
+        """
         counts = self._counts[[self._slots.get(row, 0) for row in rows]]
         tries, hits = np.moveaxis(counts, 1, 0)
-        first = _log_odds(self._shared_hazards())
+        first = _log_odds(self._shared_hazards()) - harder
         expected = _probability(first + _offsets(tries, hits, first))
         return (hits + ROW_WEIGHT * expected) / (tries + ROW_WEIGHT)
 

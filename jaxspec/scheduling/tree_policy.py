@@ -19,6 +19,10 @@ ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
 # families is worth a few rounds.
 DEVIATION = 0.7
 LEAST_SEEN = 4
+# Of a drafter that listens: rows are taken to be harder than those before them by such log-odds,
+# somewhat less than the deviation of rows. Until so many tokens of a row were heard, calls are
+# short. And the latest row has this share in what is expected of the next: kinds come in turn.
+CAUTION, ENOUGH_HEARD, NEWEST = 0.75, 16, 0.25
 # A better shape is compiled at once if it gains so much, or when as many seconds were lost without
 # it: compiling slows the calls for a while.
 WORTH_COMPILING, LOST_SECONDS = 0.3, 2.0
@@ -43,11 +47,17 @@ class TreePolicy:
     Before any tree was tried it takes the deepest that is expected to be no slower than plain
     decoding: that one shows the most.
 
+    Where plain rounds tell what a drafter that ``listens`` would have had accepted, that costs next
+    to nothing. So no first calls draft then, nothing is tried only because it is new, and drafting
+    begins once a row, or those before it, have shown enough for it to pay.
+
     Args:
       shapes: those that may be chosen; plain decoding must be one.
       hysteresis: least gain, as a share, for which the shape changes.
       exploration: share of the time that trying may cost.
       short_call: rounds of a call that tries a shape.
+      listens: whether plain rounds tell what the first token of a chain would have been: see
+        AcceptanceEstimate.hear. It counts where a plain program is known to be ready.
 
     Attributes:
       estimate: what it has learnt.
@@ -62,11 +72,12 @@ class TreePolicy:
         hysteresis: float = 0.01,
         exploration: float = 0.005,
         short_call: int = SHORT_CALL,
+        listens: bool = False,
     ):
         self.shapes = tuple(shapes)
-        self.estimate = AcceptanceEstimate(shapes)
+        self.estimate = AcceptanceEstimate(shapes, newest=NEWEST if listens else 0.0)
         self.hysteresis, self.exploration = hysteresis, exploration
-        self.short_call = short_call
+        self.short_call, self.listens = short_call, listens
         self.shape: TreeShape | None = None  # of the last call that did not explore
         self.most_rounds: int | None = short_call
         """Most rounds of the next call: it may explore, or too little is known. None: any."""
@@ -95,28 +106,31 @@ class TreePolicy:
           ready: shapes that can run at once, at least one, with the rows of the programs that do;
             None: all, with ``size`` rows.
         """
-        hazards = self.estimate.hazards(rows)
+        listens = self.listens and ready is not None
+        hazards = self.estimate.hazards(rows, harder=CAUTION if listens else 0.0)
         sizes = dict.fromkeys(self.shapes, size or len(rows))
-        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, sizes)
+        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, sizes, listens)
         if not any(self.estimate.rounds_seen(shape) for shape in self.shapes if shape.max_depth):
             outlook.best = outlook.deepest_no_slower_than_plain()
         self.best, self.wanted = outlook.best, None
         if ready is not None and ready != sizes:
-            of_all, outlook = outlook, _Outlook(tuple(ready), hazards, self.estimate, costs, ready)
+            of_all, shapes = outlook, tuple(ready)
+            outlook = _Outlook(shapes, hazards, self.estimate, costs, ready, listens)
             self.wanted = self._wanted(of_all, outlook, sizes, rounds)
         self.shape = best = outlook.pick(self.shape, self.hysteresis)
         candidates = outlook.candidates()
         first = self._first_look(outlook, rows, rounds)
         explored = first or self._explore(outlook, candidates, rounds)
         due = any(self._affordable(outlook, shape, self.short_call) for shape in candidates)
-        self.most_rounds = self.short_call if due or self._is_new(best) else None
+        is_short = due or self._is_new(best) or (listens and self._must_hear(rows))
+        self.most_rounds = self.short_call if is_short else None
         return explored or best
 
     def expect(self, rows: Sequence[Hashable], costs: Costs, size: int) -> tuple[TreeShape, float]:
         """The best shape for such rows, in programs of so many, and the share of plain decoding's
         time that it is expected to save. Nothing is chosen."""
         hazards, sizes = self.estimate.hazards(rows), dict.fromkeys(self.shapes, size)
-        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, sizes)
+        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, sizes, self.listens)
         plain = max(outlook.rate(shape) for shape in self.shapes if shape.is_plain)
         return outlook.best, 1 - plain / outlook.rate(outlook.best)
 
@@ -142,7 +156,7 @@ class TreePolicy:
     ) -> TreeShape | None:
         """The cheapest shape that drafts, for rows of which plain decoding would show nothing."""
         drafting = [shape for shape in outlook.shapes if not shape.is_plain]
-        if not drafting:
+        if not drafting or outlook.listens:
             return None
         shape = min(drafting, key=outlook.loss)
         price = rounds * outlook.loss(shape)
@@ -175,12 +189,17 @@ class TreePolicy:
     def _affordable(self, outlook: "_Outlook", shape: TreeShape, rounds: int) -> bool:
         if self.exploration == 0:
             return False
-        if rounds <= self.short_call and self._is_new(shape) and self._may_be_best(outlook, shape):
+        is_new = self._is_new(shape) and not outlook.listens
+        if rounds <= self.short_call and is_new and self._may_be_best(outlook, shape):
             return True
         return self._price(outlook, shape, rounds) <= self._credit[family_of(shape)]
 
     def _is_new(self, shape: TreeShape) -> bool:
         return not shape.is_plain and self.estimate.rounds_seen(shape) < ENOUGH_SEEN
+
+    def _must_hear(self, rows: Sequence[Hashable]) -> bool:
+        """Whether most rows have shown too little for a long call."""
+        return 2 * int((self.estimate.shown(rows) < ENOUGH_HEARD).sum()) > len(rows)
 
     def _may_be_best(self, outlook: "_Outlook", shape: TreeShape) -> bool:
         """Whether the few rounds that were seen do not show that another shape is better."""
@@ -200,6 +219,7 @@ class _Outlook:
     Args:
       hazards: of the rows, float64 [B, families, depths].
       sizes: rows of the program of each shape.
+      listens: whether plain rounds show the first depth of chains.
     """
 
     def __init__(
@@ -209,8 +229,9 @@ class _Outlook:
         estimate: AcceptanceEstimate,
         costs: Costs,
         sizes: Mapping[TreeShape, int],
+        listens: bool = False,
     ):
-        self.shapes, self.sizes = shapes, sizes
+        self.shapes, self.sizes, self.listens = shapes, sizes, listens
         self.num_rows, self.call_seconds = len(hazards), costs.call
         self.seconds = {shape: costs.seconds(sizes[shape], shape) for shape in shapes}
         # Rows that are expected to accept a token at each depth.
@@ -241,7 +262,7 @@ class _Outlook:
         and could be better."""
         found: dict[TreeShape | None, TreeShape] = {}
         for shape in sorted(self.shapes, key=self.rate, reverse=True):
-            shows_more = shape.max_depth > self._known(shape)
+            shows_more = shape.max_depth > len(self._known(shape))
             if shows_more and self._highest_rate(shape) > self.rate(self.best):
                 found.setdefault(family_of(shape), shape)
         return list(found.values())
@@ -250,19 +271,23 @@ class _Outlook:
         """Seconds that a round of this shape is expected to lose. The estimate may be too good, so
         at least a quarter of what is lost if it accepts only what the best one would."""
         best_rate = self.rate(self.best)
-        least = self.num_rows + float(self.expected[self.best][: self._known(shape)].sum())
+        least = self.num_rows + float(self._known(shape).sum())
         worst = max(0.0, self.seconds[shape] - least / best_rate)
         return max(self.seconds[shape] * (1 - self.rate(shape) / best_rate), worst / 4)
 
     def _highest_rate(self, shape: TreeShape) -> float:
         """Tokens a second, if it accepted all that the best one does not show."""
-        known, expected = self._known(shape), self.expected[self.best]
-        survivors = expected[known - 1] if known else self.num_rows
-        most = self.num_rows + expected[:known].sum() + survivors * (shape.max_depth - known)
+        known = self._known(shape)
+        survivors = known[-1] if len(known) else self.num_rows
+        most = self.num_rows + known.sum() + survivors * (shape.max_depth - len(known))
         return float(most) / self.seconds[shape]
 
-    def _known(self, shape: TreeShape) -> int:
-        """Depths of this shape that rounds of the best one show."""
+    def _known(self, shape: TreeShape) -> np.ndarray:
+        """What rounds of the best one show of this shape: rows that are expected to accept a token,
+        float64 [depths]."""
         best = self.best
-        same = not best.is_plain and family_of(best) == family_of(shape)
-        return best.max_depth if same else 0
+        if family_of(best) != family_of(shape):
+            return np.zeros(0)
+        if best.is_plain:  # shown by what the drafter hears
+            return self.expected[shape][:1] if self.listens else np.zeros(0)
+        return self.expected[best]

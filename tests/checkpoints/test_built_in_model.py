@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ import pytest
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.checkpoints.eagle import load_eagle_head
 from jaxspec.checkpoints.load import load
-from jaxspec.checkpoints.load_drafter import MIXED, choose_drafter
+from jaxspec.checkpoints.load_drafter import MIXED, DraftedModel, choose_drafter, load_drafter
 from jaxspec.commands import generate
 from jaxspec.commands.shared.engine_config import speculation_config
 from jaxspec.config.speculation import default_speculation
 from jaxspec.decoding.drafters import EagleDrafter, MixedDrafter, NGramDrafter
 from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.linear import Linear
+from jaxspec.models.nodes import nodes_of
+from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.parallel import make_mesh
 from tests.helpers.checkpoints import hf_logits, tiny_llama
 from tests.helpers.marks import slow
@@ -98,6 +102,16 @@ def test_the_head_of_smollm2_is_its_default_drafter():
     target = parse_model_config({"model_type": "llama", "num_attention_heads": 9} | sizes)
     loaded = load_eagle_head(head.removeprefix(MIXED), target, jnp.dtype("float32"))
     assert loaded.token_ids is not None and loaded.token_ids.size == 8192
+    # On a CPU it is widened, and listens: its vocabulary is small.
+    chain, dtype = SpeculationConfig.chain(3), jnp.dtype("float32")
+    drafted = DraftedModel(Path(head.removeprefix(MIXED)), target, chain, dtype, None, False)
+    drafter = load_drafter(head.removeprefix(MIXED), drafted)
+    assert isinstance(drafter, EagleDrafter) and drafter.listens
+    rounded, widened = nodes_of(loaded, Float8Linear), nodes_of(drafter.head, Linear)
+    assert len(rounded) == len(widened) > 0 and not nodes_of(drafter.head, Float8Linear)
+    for stored, wide in zip(rounded, widened, strict=True):
+        exact = np.asarray(stored.values, np.float32) * np.asarray(stored.scale)[0][..., None]
+        np.testing.assert_array_equal(wide.weight, np.moveaxis(exact, -1, 0))
 
 
 FIRST_TOKENS = """

@@ -268,6 +268,7 @@ def test_heads_end_early_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch):
         isinstance(on_cpu, EagleDrafter)
         and on_cpu.least_probability == drafter_loading.LEAST_PROBABILITY
     )
+    assert not on_cpu.listens  # its vocabulary is the target's
     monkeypatch.setattr(drafter_loading, "platform_of", lambda mesh: "gpu")
     on_gpu = load(drafter=BUILT_IN_HEAD).drafter
     assert isinstance(on_gpu, EagleDrafter) and on_gpu.least_probability == 0

@@ -144,3 +144,54 @@ def test_many_rows_keep_their_own_estimates():
     others.observe(list(range(200, 230)), LONG, later, later + 1)
     np.testing.assert_array_equal(estimate.hazards(rows[1::2]), others.hazards(rows[1::2]))
     np.testing.assert_array_equal(estimate.hazards([105]), others.hazards([205]))
+
+
+# What a drafter hears of plain rounds.
+
+
+def test_what_was_heard_counts_once_and_as_rounds_do():
+    estimate, other = remembering(), remembering()
+    for totals in ([[10, 4]], [[10, 4]], [[30, 12]]):
+        estimate.hear(["a"], np.array(totals))
+    accepted = np.repeat([1, 0], [12, 18])[:, None]
+    other.observe(["a"], TreeShape.parse("chain:1"), accepted, accepted + 1)
+    for row in ("a", "new"):
+        found, expected = (each.hazards([row])[:, 0, 0] for each in (estimate, other))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert estimate.rounds_seen(SHORT) == pytest.approx(30, rel=1e-4)
+    np.testing.assert_allclose(estimate.shown(["a", "new"]), [30, 0], rtol=1e-4)
+
+
+def test_a_row_that_was_read_anew_or_has_ended_is_heard_from_nothing():
+    estimate = remembering()
+    estimate.hear(["a"], np.array([[30, 12]]))
+    estimate.hear(["a"], np.array([[7, 7]]))
+    np.testing.assert_allclose(estimate.shown(["a"]), [37], rtol=1e-4)
+    estimate.forget("a")
+    estimate.hear(["a"], np.array([[8, 0]]))
+    np.testing.assert_allclose(estimate.shown(["a"]), [8])
+
+
+def test_the_newest_rows_say_most_of_what_is_expected():
+    """Five texts of one kind, then two of another; a row of one round says next to nothing."""
+    estimates = AcceptanceEstimate(SHAPES, newest=0.25), AcceptanceEstimate(SHAPES)
+    for estimate in estimates:
+        for text in range(7):
+            estimate.hear([text], np.array([[40, 36 if text < 5 else 8]]))
+            estimate.forget(text)
+    new, old = (estimate.hazards(["new"])[0, 0, 0] for estimate in estimates)
+    assert new < 0.55 < 0.65 < old
+    before = estimates[0].rounds_seen(SHORT)
+    estimates[0].hear(["short"], np.array([[1, 1]]))
+    estimates[0].forget("short")
+    assert estimates[0].rounds_seen(SHORT) > 0.97 * before
+
+
+def test_harder_rows_accept_less_until_they_show_otherwise():
+    estimate = remembering()
+    estimate.hear(["others"], np.array([[400, 320]]))
+    usual, harder = (estimate.hazards(["new"], by)[0, 0, 0] for by in (0.0, 1.0))
+    assert usual == pytest.approx(0.8, abs=0.01)
+    assert np.log(harder / (1 - harder)) == pytest.approx(np.log(usual / (1 - usual)) - 1)
+    estimate.hear(["new"], np.array([[200, 160]]))
+    assert estimate.hazards(["new"], 1.0)[0, 0, 0] == pytest.approx(0.8, abs=0.02)

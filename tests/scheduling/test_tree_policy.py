@@ -208,6 +208,69 @@ def test_a_new_policy_loses_little_on_short_texts_where_drafting_does_not_pay():
     assert tokens / spent > 0.93 / costs.seconds(1, PLAIN)
 
 
+CHAT, CODE = 0.28, 0.85  # chance to accept the next token, of texts of SmolLM2 on a CPU
+CPU_COSTS = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.85})
+
+
+def texts_in_turn(policy: TreePolicy, levels: list[float], tokens: int, seed: int) -> list[float]:
+    """Speeds, as multiples of plain decoding's, of texts of so many tokens, one after the other.
+
+    Each call is observed one late. The drafter hears 8 tokens at first, then 16 at a time.
+    """
+    random, speeds, late = np.random.default_rng(seed), [], None
+    for text, level in enumerate(levels):
+        room, spent, count, pending, heard = tokens, 0.0, 1, 1, np.zeros(2)
+        while room > 0:
+            rounds = min(count, policy.most_rounds or 32, room)
+            shape = policy.choose([text], CPU_COSTS, rounds=rounds, ready={PLAIN: 1, CHAIN: 1})
+            accepted = draw_accepted(random, np.array([level]), shape, rounds)
+            committed = cut(accepted, np.array([room]))
+            for _ in range(rounds if shape.is_plain else 0):
+                if pending >= (16 if heard[0] else 8):
+                    heard += pending - 1, random.binomial(pending - 1, level)
+                    pending = 1
+                pending += 1
+            spent += np.count_nonzero(committed) * CPU_COSTS.seconds(1, shape)
+            room, count = room - int(committed.sum()), min(2 * count, 32)
+            if late is not None and late[0] == [text]:
+                policy.estimate.hear(late[0], late[1][None])
+                if not late[2].is_plain:
+                    policy.estimate.observe(late[0], *late[2:])
+            late = [text], heard.copy(), shape, accepted, committed
+        policy.estimate.forget(text)
+        speeds.append(tokens / spent)
+    return speeds
+
+
+def test_short_chats_lose_next_to_nothing_where_the_drafter_listens():
+    def means(levels: list[float], tokens: int) -> np.ndarray:
+        runs = []
+        for seed in range(12):
+            policy = TreePolicy((PLAIN, CHAIN), hysteresis=0.03, listens=True)
+            runs.append(texts_in_turn(policy, levels, tokens, seed))
+        return np.median(np.array(runs)[:, 6:], axis=0)
+
+    assert means(12 * [CHAT], 48).min() >= 0.97
+    assert means(6 * [CODE] + 6 * [CHAT], 48).mean() >= 0.97
+    assert means(6 * [CHAT] + 6 * [CODE], 48).mean() >= 1.35
+    assert means(6 * [CHAT] + 6 * [CODE], 256).min() >= 1.6
+
+
+def test_a_drafter_that_listens_is_not_tried_only_because_it_is_new():
+    policy = TreePolicy((PLAIN, CHAIN), listens=True)
+    policy.estimate.hear(["others"], np.array([[40, 8]]))
+    ready = {PLAIN: 1, CHAIN: 1}
+    shapes = [policy.choose([row], CPU_COSTS, rounds=4, ready=ready) for row in range(8)]
+    assert set(shapes) == {PLAIN}
+    assert policy.most_rounds == 4  # nothing was heard of the row
+    policy.estimate.hear([7], np.array([[16, 2]]))
+    assert policy.choose([7], CPU_COSTS, rounds=4, ready=ready) == PLAIN
+    assert policy.most_rounds is None
+    policy.estimate.hear([8], np.array([[16, 15]]))
+    policy.estimate.hear([8], np.array([[32, 31]]))
+    assert policy.choose([8], CPU_COSTS, rounds=4, ready=ready) == CHAIN
+
+
 def test_calls_that_try_are_as_short_as_the_engine_says():
     policy = TreePolicy([PLAIN, CHAIN], short_call=8)
     policy.choose(["a"], h100_costs())

@@ -39,13 +39,21 @@ class PendingRows(Pytree):
     """The arrays of a drafter that counts how many tokens of each row it has not read yet.
 
     While all rows' counts leave room, plain rounds go on without it (see Drafter.most_pending).
+    ``heard``: of a drafter that listens, the tokens of plain rounds that it was compared with since
+    the row's prompt was read, and how many of them it would have drafted.
     """
 
     pending: Array = array("batch")  # int32 [R]
+    heard: Array | None = array("batch", "two", default=None)  # int32 [R, 2]
 
     def room(self, most: int) -> Array:
         """How many tokens more may be pending, of at most ``most``: int32 [R]."""
         return most - self.pending
+
+
+def heard_by(rows: Any) -> Array | None:
+    """What a drafter with these ``state.rows.draft`` has heard: see PendingRows."""
+    return rows.heard if isinstance(rows, PendingRows) else None
 
 
 Proposed = tuple[DraftTree, DraftState]  # what a drafter drafts, and its state afterwards
@@ -91,6 +99,11 @@ class Drafter(Protocol):
         """Whether its chains have a ``confidence`` (see DraftTree) in calls that ask for it."""
         return False
 
+    @property
+    def listens(self) -> bool:
+        """Whether its rows tell what it has heard of plain rounds: see PendingRows."""
+        return False
+
     def init_pool(self, geometry: Geometry) -> Any:
         """The drafter's part of an empty pool."""
         return None
@@ -122,8 +135,8 @@ class Drafter(Protocol):
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         """The most *pending* tokens: committed, but not yet read by the drafter (root included).
 
-        As many are pending after a round that committed all that it could, and fewer by those that
-        another did not. None: no limit, and ``catch_up`` does nothing.
+        As many must fit as a round commits that commits all that it can. None: no limit, and
+        ``catch_up`` does nothing.
         """
         return None
 

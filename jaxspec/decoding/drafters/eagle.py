@@ -41,6 +41,9 @@ from jaxspec.models.heads import DraftHead, HeadOutput
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 FIRST_SLOT = 1  # there is no hidden state before token 0: head j never reads slots 0 to j
+# Pending tokens that a head which listens reads at once: the more, the less each of them costs. At
+# first it waits for fewer, since what it hears decides what is done.
+HEARD_AT_ONCE, HEARD_FIRST = 16, 8
 
 
 @pytree
@@ -55,6 +58,12 @@ class HeadRows(PendingRows):
     before: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
     at_root: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
 
+    def room(self, most: int) -> Array:
+        if self.heard is None:
+            return super().room(most)
+        first = min(most, HEARD_FIRST)
+        return jnp.where(self.heard[:, 0] > 0, most, first) - self.pending
+
 
 @pytree
 class EagleDrafter(Drafter, Pytree):
@@ -63,6 +72,9 @@ class EagleDrafter(Drafter, Pytree):
     Attributes:
       head: of the first step.
       later: those of the next L steps. Steps past the last head run it, too.
+      listens: while plain rounds go on, the first head is compared with what the target writes (see
+        PendingRows), which tells whether drafting would pay. It costs the head's logits of each
+        token, a few tokens at a time.
       least_probability: above 0, a chain of one head ends where no row's draft is at least so
         likely (see grow_while_likely), if texts do not depend on the draft. On a GPU the loop would
         cut a round into several graphs.
@@ -71,6 +83,7 @@ class EagleDrafter(Drafter, Pytree):
     head: DraftHead
     later: tuple[DraftHead, ...] = ()
     least_probability: float = static(default=0.0)
+    listens: bool = static(default=False)
 
     @property
     def heads(self) -> tuple[DraftHead, ...]:
@@ -91,9 +104,11 @@ class EagleDrafter(Drafter, Pytree):
         return pool
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> HeadRows:
-        shape = (num_rows, capacity.max_depth + 1, self.head.feature_size(target))
+        shape = (num_rows, self.most_pending(capacity), self.head.feature_size(target))
         rows = HeadRows(
-            features=jnp.zeros(shape, self.head.dtype), pending=jnp.zeros(num_rows, jnp.int32)
+            features=jnp.zeros(shape, self.head.dtype),
+            pending=jnp.zeros(num_rows, jnp.int32),
+            heard=jnp.zeros((num_rows, 2), jnp.int32) if self.listens else None,
         )
         if not self.later:
             return rows
@@ -101,8 +116,8 @@ class EagleDrafter(Drafter, Pytree):
         before, at_root = jnp.zeros(size, self.head.dtype), jnp.zeros(size, self.head.dtype)
         return rows.replace(before=before, at_root=at_root)
 
-    def most_pending(self, capacity: SpeculationConfig) -> int | None:
-        return capacity.max_depth + 1
+    def most_pending(self, capacity: SpeculationConfig) -> int:
+        return max(capacity.max_depth + 1, HEARD_AT_ONCE if self.listens else 0)
 
     def prefill(
         self,
@@ -127,6 +142,8 @@ class EagleDrafter(Drafter, Pytree):
             pending=jnp.where(changed, 1, rows.pending),
             before=_where(changed, _outputs_at(outputs, chunk.counts - 1), rows.before),
         )
+        if rows.heard is not None:
+            rows = rows.replace(heard=jnp.where(changed[:, None], 0, rows.heard))
         return DraftState(pool=pool.replace(layers=outputs[-1].states), rows=rows)
 
     def _read(
@@ -187,7 +204,9 @@ class EagleDrafter(Drafter, Pytree):
     def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
         pool, rows = _draft_state(state)
         outputs = self._read_pending(target, state, rows.features.shape[1], options)
-        active = state.rows.active
+        active, heard = state.rows.active, rows.heard
+        if heard is not None and options.speculation.is_plain:
+            heard = self._listen(target, state, outputs[0].normed, options)
         moved = active & (rows.pending > 1)  # else the root alone was pending, as it is afterwards
         last = jnp.where(active[:, None], _at(rows.features, rows.pending - 1), rows.features[:, 0])
         rows = rows.replace(
@@ -195,8 +214,27 @@ class EagleDrafter(Drafter, Pytree):
             pending=jnp.where(active, 1, rows.pending),
             before=_where(moved, _outputs_at(outputs, rows.pending - 2), rows.before),
             at_root=_outputs_at(outputs, rows.pending - 1),
+            heard=heard,
         )
         return DraftState(pool=pool.replace(layers=outputs[-1].states), rows=rows)
+
+    def _listen(
+        self, target: Decoder, state: EngineState, normed: Array, options: RoundOptions
+    ) -> Array:
+        """PendingRows.heard after the first head has read all pending tokens, from its outputs
+        [B, T, H]: what follows each of them but the root is known."""
+        _, rows = _draft_state(state)
+        assert rows.heard is not None
+        run = pending_tokens(state, rows.pending, normed.shape[1])
+        layout, ids = self.head.vocab_layout(target), self.head.token_ids
+        proposer = make_proposer(target, state, options, layout, ids)
+        proposer = proposer._replace(context_lens=run.positions[:, 0])
+        logits = self.head.logits(target, normed[:, :-1], options.kernels)
+        drafted, _ = proposer.next_token(logits, 1 + jnp.arange(logits.shape[1]))
+        known = run.valid[:, 1:]
+        hits = known & (drafted == run.tokens[:, 1:])
+        new = jnp.stack([known.sum(axis=1), hits.sum(axis=1)], axis=1)
+        return rows.heard + new.astype(jnp.int32)
 
     def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
         return self.propose_for(state.rows.active, target, state, options)

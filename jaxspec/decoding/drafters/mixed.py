@@ -71,6 +71,10 @@ class MixedDrafter(Pytree):
     def tells_confidence(self) -> bool:
         return False  # the model's is not that of rows that look up
 
+    @property
+    def listens(self) -> bool:
+        return self.model.listens
+
     def init_pool(self, geometry: Geometry) -> Any:
         check_drafter(self.model, "model of MixedDrafter")
         check_drafter(self.lookup, "lookup of MixedDrafter")

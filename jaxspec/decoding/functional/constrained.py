@@ -17,7 +17,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.functional.checks import check_order, check_sizes, check_state
 from jaxspec.decoding.functional.decode import (
     max_pending_when_behind,
-    read_pending,
+    read_if_behind,
 )
 from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec, with_found_specs
 from jaxspec.decoding.functional.record import emitted_rounds, emitted_specs
@@ -176,8 +176,9 @@ def draft_shard(
     """Draft trees on one device's shard."""
     chosen, index = choose_rows(params, state, rows, options.columns)
     chosen = rows_to_decode(options, chosen)
-    if max_pending_when_behind(params, options, chosen) is not None:
-        chosen = read_pending(params, options, chosen)
+    max_pending = max_pending_when_behind(params, options, chosen)
+    if max_pending is not None:
+        chosen = read_if_behind(params, options, chosen, max_pending)
     tree, after = draft_tree(params.target, params.drafter, options, chosen)
     return put_back(state, index, after), tree
 

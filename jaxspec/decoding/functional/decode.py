@@ -176,10 +176,13 @@ def _catch_up(params: EngineParams, state: EngineState, rows: Array) -> EngineSt
 def max_pending_when_behind(
     params: EngineParams, options: RoundOptions, state: EngineState
 ) -> int | None:
-    """Most pending tokens of the drafter, if it must catch up in this call (see
+    """Most pending tokens of the drafter, if it may have to catch up in this call (see
     _loop_catching_up); else None."""
-    smaller = options.speculation.max_depth < state.capacity.max_depth
-    return params.drafter.most_pending(state.capacity) if smaller else None
+    # A round of the deepest tree reads all that is pending, unless the head waits to listen to more.
+    reads_all = options.speculation.max_depth == state.capacity.max_depth
+    if reads_all and not params.drafter.listens:
+        return None
+    return params.drafter.most_pending(state.capacity)
 
 
 def read_pending(params: EngineParams, options: RoundOptions, state: EngineState) -> EngineState:
@@ -282,20 +285,20 @@ def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: 
     The drafter can hold ``max_pending`` tokens (see Drafter.most_pending). A plain round adds a
     pending token, so the drafter catches up whenever a row's window is full. A round with a smaller
     tree reads all pending tokens but can hold fewer of them, so the drafter catches up once, before
-    the first round.
+    the first round, if more are pending.
     """
     inner, batch = _loop(params, options), params.layout.batch
 
     def caught_up(carry: _Carry) -> _Carry:
-        return carry._replace(state=read_pending(params, options, carry.state))
+        return carry._replace(state=read_if_behind(params, options, carry.state, max_pending))
 
     def loop(carry: _Carry, limit: Array) -> _Carry:
         if not options.speculation.is_plain:
             return inner(caught_up(carry), limit)
 
         def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
-            start = _with_room(carry[0], max_pending, caught_up, batch)
-            stop = jnp.minimum(start.index + _room(start, max_pending, batch), limit)
+            start = caught_up(carry[0])
+            stop = jnp.minimum(start.index + _room(start.state, max_pending, batch), limit)
             after = inner(start, stop)
             return after, after.index == stop
 
@@ -307,20 +310,27 @@ def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: 
     return loop
 
 
-def _with_room(
-    carry: _Carry, max_pending: int, caught_up: Callable[[_Carry], _Carry], batch: Axes
-) -> _Carry:
-    """The carry after the drafter caught up, if it must before another plain round."""
-    if not isinstance(carry.state.rows.draft, PendingRows):
-        return caught_up(carry)
+def read_if_behind(
+    params: EngineParams, options: RoundOptions, state: EngineState, max_pending: int
+) -> EngineState:
+    """The state after the drafter caught up, if it must before a round with these options: see
+    _loop_catching_up."""
+    if not isinstance(state.rows.draft, PendingRows):
+        return read_pending(params, options, state)
+    shape, batch = options.speculation, params.layout.batch
+    most, least = (max_pending, 1) if shape.is_plain else (shape.max_depth + 1, 0)
     # A loop of at most one iteration: the branches of lax.cond copy the caches.
-    return lax.while_loop(lambda carry: _room(carry, max_pending, batch) < 1, caught_up, carry)
+    return lax.while_loop(
+        lambda state: _room(state, most, batch) < least,
+        functools.partial(read_pending, params, options),
+        state,
+    )
 
 
-def _room(carry: _Carry, max_pending: int, batch: Axes) -> Array | int:
-    """Plain rounds that may run before the drafter must catch up."""
-    rows = carry.state.rows
+def _room(state: EngineState, most: int, batch: Axes) -> Array | int:
+    """Tokens more that may be pending, of at most ``most``, before the drafter must catch up."""
+    rows = state.rows
     if not isinstance(rows.draft, PendingRows):  # it has just caught up
-        return max_pending - 1
-    least = jnp.min(jnp.where(rows.active, rows.draft.room(max_pending), max_pending))
+        return most - 1
+    least = jnp.min(jnp.where(rows.active, rows.draft.room(most), most))
     return lax.pmin(least, batch) if batch else least

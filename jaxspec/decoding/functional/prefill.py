@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxspec.decoding.blocks import map_blocks
 from jaxspec.decoding.drafters import PrefillChunk
+from jaxspec.decoding.drafters.base import heard_by
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.drafters.paged import TokenRun, causal_attend, prompt_tokens
 from jaxspec.decoding.functional.checks import (
@@ -219,6 +220,7 @@ def read_chunk(
         top_logprobs=top_logprobs,
         prompt=prompt,
         policy_logprobs=of_policy,
+        heard=heard_by(after.draft),
     )
     return state.replace(pool=pool, rows=after), emitted
 

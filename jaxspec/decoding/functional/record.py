@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.decoding.drafters.base import heard_by
 from jaxspec.decoding.functional.params import EngineParams
 from jaxspec.decoding.round import RoundOutput
 from jaxspec.decoding.round_options import RoundOptions
@@ -78,6 +79,7 @@ def emitted_rounds(num_rounds: Array, state: EngineState, rounds: RoundOutput) -
         trees=rounds.trees,
         confidence=rounds.confidence,
         policy_logprobs=rounds.policy_logprobs,
+        heard=heard_by(state.rows.draft),
     )
 
 

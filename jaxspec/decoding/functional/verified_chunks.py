@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from jaxspec.cache import LayerStates
 from jaxspec.decoding.drafters import PrefillChunk
+from jaxspec.decoding.drafters.base import heard_by
 from jaxspec.decoding.drafters.checks import checked_state
 from jaxspec.decoding.drafters.paged import TokenRun, causal_attend
 from jaxspec.decoding.functional.decode import emitted_specs
@@ -306,4 +307,5 @@ def _emitted(
         hidden=None,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
+        heard=heard_by(after.draft),
     )
