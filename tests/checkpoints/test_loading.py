@@ -44,7 +44,8 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_hub")
 def test_a_slip_in_a_drafters_name_is_told_before_the_hub_is_asked(name: str, meant: str | None):
     hint = f" Do you mean {meant}?" if meant else ""
-    expected = f"there is no drafter {name!r}.{hint} Names are auto, none, ngram, suffix, mtp, and"
+    names = "auto, none, ngram, suffix, mtp, text, and"
+    expected = f"there is no drafter {name!r}.{hint} Names are {names}"
     with pytest.raises(ValueError, match=re.escape(expected)):
         load("owner/model", name)
 

@@ -178,7 +178,7 @@ def max_pending_when_behind(
 ) -> int | None:
     """Most pending tokens of the drafter, if it may have to catch up in this call (see
     _loop_catching_up); else None."""
-    # A round of the deepest tree reads all that is pending, unless the head waits to listen to more.
+    # A round of the deepest tree reads all that is pending, unless the head listens to more.
     reads_all = options.speculation.max_depth == state.capacity.max_depth
     if reads_all and not params.drafter.listens:
         return None
