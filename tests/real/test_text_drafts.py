@@ -52,6 +52,7 @@ def check_drafts(target: str, draft: str, prompt: str | None, least: float) -> N
     assert 2 * (GREEDY.max_tokens - 1) / rounds > least
 
 
+@pytest.mark.slow
 def test_the_built_in_model_drafts_for_smollm2():
     """Its 4,096 words are of Python alone."""
     check_drafts("smollm2", str(BUILT_IN_MODEL), None, 1.1)
