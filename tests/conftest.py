@@ -110,7 +110,7 @@ GROUPS = {
         "tests/llm/test_llm_options.py",
         "tests/llm/test_llm_weights.py",
         "tests/llm/test_request_length.py",
-        "tests/llm/text_drafts/test_text_drafter.py",
+        "tests/llm/text_drafts/",
     ),
     "engines": (
         "tests/engine/test_engine.py",

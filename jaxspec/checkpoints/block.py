@@ -174,12 +174,22 @@ def check_block_copies(directory: str | Path, model: str | Path) -> None:
     Raises ValueError for tables of another shape.
     """
     stored = scan(directory)
-    if not ids_are_equal(stored):
+    if not ids_are_equal(stored) or _are_first_ids(stored, model):
         stored = {name: one for name, one in stored.items() if name != HEAD}
     copies = dict(zip((EMBEDDINGS, HEAD), map(stored.get, _COPIES), strict=True))
     found = {name: copy for name, copy in copies.items() if copy is not None}
     if found:
         warn_of_changed_copies(found, canonical_tensors(model), are_read=False, stacklevel=2)
+
+
+def _are_first_ids(stored: Mapping[str, CheckpointTensor], model: str | Path) -> bool:
+    """Whether draft ids are the target's, but not all of them."""
+    table = stored.get("d2t")
+    return (
+        table is not None
+        and len(table.shape) == 1
+        and (table.shape[0] < canonical_tensors(model)[EMBEDDINGS].shape[0])
+    )
 
 
 def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> None:

@@ -12,7 +12,10 @@ from jaxspec.checkpoints.packaged import PACKAGED, packaged_file
 
 gguf_folder = LazyModule("jaxspec.checkpoints.gguf.folder")
 
-FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt")
+FILES = (
+    *("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt"),
+    "mask_embedding.pt",  # of MiMo's block heads
+)
 
 
 def resolve_directory(name_or_path: str | Path) -> Path:

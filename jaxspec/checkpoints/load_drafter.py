@@ -211,10 +211,11 @@ def _shared_vocabulary(
     if spelt is not None and target is not None:
         found = shared_tokens(target, spelt, drafted.config.vocab_size, config.vocab_size)
     if found is None or found.share < LEAST_SHARED:
+        share = f"they share {found.share:.0%} of their tokens" if found else ""
         raise ValueError(
             f"draft model {directory} has another vocabulary than the target {drafted.directory}, "
-            f"and they share {'no' if found is None else f'{found.share:.0%} of their'} tokens: an "
-            f"LLM drafts with any by text:{directory}"
+            f"and {share or 'their tokens cannot be compared'}: a draft model must share at least "
+            f"{LEAST_SHARED:.0%}, or draft as text:{directory}"
         )
     if drafted.sharded and drafted.mesh is not None:
         raise ValueError(

@@ -193,6 +193,9 @@ def test_a_reduced_vocabulary(heads: dict[str, Path], target: ModelConfig, tmp_p
     save_block_head(head, tmp_path / "out", model)
     assert arrays_equal(load_block_head(tmp_path / "out", target, FLOAT32), head)
     check_block_copies(tmp_path / "out", tmp_path)  # its LM head is not the target's
+    first = {"d2t": np.zeros(86, np.int64), "t2d": np.arange(257) < 86}
+    save_decoder(model, tmp_path / "model")
+    check_block_copies(changed_copy(directory, tmp_path / "first", **first), tmp_path / "model")
     for name, message in (
         ("d2t", "needs a tensor d2t of [86] integers"),
         ("lm_head.weight", "lm_head.weight is missing"),

@@ -1,5 +1,6 @@
 """Model names to directories."""
 
+import fnmatch
 import re
 import types
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from huggingface_hub import errors
 
 from jaxspec.checkpoints import hub
+from jaxspec.checkpoints.block import MASK_FILE
 from jaxspec.checkpoints.hub import resolve_directory
 
 
@@ -89,3 +91,7 @@ def test_each_refusal_says_what_helps(
     with pytest.raises(ValueError, match=re.escape(expected)) as raised:
         resolve_directory("owner/name")
     assert "\n" not in str(raised.value)
+
+
+def test_what_a_head_reads_is_downloaded():
+    assert any(fnmatch.fnmatch(MASK_FILE, pattern) for pattern in hub.FILES)

@@ -97,7 +97,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "pages of 16, there are 4",
         ),
         (["--drafter", "{head}"], "vocab_size is 320, not 4096"),
-        (["--drafter", "{model}"], "share a tokenizer"),
+        (["--drafter", "{model}"], "must share at least 50%, or draft as text:"),
         (["--prompt-file", "/no/such/file"], "cannot read /no/such/file"),
         (["--tree", "60"], "'60' is not plain, chain:K or NODES:DEPTH:TOPK"),
         (["--tree", "4:5:2"], "num_nodes (4) must exceed max_depth (5)"),

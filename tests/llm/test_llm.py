@@ -357,5 +357,5 @@ def test_a_request_beyond_the_page_budget_is_an_error(model):
 
 def test_a_drafter_of_another_vocabulary_is_an_error(model, tmp_path):
     other = tiny_llama(tmp_path / "other", vocab_size=320)
-    with pytest.raises(ValueError, match="share a tokenizer"):
+    with pytest.raises(ValueError, match="must share at least 50%, or draft as text:"):
         LLM(model, other)

@@ -59,8 +59,8 @@ RUNS = {
         (["--method", "dflash", "--markov-rank", "8"], "dflash does not take --markov-rank"),
         (["--method", "dflash", "--block-size", "1"], "block_size must be an integer from 2"),
         (
-            ["--method", "dflash", "--capture", "4", "8"],
-            "increasing layers from -1 to 6, got [3, 7]",
+            ["--method", "dflash", "--capture", "4", "9"],
+            "increasing layers from -1 to 7, got [3, 8]",
         ),
         (["--method", "dflash", "--block-size", "65"], "leave nothing to learn to 64 steps"),
         (["--method", "dspark", "--anchors", "0"], "one or more places of a row"),

@@ -12,11 +12,12 @@ SWAP_MEMORY = SNAPSHOT_MEMORY = 4.0  # GiB, as EngineConfig has it
 DRAFTER_HELP = (
     "none, ngram, suffix, mtp (the model's own layers for multi-token prediction; mtp:1: the first "
     "alone; mtp:before, mtp:after, mtp:before-after, mtp:after-before: the hidden states that they "
-    "read, in place of the family's), directory or hub id of an EAGLE head, of MTP layers, of a "
-    "block head (DFlash, DSpark) or of a draft model, or ngram+ or suffix+ and one of these but "
-    "the first three: lookup's draft where it finds a long match, else the other's; suffix:N and "
-    "suffix:N+ look up the last N tokens of past outputs, too, 65536 for example: others can tell "
-    "from the speed what was written before; text: and a model with any tokenizer, or "
+    "read, in place of the family's), directory or hub id of an EAGLE or P-EAGLE head, of MTP "
+    "layers, of a block head (DFlash, DFlash 2, DSpark, LiLiCorr, Domino, XPress) or of a draft "
+    "model, or ngram+ or suffix+ and one of these but the first three: lookup's draft where it "
+    "finds a long match, else the other's; suffix:N and suffix:N+ look up the last N tokens of "
+    "past outputs, too, 65536 for example: others can tell from the speed what was written before; "
+    "text: and a model with any tokenizer, or "
     "http://127.0.0.1:PORT of a server with OpenAI's API"
 )
 AUTO_DRAFTER_HELP = (

@@ -44,6 +44,8 @@ class ModelSource(TextSource):
         self._asked.pop(request_id, None)
 
     def continue_texts(self, texts: Mapping[str, str], tokens: int) -> Mapping[str, str]:
+        if self._most(tokens) < 1:
+            return {}
         spellings = {name: self._spelling(name, text) for name, text in texts.items() if text}
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
         generations = self.engine.add_all(
@@ -73,7 +75,11 @@ class ModelSource(TextSource):
     def _prompt(self, ids: list[int], tokens: int) -> list[int]:
         """What the model reads: of a text that is too long for it, the end. That begins at the same
         place for many rounds, which then find it in the prefix cache."""
-        most = self.engine.limits.max_length - tokens - len(self._around)
+        most = self._most(tokens)
         part = max(1, most // 2)
         skipped = 0 if len(ids) <= most else -(-(len(ids) - most) // part) * part
         return [*self._around, *ids[skipped:]]
+
+    def _most(self, tokens: int) -> int:
+        """Most tokens of a text that the model reads, to continue it by so many."""
+        return self.engine.limits.max_length - tokens - len(self._around)

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.checkpoints.load import load_params
 from jaxspec.checkpoints.load_drafter import platform_of
 from jaxspec.checkpoints.load_options import LoadOptions
@@ -19,13 +20,15 @@ from jaxspec.llm.tokenizer.text import NoTokenizer, TextTokenizer, open_tokenize
 from jaxspec.parallel import stage_meshes
 
 PREFIX = "text:"
+MOST_TOKENS = 65_536  # of all texts together that the draft model keeps; others it reads again
 PAGE_SIZE = 8  # of the draft model: what does not fill a page is read again in every round
 
 
 def source_name(options: LLMOptions) -> str | None:
     """What follows ``text:`` in the drafter's name; None: it is another drafter."""
     drafter = options.drafter
-    return drafter[len(PREFIX) :] if isinstance(drafter, str) and drafter[:5] == PREFIX else None
+    is_text = isinstance(drafter, str) and drafter.startswith(PREFIX)
+    return str(drafter)[len(PREFIX) :] if is_text else None
 
 
 def drafted_on_host(options: LLMOptions) -> LLMOptions:
@@ -33,24 +36,44 @@ def drafted_on_host(options: LLMOptions) -> LLMOptions:
 
     Raises ValueError for options that do not go with text drafts.
     """
-    if source_name(options) is None:
+    name = source_name(options)
+    if name is None:
         return options
     config, speculation = options.engine or EngineConfig(), options.speculation
     wrong = [
         problem
         for problem, found in (
-            ("no adaptive trees", config.adaptive),
-            ("one process", options.processes is not None),
-            ("no pipeline", len(stage_meshes(options.mesh, options.drafter_mesh)) > 1),
-            ("weights as loaded: no drafter_bits", options.drafter_bits is not None),
-            ("a chain as its tree", speculation is not None and not speculation.is_chain),
+            ("adaptive trees", config.adaptive),
+            ("several processes", options.processes is not None),
+            ("pipelines", len(stage_meshes(options.mesh, options.drafter_mesh)) > 1),
+            ("drafter_bits", options.drafter_bits is not None),
+            ("shard_drafter", options.shard_drafter),
+            ("trees but chains", speculation is not None and not speculation.is_chain),
         )
         if found
     ]
     if wrong:
-        raise ValueError(f"drafter {options.drafter!r} needs {', and '.join(wrong)}")
+        raise ValueError(f"drafter {options.drafter!r} does not go with {', '.join(wrong)}")
+    _check_source(name)  # before the target is loaded, which may take long
     engine = dataclasses.replace(config, adaptive=False)
     return dataclasses.replace(options, drafter=HostDrafted(), engine=engine)
+
+
+def _check_source(name: str) -> None:
+    """Raises ValueError for a name of no model, and for a server that does not answer."""
+    if not name:
+        raise ValueError(
+            f"drafter {PREFIX!r}: after text: give the directory or hub id of a draft model, or "
+            "the URL of a server on this machine"
+        )
+    if _is_server(name):
+        ServerSource(name)
+    else:
+        resolve_directory(name)
+
+
+def _is_server(name: str) -> bool:
+    return name.startswith(("http:", "https:"))
 
 
 def open_text_drafter(
@@ -69,17 +92,11 @@ def open_text_drafter(
         return None
     if isinstance(tokenizer, NoTokenizer):
         raise ValueError(f"drafter {options.drafter!r} needs a tokenizer of the target's")
-    is_server = name.startswith(("http:", "https:"))
-    source = ServerSource(name) if is_server else _model_source(name, options, length)
+    source = ServerSource(name) if _is_server(name) else _model_source(name, options, length)
     return TextDrafter(tokenizer, source, params.target.config.vocab_size)
 
 
 def _model_source(name: str, options: LLMOptions, length: int) -> TextSource:
-    if not name:
-        raise ValueError(
-            f"drafter {PREFIX!r}: after text: give the directory or hub id of a draft model, or "
-            "the URL of a server on this machine"
-        )
     tokenizer = open_tokenizer(Path(name) if Path(name).is_dir() else name)
     if isinstance(tokenizer, NoTokenizer):
         raise ValueError(f"drafter {options.drafter!r} has no tokenizer: text drafts need it")
@@ -89,7 +106,8 @@ def _model_source(name: str, options: LLMOptions, length: int) -> TextSource:
     params, config = load_params(loaded), options.engine or EngineConfig()
     length = min(length, params.target.config.max_position)
     page_size = 16 if platform_of(options.mesh) == "tpu" else PAGE_SIZE
-    pages = config.max_rows * -(-(length + 1) // page_size) + 1
+    tokens = max(length + 1, min(config.max_rows * (length + 1), MOST_TOKENS))
+    pages = config.max_rows + -(-tokens // page_size) + 1
     cache = CacheConfig(page_size, length, num_pages=pages)
     rows = EngineConfig(max_rows=config.max_rows, max_programs=config.max_programs)
     return ModelSource(Engine(params, cache, rows), tokenizer)

@@ -7,7 +7,7 @@ from jaxspec.llm.tokenizer.detokenizer import REPLACEMENT, UNFINISHED, common_le
 
 CONTEXT = 24  # characters before a text that are spelt with it, at least
 MOST_CONTEXT = 48
-ANCHORS = ("\n", ".")  # after which a text is spelt by itself; few tokens join with both
+ANCHORS = ("\n", ".", "a")  # after which a text is spelt by itself; few tokens join with both
 TAIL = 24  # last tokens of a spelling whose boundaries are known
 WORD = 8  # of these, how many are given up for a boundary before a space
 

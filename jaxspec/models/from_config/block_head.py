@@ -138,7 +138,7 @@ def _check_fit(model: ModelConfig, layout: BlockLayout, target: ModelConfig) -> 
     if not layout.scaled and (scaled or target.logit_softcap is not None):
         raise ValueError(
             "block drafters of this layout need a target whose embeddings and logits are not "
-            f"scaled or capped; only those of {DFLASH} were trained with such ones"
+            f"scaled or capped; only those of {DFLASH} and DFlash2DraftModel were trained so"
         )
 
 

@@ -26,6 +26,7 @@ from jaxspec.models.from_config.block_spellings import (
     is_of_angelslim,
     is_of_torchspec,
 )
+from jaxspec.models.from_config.block_windows import CAUSAL_FLAGS
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import check_flag, shown
@@ -89,9 +90,9 @@ def says_block(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is a block head's, supported or not."""
     names = raw.get("architectures")
     named = shown(names) if isinstance(names, list | str) else ""
+    kinds = ("DFlash", "DSpark", "XPress", "Domino", "LiLiCorr")
     of_speculators = raw.get(SPECULATORS) in SPECULATORS_KINDS
-    of_speculators = of_speculators or "XPress" in named
-    return "dflash_config" in raw or "DFlash" in named or "DSpark" in named or of_speculators
+    return "dflash_config" in raw or of_speculators or any(kind in named for kind in kinds)
 
 
 def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
@@ -145,8 +146,8 @@ def _with_options_nested(
     next_, scaled = kind.predicts_next, scaled and kind.name in ("dflash", "dflash2")
     if kind.name == "domino":
         next_ = check_flag("shift_label", options.get("shift_label", False))
-    if kind.name == "lilicorr":
-        options.setdefault("is_causal", False)
+    if kind.name == "lilicorr" and not any(options.get(name) is not None for name in CAUSAL_FLAGS):
+        options["is_causal"] = False
     if kind.name == "xpress" and options["block_size"] is None:
         options["block_size"] = options.get("xpress_block_size")
     return BlockLayout(top, options, "target_layer_ids", 1, next_, kind.name, scaled)

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.llm.text_drafts.drafter import TextDrafter, TextSource
+from jaxspec.llm.text_drafts.model_source import ModelSource
 from tests.helpers.engines import seal
 from tests.helpers.small_tokenizers import one_token_a_byte
 from tests.llm.text_drafts.test_spelling import Plain
@@ -56,6 +59,11 @@ def test_a_draft_begins_with_the_bytes_that_its_character_lacks():
         assert drafts(source, ids[:cut], 2) == ids[cut : cut + 2], cut
         source.asked = 0
     assert drafts(Oracle(["né 他好"]), ids[:6]) == []  # another character than the one begun
+
+
+def test_a_draft_model_without_room_for_the_draft_writes_nothing():
+    engine: Any = SimpleNamespace(limits=SimpleNamespace(max_length=12))
+    assert ModelSource(engine, bytes_tokenizer()).continue_texts({"1": "abc"}, 12) == {}
 
 
 def test_requests_begin_again_and_are_forgotten():
@@ -112,9 +120,9 @@ def test_plain_requests_are_decoded_beside_drafted_ones(llm: LLM):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": EngineConfig(adaptive=True)}, "no adaptive trees"),
-        ({"speculation": SpeculationConfig.parse("8:2:4")}, "a chain as its tree"),
-        ({"drafter_bits": 8}, "no drafter_bits"),
+        ({"engine": EngineConfig(adaptive=True)}, "does not go with adaptive trees"),
+        ({"speculation": SpeculationConfig.parse("8:2:4")}, "trees but chains"),
+        ({"drafter_bits": 8}, "does not go with drafter_bits"),
     ],
 )
 def test_options_that_do_not_go_with_text_drafts(
