@@ -69,7 +69,9 @@ def test_a_draft_model_of_other_ids_is_mapped(tmp_path: Path):
     other = tiny_llama(tmp_path / "other", vocab_size=320)
     saved(sentencepiece_like(byte_fallback=False), tmp_path / "words")
     (tmp_path / "words" / "tokenizer.json").rename(other / "tokenizer.json")
-    with pytest.raises(ValueError, match="of their tokens: a draft model must share at least 50%, or"):
+    with pytest.raises(
+        ValueError, match="of their tokens: a draft model must share at least 50%, or"
+    ):
         jaxspec.load(target, other, speculation=chain)
     save_byte_tokenizer(other)
     assert not isinstance(jaxspec.load(target, other, speculation=chain).drafter, type(drafter))
