@@ -112,7 +112,7 @@ class _CountingExperts(Experts):
         routes = super().routes(rows, step)
         attend = step.attend
         assert isinstance(attend, PagedAttend)  # as in all passes of an engine
-        real = (attend.slots > 0).reshape(-1)  # padding is written to the null page
+        real = attend.is_token.reshape(-1)
         experts = jnp.where(real[:, None], routes.experts, self.config.routing.num_experts)
         self.record(count_distinct(experts, self.config.routing.num_experts))
         return routes

@@ -58,7 +58,8 @@ class HeadKind:
       name: what ``projector_type`` and ``speculators_model_type`` call it.
       keys: its options.
       defaults: of options that the speculators library leaves out.
-      both_ways: sliding layers are not causal inside of a block, unless a file says so.
+      both_ways: in files of the speculators library that do not say it, sliding layers are not
+        causal inside of a block.
       predicts_next: see BlockConfig, of files that do not say it.
     """
 
@@ -94,7 +95,6 @@ HEAD_KINDS: Mapping[str, HeadKind] = MappingProxyType(
                 "lilicorr",
                 words("lilicorr_enabled lilicorr_hidden_size")
                 | {*LILICORR_SIZES, *LILICORR_NUMBERS, *CONVOLUTION},
-                both_ways=True,
             ),
             # How many passes, and over how many tokens, is for engines that iterate.
             HeadKind(

@@ -107,8 +107,6 @@ class BlockConfig:
                 f"a draft vocabulary of {self.draft_vocab_size} tokens is not supported for a "
                 "block drafter with this correction of its logits, only the target's"
             )
-        if self.draft_vocab_size and not isinstance(self.correction, MarkovConfig | None):
-            raise ValueError("a reduced draft vocabulary goes with no correction but a Markov head")
 
 
 @pytree

@@ -47,8 +47,8 @@ def _alike(linear: PackedExpertLinear, shared: Float8Linear) -> bool:
     if not isinstance(linear, PackedExpertLinear) or not isinstance(shared, Float8Linear):
         return False
     rest = linear.bias, linear.factor, shared.bias, shared.input_scale
-    if linear.code != "e4m3" or any(array is not None for array in rest):
-        return False
+    if linear.code != "e4m3" or linear.block[0] == 1 or any(array is not None for array in rest):
+        return False  # numbers of 4 bits, or scales of groups
     same_size = linear.values.shape[1:] == shared.values.shape
     return same_size and linear.scale.shape[-1] == len(shared.scale)
 

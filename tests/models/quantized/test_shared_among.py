@@ -98,10 +98,12 @@ def test_what_does_not_fit_exactly_stays():
     uneven = shared.gate_up.replace(scale=shared.gate_up.scale.at[0, 0, 3].multiply(2))
     narrow = dataclasses.replace(CONFIG, shared_size=SIZE)
     latent = dataclasses.replace(CONFIG, latent=SIZE)
+    of_groups = made.gate_up.replace(block=(1, 32))  # scales of as many columns, as MXFP8 has them
     none = dataclasses.replace(CONFIG, shared_size=0, shared_gate=False)
     for other in (
         made.replace(shared=shared.replace(gate_up=uneven)),
         made.replace(shared=shared.replace(down=as_linear(shared.down, jnp.dtype("float32")))),
+        made.replace(gate_up=of_groups),
         experts(narrow),
         made.replace(config=latent),
         made.replace(shared=None, config=none),
