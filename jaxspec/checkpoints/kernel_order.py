@@ -47,16 +47,6 @@ def in_order(node: Any) -> Any:
 
 
 def _is_for_kernel(experts: Any) -> bool:
-    """Whether the device runs the kernel, and has run it with such scales."""
-    if _is_untested(experts):
-        return False
+    """Whether the device runs the kernel."""
     devices = {device for leaf in jax.tree.leaves(experts) for device in leaf.sharding.device_set}
     return len(devices) == 1 and is_hopper(*devices)
-
-
-def _is_untested(experts: Float8Experts | FourBitExperts) -> bool:
-    """Whether the kernel was compiled for a GPU with such scales, but has not run: with zeros, and
-    with a scale for each output of 8-bit floats."""
-    if isinstance(experts, FourBitExperts):
-        return experts.zero is not None
-    return experts.block[0] == 1 and experts.scale.shape[-1] == 1

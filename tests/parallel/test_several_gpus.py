@@ -128,14 +128,17 @@ def check_close(found: Sequence[list[Any]], wanted: Sequence[list[Any]]) -> None
     assert np.concatenate(differences(found, wanted)).max() <= CLOSE
 
 
-def differences(found: Sequence[list[Any]], wanted: Sequence[list[Any]]) -> list[np.ndarray]:
-    """Of the log-probabilities of each prompt, up to the first token that differs."""
+def differences(
+    found: Sequence[list[Any]], wanted: Sequence[list[Any]], last: int = 3
+) -> list[np.ndarray]:
+    """Of the log-probabilities of each prompt, up to the first token that differs, which is of the
+    ``last`` ones."""
     result = []
     for ours, theirs in zip(found, wanted, strict=True):
         same = 0  # tokens before the first that differs, which may be a near tie
         while same < len(theirs) and ours[same][0] == theirs[same][0]:
             same += 1
-        assert same >= len(theirs) - 3
+        assert same >= len(theirs) - last
         values = (np.array([value for _, value in tokens[:same]]) for tokens in (ours, theirs))
         result.append(np.abs(np.subtract(*values)))
     return result
