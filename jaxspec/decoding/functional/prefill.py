@@ -23,24 +23,16 @@ from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.record import emitted_specs
 from jaxspec.decoding.functional.refusals import refuse_rows
 from jaxspec.decoding.functional.subset import choose_rows, listed_rows, put_chosen
+from jaxspec.decoding.functional.target_tokens import draw, endings, scores
 from jaxspec.decoding.round import split_captured
 from jaxspec.decoding.round_options import RoundOptions
-from jaxspec.decoding.sampling import (
-    History,
-    Logprobs,
-    control_logits,
-    perturb,
-    policy_logprobs,
-    process_logits,
-    token_logprobs,
-    vocab_ids,
-)
-from jaxspec.decoding.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
+from jaxspec.decoding.sampling import History, Logprobs, token_logprobs
+from jaxspec.decoding.state import Emitted, EngineState, PromptLogprobs, Rows, Status
 from jaxspec.decoding.token_masks import check_masks, restrict
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.pipeline_stage import Passage
-from jaxspec.parallel import collectives
+from jaxspec.parallel import Layout
 from jaxspec.parallel.array_checks import Integers
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory together, for their logprobs
@@ -185,7 +177,7 @@ def read_chunk(
     ended = jnp.take_along_axis(hidden, last, axis=1)
     logits = decoder.logits(target, ended, options.kernels, isolate_blocks=options.isolate_blocks)
     lens = rows.context_lens + counts
-    roots, finite = _next_token(logits, state, lens, masks, options, params)
+    roots, finite = _next_token(logits, state, lens, masks, options, target.layout)
     chunk = PrefillChunk(tokens=run.tokens, counts=counts)
     draft = params.drafter.prefill(target, state, chunk, features, options)
     draft = checked_state(params.drafter, "prefill", state, draft)
@@ -193,16 +185,10 @@ def read_chunk(
     after, sampled = _advanced(rows, counts, roots, finite)
     after = after.replace(draft=draft.rows)
     asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
-    logprobs = top_tokens = top_logprobs = prompt = of_policy = None
-    if options.logprobs:
-        scores = token_logprobs(
-            logits, roots[:, None], options.top_logprobs, target.layout, options.kernels
-        )
-        logprobs, top_tokens, top_logprobs = jax.tree.map(lambda x: x[None], scores)
-    if options.policy_logprobs:
-        how = {"greedy": options.greedy, "kernels": options.kernels}
-        sampling, layout = rows.sampling, target.layout
-        of_policy = policy_logprobs(logits, roots[:, None], sampling, layout, **how)[None]
+    raw, of_policy = scores(options, target.layout, rows, logits, roots[:, None])
+    given = jax.tree.map(lambda x: x[None], (*(raw or (None, None, None)), of_policy))
+    logprobs, top_tokens, top_logprobs, of_policy = given
+    prompt = None
     if options.prompt_logprobs:
         prompt = _prompt_logprobs(hidden, state, counts, options, target)
     none = jnp.zeros_like(counts)[None]
@@ -229,11 +215,7 @@ def _advanced(rows: Rows, counts: Array, roots: Array, finite: Array) -> tuple[R
     """The rows after a chunk of ``counts`` [R] tokens, and which of them got a root: their prompt
     has ended, and its last logits are ``finite`` [R]."""
     ends = (rows.status == Status.READING) & (counts == rows.prompt_lens - rows.context_lens)
-    ending = jnp.where(rows.prompt_lens + 1 >= rows.max_lens, Ending.LENGTH, Ending.NONE)
-    stopped = jnp.any(roots[:, None] == rows.stop_tokens, axis=1)
-    ending = jnp.where(stopped, Ending.STOP, ending)
-    ending = jnp.where(finite, ending, Ending.NOT_FINITE)
-    status = jnp.where(ending == Ending.NONE, Status.DECODING, Status.DONE)
+    ending, status = endings(rows, roots, rows.prompt_lens, finite)
     sampled = ends & finite
     row, length = jnp.arange(counts.shape[0]), rows.tokens.shape[1]
     root_at = jnp.where(sampled, rows.prompt_lens, length)
@@ -263,22 +245,18 @@ def _next_token(
     lens: Array,
     masks: Array | None,
     options: RoundOptions,
-    params: EngineParams,
+    layout: Layout,
 ) -> tuple[Array, Array]:
     """The tokens [B] that follow ``lens`` [B] tokens, from raw logits [B, 1, V / shards], and
     whether what they are drawn from is finite [B]."""
-    rows, layout = state.rows, params.target.layout
+    history = None
     if masks is not None:
         logits = restrict(logits, masks[:, None], layout)
-    if options.controls and state.controls is not None:
+    if options.controls:
         no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
-        history = History(rows.tokens, lens, no_path)
-        logits = control_logits(logits, state.controls, history, rows.stop_tokens, layout)
-    greedy, kernels = options.greedy, options.kernels
-    processed = process_logits(logits, rows.sampling, layout, greedy=greedy, kernels=kernels)
-    ids = vocab_ids(logits.shape[-1], layout)
-    noisy = perturb(processed, rows.sampling, lens[:, None], ids, greedy=greedy)
-    return collectives.argmax(noisy, layout)[:, 0], collectives.all_finite(logits, layout)[:, 0]
+        history = History(state.rows.tokens, lens, no_path)
+    tokens, finite = draw(options, layout, state, logits, lens[:, None], history)
+    return tokens[:, 0], finite[:, 0]
 
 
 def _prompt_logprobs(

@@ -17,21 +17,12 @@ from jaxspec.decoding.functional.params import EngineParams, on_mesh, row_spec
 from jaxspec.decoding.functional.prefill import SCORED_AT_ONCE, next_tokens
 from jaxspec.decoding.functional.refusals import refuse_rows
 from jaxspec.decoding.functional.subset import choose_rows, put_chosen
+from jaxspec.decoding.functional.target_tokens import draw, endings, scores
 from jaxspec.decoding.round_options import RoundOptions
-from jaxspec.decoding.sampling import (
-    History,
-    Logprobs,
-    control_logits,
-    perturb,
-    policy_logprobs,
-    process_logits,
-    token_logprobs,
-    vocab_ids,
-)
+from jaxspec.decoding.sampling import History, Logprobs
 from jaxspec.decoding.state import Emitted, Ending, EngineState, Rows, Status
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.parallel import collectives
 
 PENALIZED_AT_ONCE = 16  # positions: penalties compare each with all before it in a block
 
@@ -82,7 +73,7 @@ def _verify_shard(
     return put_chosen(params, state, rows, index, after, emitted)
 
 
-class _Judged(NamedTuple):
+class _Drawn(NamedTuple):
     """The target's tokens after each of a chunk's, as far as they were needed."""
 
     tokens: Array  # int32 [B, T]
@@ -98,16 +89,16 @@ def _verify(
     rows, target, drafter = state.rows, params.target, params.drafter
     run, counts = next_tokens(state, options.width, limits)
     hidden, layers, features = _run(options, params, state, run, state.pool.target.layers)
-    judged, ends = _judge(options, target, state, hidden, counts, given)
+    drawn, ends = _draw_while_open(options, target, state, hidden, counts, given)
     ended, first = jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32)
     kept = jnp.where(ended, first + 1, counts)
     layers = _rolled_back(options, params, state, layers, kept, counts)
     chunk = PrefillChunk(tokens=run.tokens, counts=kept)
     draft = drafter.prefill(target, state, chunk, features, options)
     draft = checked_state(drafter, "prefill", state, draft)
-    after = _advanced(rows, kept, judged, ended, given)
+    after = _advanced(rows, kept, drawn, ended, given)
     pool = state.pool.replace(target=state.pool.target.replace(layers=layers), draft=draft.pool)
-    emitted = _emitted(rows, after, judged, kept, counts, given)
+    emitted = _emitted(rows, after, drawn, kept, counts, given)
     return state.replace(pool=pool, rows=after.replace(draft=draft.rows)), emitted
 
 
@@ -158,14 +149,14 @@ def _rolled_back(
     return lax.cond(jnp.any(kept < counts), again, lambda layers: layers, layers)
 
 
-def _judge(
+def _draw_while_open(
     options: RoundOptions,
     target: Decoder,
     state: EngineState,
     hidden: Array,
     counts: Array,
     given: Array,
-) -> tuple[_Judged, Array]:
+) -> tuple[_Drawn, Array]:
     """The target's tokens after each of a chunk's, from hidden states [B, T, H], and where a row's
     draft ends: bool [B, T].
 
@@ -179,18 +170,18 @@ def _judge(
     blocks = jnp.moveaxis(padded.reshape(batch, -1, block, hidden.shape[-1]), 1, 0)
     offsets = jnp.arange(len(blocks), dtype=jnp.int32) * block
 
-    def score(part: tuple[Array, Array]) -> _Judged:
+    def score(part: tuple[Array, Array]) -> _Drawn:
         return _target_tokens(options, target, state, *part)
 
-    def step(open_rows: Array, part: tuple[Array, Array]) -> tuple[Array, tuple[_Judged, Array]]:
+    def step(open_rows: Array, part: tuple[Array, Array]) -> tuple[Array, tuple[_Drawn, Array]]:
         hidden, offset = part
         index = offset + jnp.arange(block)
         place = rows.context_lens[:, None] + 1 + index
         wanted = open_rows[:, None] & (index < counts[:, None]) & (place >= given[:, None])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(score, part))
-        judged = lax.cond(jnp.any(wanted), score, lambda _: nothing, part)
-        ends = wanted & _ends_draft(rows, judged, place)
-        return open_rows & ~jnp.any(ends, axis=1), (judged, ends)
+        drawn = lax.cond(jnp.any(wanted), score, lambda _: nothing, part)
+        ends = wanted & _ends_draft(rows, drawn, place)
+        return open_rows & ~jnp.any(ends, axis=1), (drawn, ends)
 
     open_rows = rows.status == Status.READING
     _, found = lax.scan(step, open_rows, (blocks, offsets))
@@ -201,37 +192,27 @@ def _judge(
     return jax.tree.map(whole, found)
 
 
-def _ends_draft(rows: Rows, judged: _Judged, place: Array) -> Array:
+def _ends_draft(rows: Rows, drawn: _Drawn, place: Array) -> Array:
     """Whether the target's tokens at ``place`` [B, T] end the draft: bool [B, T]. It has another
     token there, or none, or the text ends."""
     known = jnp.take_along_axis(rows.tokens, jnp.minimum(place, rows.tokens.shape[1] - 1), axis=1)
-    differs = (judged.tokens != known) | (place >= rows.prompt_lens[:, None])
-    stops = jnp.any(judged.tokens[..., None] == rows.stop_tokens[:, None], axis=-1)
-    return differs | stops | (place + 1 >= rows.max_lens[:, None]) | ~judged.finite
+    differs = (drawn.tokens != known) | (place >= rows.prompt_lens[:, None])
+    stops = jnp.any(drawn.tokens[..., None] == rows.stop_tokens[:, None], axis=-1)
+    return differs | stops | (place + 1 >= rows.max_lens[:, None]) | ~drawn.finite
 
 
 def _target_tokens(
     options: RoundOptions, target: Decoder, state: EngineState, hidden: Array, offset: Array
-) -> _Judged:
+) -> _Drawn:
     """The target's tokens after those of a block, which begins ``offset`` tokens after the context,
     from hidden states [B, T, H]."""
-    rows, layout, kernels, greedy = state.rows, target.layout, options.kernels, options.greedy
-    raw = decoder.logits(target, hidden, kernels, isolate_blocks=options.isolate_blocks)
-    index = jnp.arange(hidden.shape[1])
-    logits, before = raw, rows.context_lens + offset
-    if options.controls and state.controls is not None:
+    rows, layout, history = state.rows, target.layout, None
+    raw = decoder.logits(target, hidden, options.kernels, isolate_blocks=options.isolate_blocks)
+    before, index = rows.context_lens + offset, jnp.arange(hidden.shape[1])
+    if options.controls:
         history = History(rows.tokens, before, _paths(rows.tokens, before, hidden.shape[1]))
-        logits = control_logits(raw, state.controls, history, rows.stop_tokens, layout)
-    processed = process_logits(logits, rows.sampling, layout, greedy=greedy, kernels=kernels)
-    ids, place = vocab_ids(raw.shape[-1], layout), before[:, None] + 1 + index
-    noisy = perturb(processed, rows.sampling, place, ids, greedy=greedy)
-    tokens, logprobs, of_policy = collectives.argmax(noisy, layout), None, None
-    if options.logprobs:
-        logprobs = token_logprobs(raw, tokens, options.top_logprobs, layout, kernels)
-    if options.policy_logprobs:
-        how = {"greedy": greedy, "kernels": kernels}
-        of_policy = policy_logprobs(raw, tokens, rows.sampling, layout, **how)
-    return _Judged(tokens, collectives.all_finite(logits, layout), logprobs, of_policy)
+    tokens, finite = draw(options, layout, state, raw, before[:, None] + 1 + index, history)
+    return _Drawn(tokens, finite, *scores(options, layout, rows, raw, tokens))
 
 
 def _paths(tokens: Array, before: Array, size: int) -> Array:
@@ -244,19 +225,15 @@ def _paths(tokens: Array, before: Array, size: int) -> Array:
     return jnp.where(back >= 0, found.reshape(place.shape), -1)
 
 
-def _advanced(rows: Rows, kept: Array, judged: _Judged, ended: Array, given: Array) -> Rows:
+def _advanced(rows: Rows, kept: Array, drawn: _Drawn, ended: Array, given: Array) -> Rows:
     """The rows after a chunk of which they keep ``kept`` [B] tokens; where the draft has
     ``ended`` [B] they take the target's token after these."""
     last = jnp.maximum(kept - 1, 0)[:, None]
     roots, finite = (
-        jnp.take_along_axis(x, last, axis=1)[:, 0] for x in (judged.tokens, judged.finite)
+        jnp.take_along_axis(x, last, axis=1)[:, 0] for x in (drawn.tokens, drawn.finite)
     )
     root_at = rows.context_lens + kept
-    ending = jnp.where(root_at + 1 >= rows.max_lens, Ending.LENGTH, Ending.NONE)
-    stopped = jnp.any(roots[:, None] == rows.stop_tokens, axis=1)
-    ending = jnp.where(stopped, Ending.STOP, ending)
-    ending = jnp.where(finite, ending, Ending.NOT_FINITE)
-    status = jnp.where(ending == Ending.NONE, Status.DECODING, Status.DONE)
+    ending, status = endings(rows, roots, root_at, finite)
     row, place = jnp.arange(len(kept)), jnp.arange(rows.tokens.shape[1])
     sampled = ended & finite
     # What the draft had from the root on is no text of the row.
@@ -273,10 +250,10 @@ def _advanced(rows: Rows, kept: Array, judged: _Judged, ended: Array, given: Arr
 
 
 def _emitted(
-    rows: Rows, after: Rows, judged: _Judged, kept: Array, counts: Array, given: Array
+    rows: Rows, after: Rows, drawn: _Drawn, kept: Array, counts: Array, given: Array
 ) -> Emitted:
     """What the chunk adds to the text: the target's tokens from place ``given`` [B] on."""
-    start, width = jnp.maximum(given - rows.context_lens - 1, 0), judged.tokens.shape[1]
+    start, width = jnp.maximum(given - rows.context_lens - 1, 0), drawn.tokens.shape[1]
     index = jnp.minimum(start[:, None] + jnp.arange(width), width - 1)
 
     def from_start(x: Array) -> Array:  # [B, T, ...] -> [1, B, T, ...]
@@ -291,12 +268,12 @@ def _emitted(
     is_bonus = sampled & ((after.context_lens >= rows.prompt_lens) | (old != root))
     end = jnp.minimum(rows.context_lens + counts + 1, rows.prompt_lens)
     drafted = jnp.maximum(end - jnp.maximum(rows.context_lens + 1, given), 0)
-    raw = judged.logprobs or (None, None, None)
-    scores = jax.tree.map(from_start, (*raw, judged.policy_logprobs))
-    logprobs, top_tokens, top_logprobs, of_policy = scores
+    raw = drawn.logprobs or (None, None, None)
+    given_scores = jax.tree.map(from_start, (*raw, drawn.policy_logprobs))
+    logprobs, top_tokens, top_logprobs, of_policy = given_scores
     return Emitted(
         num_rounds=jnp.int32(0),  # no tree was verified
-        tokens=from_start(judged.tokens),
+        tokens=from_start(drawn.tokens),
         counts=new[None],
         accepted=(new - is_bonus)[None],
         drafted=jnp.where(counts > 0, drafted, 0)[None],
