@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters.base import Drafter, DraftState, PrefillChunk, Proposed, unchanged
-from jaxspec.decoding.drafters.paged import make_proposer
+from jaxspec.decoding.drafters.paged import entry_at, make_proposer
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, grow
@@ -69,7 +69,7 @@ class AssistantDrafter(Drafter, Pytree):
         )
 
         def logits(tokens: Array, hidden: Array) -> tuple[Array, Array]:
-            """Of tokens [B, k] after hidden states [B, k, H]: draft logits, and the next states."""
+            """Draft logits after tokens [B, k] and hidden states [B, k, H], and the next states."""
             attend = frozen_attend(state, tokens.shape[1])
             following, normed = assistant.run(
                 target, tokens, hidden, attend.positions, lent, attend, options.kernels
@@ -116,6 +116,6 @@ def frozen_attend(state: EngineState, width: int) -> PagedAttend:
 def _with_hidden(state: EngineState, features: Array, index: Array, changed: Array) -> DraftState:
     """The drafter's state with features [B, T, H] at ``index`` [B], in rows that ``changed``."""
     kept = state.rows.draft.hidden
-    new = jnp.take_along_axis(features, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
-    hidden = jnp.where(changed[:, None], new.astype(kept.dtype), kept)
+    new = entry_at(features, index).astype(kept.dtype)
+    hidden = jnp.where(changed[:, None], new, kept)
     return unchanged(state).replace(rows=state.rows.draft.replace(hidden=hidden))

@@ -38,7 +38,7 @@ class DraftState(Pytree):
 class PendingRows(Pytree):
     """The arrays of a drafter that counts how many tokens of each row it has not read yet.
 
-    While all rows' counts leave room, plain rounds go on without it (see Drafter.most_pending).
+    While all rows' counts allow more, plain rounds go on without it (see Drafter.most_pending).
     ``heard``: of a drafter that listens, the tokens of plain rounds that it was compared with since
     the row's prompt was read, and how many of them it would have drafted.
     """
@@ -46,7 +46,7 @@ class PendingRows(Pytree):
     pending: Array = array("batch")  # int32 [R]
     heard: Array | None = array("batch", "two", default=None)  # int32 [R, 2]
 
-    def room(self, most: int) -> Array:
+    def left(self, most: int) -> Array:
         """How many tokens more may be pending, of at most ``most``: int32 [R]."""
         return most - self.pending
 

@@ -20,7 +20,12 @@ from jaxspec.decoding.drafters.base import (
     PrefillChunk,
     Proposed,
 )
-from jaxspec.decoding.drafters.paged import keep_features, make_proposer, prompt_tokens
+from jaxspec.decoding.drafters.paged import (
+    entry_at,
+    keep_features,
+    make_proposer,
+    prompt_tokens,
+)
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow, of_parents
@@ -48,7 +53,7 @@ class BlockRows(PendingRows):
 
     features: Array = array("batch", "depth", "features")  # [R, A, C]
 
-    def room(self, most: int) -> Array:
+    def left(self, most: int) -> Array:
         return most - 1 - self.pending  # the root is not among them
 
 
@@ -89,8 +94,7 @@ class BlockDrafter(Drafter, Pytree):
         pool, rows = _draft_state(state)
         context = self._pending(state, rows.features.shape[1], options)
         layers = self.head.write_context(context, pool.layers, options.kernels)
-        last = jnp.maximum(rows.pending - 1, 0)
-        rows = self._keeping_last(rows, rows.features, last, state.rows.active)
+        rows = self._keeping_last(rows, rows.features, rows.pending - 1, state.rows.active)
         pending = jnp.where(state.rows.active, 0, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
@@ -101,8 +105,8 @@ class BlockDrafter(Drafter, Pytree):
         ``last`` [R], in the rows ``changed`` [R]."""
         if not self.head.reads_context:
             return rows
-        own = jnp.take_along_axis(features, last[:, None, None], axis=1)[:, 0]
-        kept = jnp.where(changed[:, None], own.astype(rows.features.dtype), rows.features[:, 0])
+        new = entry_at(features, last).astype(rows.features.dtype)
+        kept = jnp.where(changed[:, None], new, rows.features[:, 0])
         return rows.replace(features=rows.features.at[:, 0].set(kept))
 
     def _pending(self, state: EngineState, width: int, options: RoundOptions) -> Context:
@@ -142,8 +146,7 @@ class BlockDrafter(Drafter, Pytree):
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         context = self._context(state, features, run.positions, run.written, options)
         layers = self.head.write_context(context, pool.layers, options.kernels)
-        last = jnp.maximum(chunk.counts - 1, 0)
-        rows = self._keeping_last(rows, features, last, chunk.counts > 0)
+        rows = self._keeping_last(rows, features, chunk.counts - 1, chunk.counts > 0)
         return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def propose(self, target: Decoder, state: EngineState, options: RoundOptions) -> Proposed:
@@ -167,8 +170,7 @@ class BlockDrafter(Drafter, Pytree):
         proposer = make_proposer(target, state, options, layout, head.token_ids)
         read = Block(outputs, logits)
         if head.reads_context:
-            last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
-            read = read._replace(context=jnp.take_along_axis(context.fused, last, axis=1)[:, 0])
+            read = read._replace(context=entry_at(context.fused, rows.pending - 1))
         if head.reads_root:
             before = jnp.maximum(state.rows.context_lens - 1, 0)[:, None]
             before = jnp.take_along_axis(state.rows.tokens, before, axis=1)[:, 0]
@@ -208,9 +210,8 @@ class BlockDrafter(Drafter, Pytree):
         options: RoundOptions,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _draft_state(state)
-        kept, pending = keep_features(state, features, path, counts, options)
-        return DraftState(pool=pool, rows=rows.replace(features=kept, pending=pending))
+        rows = keep_features(state, features, path, counts, options)
+        return DraftState(pool=state.pool.draft, rows=rows)
 
 
 def _draft_state(state: EngineState) -> tuple[ModelState, BlockRows]:

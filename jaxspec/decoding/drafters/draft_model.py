@@ -17,6 +17,7 @@ from jaxspec.decoding.drafters.base import (
 from jaxspec.decoding.drafters.paged import (
     beam_positions,
     causal_attend,
+    entry_at,
     level_attend,
     make_proposer,
     pending_tokens,
@@ -104,8 +105,7 @@ class DraftModelDrafter(Drafter, Pytree):
         run = pending_tokens(state, rows.pending, width)
         attend = causal_attend(state, run)
         hidden, layers, _ = self._run(run.tokens, run.positions, pool.layers, attend, options)
-        last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
-        return jnp.take_along_axis(hidden, last, axis=1)[:, 0], layers
+        return entry_at(hidden, rows.pending - 1), layers
 
     def catch_up(self, target: Decoder, state: EngineState, options: RoundOptions) -> DraftState:
         pool, rows = _draft_state(state)

@@ -25,6 +25,7 @@ from jaxspec.decoding.drafters.paged import (
     TokenRun,
     beam_positions,
     causal_attend,
+    entry_at,
     keep_features,
     level_attend,
     make_proposer,
@@ -58,9 +59,9 @@ class HeadRows(PendingRows):
     before: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
     at_root: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
 
-    def room(self, most: int) -> Array:
+    def left(self, most: int) -> Array:
         if self.heard is None:
-            return super().room(most)
+            return super().left(most)
         first = min(most, HEARD_FIRST)
         return jnp.where(self.heard[:, 0] > 0, most, first) - self.pending
 
@@ -130,12 +131,12 @@ class EagleDrafter(Drafter, Pytree):
         assert features is not None
         pool, rows = _draft_state(state)
         features = features.astype(rows.features.dtype)
-        before = _at(rows.features, rows.pending - 1)
+        before = entry_at(rows.features, rows.pending - 1)
         shifted = jnp.concatenate([before[:, None], features[:, :-1]], axis=1)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         outputs = self._read(target, state, run, shifted, options)
         changed = chunk.counts > 0
-        last = _at(features, chunk.counts - 1)
+        last = entry_at(features, chunk.counts - 1)
         kept = jnp.where(changed[:, None], last, rows.features[:, 0])
         rows = rows.replace(
             features=rows.features.at[:, 0].set(kept),
@@ -208,7 +209,9 @@ class EagleDrafter(Drafter, Pytree):
         if heard is not None and options.speculation.is_plain:
             heard = self._listen(target, state, outputs[0].normed, options)
         moved = active & (rows.pending > 1)  # else the root alone was pending, as it is afterwards
-        last = jnp.where(active[:, None], _at(rows.features, rows.pending - 1), rows.features[:, 0])
+        last = jnp.where(
+            active[:, None], entry_at(rows.features, rows.pending - 1), rows.features[:, 0]
+        )
         rows = rows.replace(
             features=rows.features.at[:, 0].set(last),
             pending=jnp.where(active, 1, rows.pending),
@@ -249,8 +252,10 @@ class EagleDrafter(Drafter, Pytree):
         outputs = self._read_pending(target, state, width, options)
         rows = rows.replace(at_root=_outputs_at(outputs, rows.pending - 1))
         used = self.heads[: options.speculation.max_depth]
-        roots = tuple(_at(out.hidden, rows.pending - 1)[:, None] for out in outputs[: len(used)])
-        root_normed = _at(outputs[0].normed, rows.pending - 1)
+        roots = tuple(
+            entry_at(out.hidden, rows.pending - 1)[:, None] for out in outputs[: len(used)]
+        )
+        root_normed = entry_at(outputs[0].normed, rows.pending - 1)
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
             """Draft with the next head; ``carry``: what the heads from the one that drafted before
@@ -316,12 +321,10 @@ class EagleDrafter(Drafter, Pytree):
         options: RoundOptions,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _draft_state(state)
-        kept, pending = keep_features(state, features, path, counts, options)
-        rows = rows.replace(features=kept, pending=pending)
+        rows = keep_features(state, features, path, counts, options)
         if not options.speculation.is_plain:
             rows = rows.replace(before=_where(state.rows.active, rows.at_root, rows.before))
-        return DraftState(pool=pool, rows=rows)
+        return DraftState(pool=state.pool.draft, rows=rows)
 
 
 def _draft_state(state: EngineState) -> tuple[ModelState, HeadRows]:
@@ -332,7 +335,7 @@ def _outputs_at(outputs: list[HeadOutput], index: Array) -> Array | None:
     """What each head but the last computed of token ``index`` [B] of its run: [B, L, H]."""
     if len(outputs) == 1:
         return None
-    return jnp.stack([_at(out.hidden, index) for out in outputs[:-1]], axis=1)
+    return jnp.stack([entry_at(out.hidden, index) for out in outputs[:-1]], axis=1)
 
 
 def _where(changed: Array, new: Array | None, old: Array | None) -> Array | None:
@@ -340,8 +343,3 @@ def _where(changed: Array, new: Array | None, old: Array | None) -> Array | None
     if new is None or old is None:
         return old
     return jnp.where(changed[:, None, None], new.astype(old.dtype), old)
-
-
-def _at(x: Array, index: Array) -> Array:
-    """Entry ``index`` [B] of each row of x [B, T, C]; negative indices mean the first: [B, C]."""
-    return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]

@@ -7,6 +7,7 @@ past the root as scratch.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -76,9 +77,9 @@ def keep_features(
     path: Array,
     counts: Array,
     options: RoundOptions,
-) -> tuple[Array, Array]:
-    """The captured states [R, A, C] that pending tokens are read with after a round, and their
-    number [R].
+) -> Any:
+    """The drafter's rows after a round: with the captured states [R, A, C] that pending tokens are
+    read with, and their number [R].
 
     The states of the tokens that the round committed replace those that the drafter's rows keep;
     after plain rounds, that of the new token is added to them. The arguments are those of
@@ -94,10 +95,15 @@ def keep_features(
         waiting = jnp.take_along_axis(features, path[..., None], axis=1)
         padding = kept.shape[1] - waiting.shape[1]
         waiting = jnp.pad(waiting, ((0, 0), (0, padding), (0, 0)))
-    return (
-        jnp.where(active[:, None, None], waiting, kept),
-        jnp.where(active, counts, pending),
+    return state.rows.draft.replace(
+        features=jnp.where(active[:, None, None], waiting, kept),
+        pending=jnp.where(active, counts, pending),
     )
+
+
+def entry_at(x: Array, index: Array) -> Array:
+    """Entry ``index`` [B] of each row of x [B, T, C]; negative indices mean the first: [B, C]."""
+    return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
 
 
 def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:

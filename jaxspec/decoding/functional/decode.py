@@ -298,7 +298,7 @@ def _loop_catching_up(params: EngineParams, options: RoundOptions, max_pending: 
 
         def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
             start = caught_up(carry[0])
-            stop = jnp.minimum(start.index + _room(start.state, max_pending, batch), limit)
+            stop = jnp.minimum(start.index + _pending_left(start.state, max_pending, batch), limit)
             after = inner(start, stop)
             return after, after.index == stop
 
@@ -321,16 +321,16 @@ def read_if_behind(
     most, least = (max_pending, 1) if shape.is_plain else (shape.max_depth + 1, 0)
     # A loop of at most one iteration: the branches of lax.cond copy the caches.
     return lax.while_loop(
-        lambda state: _room(state, most, batch) < least,
+        lambda state: _pending_left(state, most, batch) < least,
         functools.partial(read_pending, params, options),
         state,
     )
 
 
-def _room(state: EngineState, most: int, batch: Axes) -> Array | int:
+def _pending_left(state: EngineState, most: int, batch: Axes) -> Array | int:
     """Tokens more that may be pending, of at most ``most``, before the drafter must catch up."""
     rows = state.rows
     if not isinstance(rows.draft, PendingRows):  # it has just caught up
         return most - 1
-    least = jnp.min(jnp.where(rows.active, rows.draft.room(most), most))
+    least = jnp.min(jnp.where(rows.active, rows.draft.left(most), most))
     return lax.pmin(least, batch) if batch else least
