@@ -36,7 +36,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a number."""
+        """The bits of a number."""
         return bits_of(self.code)
 
 
@@ -80,7 +80,7 @@ class PackedExperts:
 
     @property
     def bits(self) -> int:
-        """Of a number."""
+        """The bits of a number."""
         return bits_of(self.code)
 
     @property

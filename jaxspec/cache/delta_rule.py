@@ -47,7 +47,7 @@ class DeltaInputs(Pytree):
 
     @classmethod
     def decay_shape(cls, values: int, k_dim: int) -> tuple[int, ...]:
-        """Of a token's decays in a group: one a value head."""
+        """The shape of a token's decays in a group: a decay for each value head."""
         return (values,)
 
     def where(self, valid: Array) -> Self:
@@ -123,7 +123,7 @@ def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
 def chunk_writes(s: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     """What each of C consecutive tokens writes, and its decay since S.
 
-    XLA compiles this and _after_chunk apart from what is around them, so that all programs round
+    XLA compiles this and _after_chunk without what is around them, so that all programs round
     alike.
 
     Returns d [B, G, r, C, Dv], so that S after token i is the sum of k_j d_j^T over j <= i, each

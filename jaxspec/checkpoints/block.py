@@ -156,8 +156,8 @@ def _renamed(
         module, dot, kind = name.rpartition(".")
         new = _ALIASES.get(module, module) + dot + _ALIASES.get(kind, kind)
         if name.startswith(_REFINER_PREFIX):
-            own = name.removeprefix(_REFINER_PREFIX)
-            new = f"xpress_head.{_REFINER.get(own, own)}"
+            refined = name.removeprefix(_REFINER_PREFIX)
+            new = f"xpress_head.{_REFINER.get(refined, refined)}"
         if new in named:
             raise ValueError(
                 f"{directory} has {named[new].name} and {name}, which are names of one tensor: "
@@ -175,7 +175,7 @@ def check_block_copies(directory: str | Path, model: str | Path) -> None:
     """
     stored = scan(directory)
     if not ids_are_equal(stored) or _are_first_ids(stored, model):
-        stored = {name: one for name, one in stored.items() if name != HEAD}
+        stored = {name: tensor for name, tensor in stored.items() if name != HEAD}
     copies = dict(zip((EMBEDDINGS, HEAD), map(stored.get, _COPIES), strict=True))
     found = {name: copy for name, copy in copies.items() if copy is not None}
     if found:

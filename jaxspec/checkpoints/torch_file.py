@@ -84,7 +84,7 @@ def read_torch_file(path: Path) -> Any:
             found = _Unpickler(io.BytesIO(archive.read(pickled))).load()
             folder = pickled.removesuffix("data.pkl")
             if isinstance(found, dict):
-                return {key: _placed(path, archive, folder, one) for key, one in found.items()}
+                return {key: _placed(path, archive, folder, each) for key, each in found.items()}
             return _placed(path, archive, folder, found)
     except _ERRORS as error:
         reason = one_line(error) or type(error).__name__

@@ -191,8 +191,8 @@ def price(
             continue
         both = llms[dataclasses.replace(setup, deterministic=True)], ordinary
         laps = [[tokens_per_second(llm, batch) for llm in both] for _ in range(LAPS)]
-        own, other = map(statistics.median, zip(*laps, strict=True))
-        result[setup.name] = {"deterministic": own, "ordinary": other, "share": own / other}
+        fixed, other = map(statistics.median, zip(*laps, strict=True))
+        result[setup.name] = {"deterministic": fixed, "ordinary": other, "share": fixed / other}
     return result
 
 

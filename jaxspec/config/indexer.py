@@ -31,5 +31,5 @@ class IndexerConfig:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """The factor of the scores."""
         return (self.num_heads * self.head_dim) ** -0.5

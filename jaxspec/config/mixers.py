@@ -136,7 +136,7 @@ class SharedAttentionConfig:
 
     @property
     def num_heads(self) -> int:
-        """Of queries."""
+        """The number of query heads."""
         return self.attention.num_heads
 
     @property

@@ -85,8 +85,8 @@ class LongRopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalRopeScaling:
-    """Of the frequencies of a whole head the first ``pairs`` are kept, and the others are 0
-    (``rope_type: proportional``)."""
+    """The first ``pairs`` frequencies of a whole head, with the others 0 (``rope_type:
+    proportional``)."""
 
     pairs: int
 

@@ -66,7 +66,7 @@ def _block_bytes(head: BlockHead, steps: int, lm_head: int) -> int:
 
 
 def _assistant_bytes(assistant: Assistant) -> int:
-    """Of an ordered LM head a step reads the rows of the groups that it chooses."""
+    """The bytes that a step reads: of an ordered LM head, rows of the groups that it chooses."""
     head, total = assistant.lm_head, local_bytes(assistant)
     if not isinstance(head, OrderedHead) or head.tokens is None:
         return total

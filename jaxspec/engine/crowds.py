@@ -120,6 +120,6 @@ class Crowds:
 
 
 def _rounds_left(sequence: scheduling.Sequence) -> int:
-    """Of a plain text, which is expected to become twice as long as it is."""
+    """The rounds that a plain text has before it, which is expected to become twice as long."""
     written = len(sequence.tokens) - sequence.prompt_length
     return min(written, sequence.limit - len(sequence.tokens))

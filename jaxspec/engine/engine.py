@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the weights in use, from 0; see use_target."""
+        """The version of the weights in use, from 0; see use_target."""
         return self.weights.version
 
     @property

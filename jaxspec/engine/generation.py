@@ -228,7 +228,7 @@ class Generation:
 
     @property
     def phases(self) -> Phases | None:
-        """Of a structured request with free text."""
+        """The phases of a structured request with free text."""
         return None if self.grammar is None else self.grammar.phases
 
     @property

@@ -118,7 +118,7 @@ class LoadTest:
 
     @property
     def clients(self) -> list[Client]:
-        """Of all requests, in the order of their arrival."""
+        """The clients of all requests, in the order of their arrival."""
         clients = [client for load in self._loads for client in load.clients]
         return sorted(clients, key=lambda client: client.arrived)
 

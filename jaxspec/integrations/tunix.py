@@ -178,13 +178,13 @@ class JaxspecRollout(BaseRollout):
     def _logprobs(
         self, prompts: np.ndarray, tokens: list[np.ndarray], config: RolloutConfig
     ) -> list[np.ndarray]:
-        """Of the tokens of the last call: those of the rounds at temperature 1, else computed anew,
-        in one pass over the texts."""
+        """Log-probabilities of the last call's tokens: those of the rounds at temperature 1, else
+        computed anew, in one pass over the texts."""
         temperature = float(config.temperature) or 1.0
         if temperature == 1:
             kept = zip(tokens, self.last, strict=True)
             found = [(each.logprobs or [])[: len(ids)] for ids, each in kept]
-            return [np.array([one.logprob for one in each], np.float32) for each in found]
+            return [np.array([token.logprob for token in each], np.float32) for each in found]
         shape = len(tokens), config.max_tokens_to_generate
         completions = np.full(shape, self.pad_id(), np.int32)
         for row, ids in zip(completions, tokens, strict=True):

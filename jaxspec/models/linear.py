@@ -264,7 +264,7 @@ def _among(tokens: Axes, *splits: Axes) -> Axes:
 
 
 def takes_none(dtype: jnp.dtype, width: int) -> bool:
-    """Of consumers that add up no partial sums; see Product.partial_sums."""
+    """What a consumer says that adds up no partial sums; see Product.partial_sums."""
     return False
 
 

@@ -223,7 +223,7 @@ class Scheduler:
         self._leaving.clear()
 
     def _choose_what_drafter_reads(self, plan: Plan) -> None:
-        """Of rows that run: nothing more, or all from the start."""
+        """The drafter reads nothing more of the rows that run, or all from the start."""
         for sequence in self.running:
             if plan.undrafted:
                 sequence.leave_drafter_out()

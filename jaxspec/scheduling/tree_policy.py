@@ -246,7 +246,7 @@ class _Outlook:
         return self.best
 
     def deepest_no_slower_than_plain(self) -> TreeShape:
-        """Of the shapes that are expected to be no slower than plain decoding."""
+        """The deepest shape that is expected to be no slower than plain decoding."""
         plain = max((self.rate(shape) for shape in self.shapes if shape.is_plain), default=0.0)
         return max(
             (shape for shape in self.shapes if self.rate(shape) >= plain),

@@ -76,8 +76,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""
-        own = ErrorDetails(message=self.message, type=self.kind, param=self.param, code=self.code)
-        return ErrorResponse(error=own).model_dump()
+        details = ErrorDetails(
+            message=self.message, type=self.kind, param=self.param, code=self.code
+        )
+        return ErrorResponse(error=details).model_dump()
 
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
         """In Anthropic's shape."""

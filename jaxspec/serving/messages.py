@@ -53,8 +53,8 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             results.append(left.popleft())
         for call in calls:
             found.append({**turn, "tool_calls": [call]})
-            found += [one for one in results if one.get("tool_call_id") == call.get("id")]
-            results = [one for one in results if one.get("tool_call_id") != call.get("id")]
+            found += [result for result in results if result.get("tool_call_id") == call.get("id")]
+            results = [result for result in results if result.get("tool_call_id") != call.get("id")]
             turn = {"role": "assistant", "content": ""}
         found += results
     return found

@@ -99,7 +99,7 @@ def _written(
     except ValueError:
         return ""
     pairs = enumerate(zip(before, whole, strict=False))
-    same = next((place for place, (one, other) in pairs if one != other), len(before))
+    same = next((place for place, (first, other) in pairs if first != other), len(before))
     return whole[same:]
 
 

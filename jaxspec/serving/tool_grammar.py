@@ -104,7 +104,7 @@ class ToolGrammar:
     def _grammar(
         self, schemas: Sequence[Mapping[str, Any]], grammars: GrammarCompiler, loose: set[int]
     ) -> StructuredOutput:
-        """Of the tools numbered in ``loose`` any arguments are allowed."""
+        """A grammar of calls, with any arguments of the tools that are numbered in ``loose``."""
         request = self.request
         named = isinstance(request.tool_choice, NamedTool)
         several = bool(request.parallel_tool_calls) and not named

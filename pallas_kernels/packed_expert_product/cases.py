@@ -21,7 +21,7 @@ TENSOR_SCALE = 2.0**-6  # about the factors of NVFP4, whose scales are about 1
 
 @dataclasses.dataclass(frozen=True)
 class Case(cases.Case):
-    """As of expert_product, in a format of FORMATS."""
+    """A case of expert_product, in a format of FORMATS."""
 
     form: str = "fp8"
 
@@ -123,7 +123,7 @@ def _weights(
 
 
 def _scales(stored: Format, seed: int, index: int, outputs: tuple[int, ...], depth: int) -> Array:
-    """As files have them, groups before outputs."""
+    """Scales as files have them, groups before outputs."""
     experts, parts, width = outputs
     rows, columns = stored.block
     if rows > 1:

@@ -54,7 +54,7 @@ class PackedExpertPlan:
 
     @property
     def _bytes(self) -> int:
-        """Of an output's weights."""
+        """The bytes of an output's weights."""
         return self.depth * self.bits // 8
 
     @property

@@ -197,8 +197,8 @@ def _words(tiles: Any, part: Part, size: int, inputs: int) -> Iterator[tuple[int
 
 
 def _of_group(by_group: Any, group: int, half: int, grouped: Grouped) -> Any:
-    """Of a thread's row in a group, twice, in bfloat16: the scale times what pairs lack, or the
-    zero plus BIAS."""
+    """What a thread's row has in a group, twice, in bfloat16: the scale times what pairs lack, or
+    the zero plus BIAS."""
     place = row_of(Word(mgpu.thread_idx()), half) + group * OUTPUTS
     if grouped.code == "int4":
         zero = _load(by_group, place * 2, ir.IntegerType.get_signless(16), 2)

@@ -75,7 +75,7 @@ class Case:
 
     @property
     def num_entries(self) -> int:
-        """Of the queries."""
+        """The entries of the queries."""
         return len(self.context_lens) * self.num_tokens * self.num_heads * self.head_dim
 
     @property

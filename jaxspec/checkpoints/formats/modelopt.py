@@ -57,7 +57,7 @@ def read_modelopt(config: Mapping[str, Any], stored: Tensors) -> dict[str, Check
     tensors = with_modules(stored, NVFP4[-1], (*NVFP4, INPUTS), nvfp4)
     tensors = with_modules(tensors, FLOAT8[-1], (*FLOAT8, INPUTS), by_weight)
     check_plain(content, LISTS, stored, tensors)
-    return {name: one for name, one in tensors.items() if not name.endswith(OF_CACHES)}
+    return {name: found for name, found in tensors.items() if not name.endswith(OF_CACHES)}
 
 
 def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -43,9 +43,9 @@ def read_mxfp4(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoi
                 del tensors[part]
             for expert in range(codes.shape[0]):
                 for projection, (first, step) in _places(match["kind"]).items():
-                    one = f"{match['experts']}.{expert}.{projection}"
+                    module = f"{match['experts']}.{expert}.{projection}"
                     parts = [_of_expert(whole, expert, first, step) for whole in (codes, scale)]
-                    tensors |= float4_module(one, parts[0], parts[1])
+                    tensors |= float4_module(module, parts[0], parts[1])
     check_plain(config, (LIST,), stored, tensors)
     return tensors
 

@@ -51,5 +51,5 @@ def _block(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _dtype_of(blocks: CheckpointTensor) -> str:
-    """Of scales in memory: bytes, which are exponents, or float32."""
+    """The dtype of scales in memory: bytes, which are exponents, or float32."""
     return "U8" if blocks.dtype == "U8" else "F32"

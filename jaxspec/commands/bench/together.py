@@ -141,21 +141,21 @@ def result(
     name: str, together: dict[str, list[Timed]], alone: dict[str, list[Timed]]
 ) -> dict[str, Any]:
     """An engine's figures. The second call may still compile beside its work: it is not counted."""
-    own, plain = together[name], together[PLAIN][2:]
+    timed, plain = together[name], together[PLAIN][2:]
     single, plain_single = alone[name][1:], alone[PLAIN][1:]
     return {
         "name": name,
-        "calls": [each.wall for each in own],
-        "of_plain": ratios(own[2:], plain, "wall"),
-        "of_plain_processor": ratios(own[2:], plain, "processor"),
-        "of_alone": ratios(own[2:], single, "wall"),
+        "calls": [each.wall for each in timed],
+        "of_plain": ratios(timed[2:], plain, "wall"),
+        "of_plain_processor": ratios(timed[2:], plain, "processor"),
+        "of_alone": ratios(timed[2:], single, "wall"),
         "alone_of_plain": ratios(single, plain_single, "wall"),
     }
 
 
-def ratios(own: Sequence[Timed], other: Sequence[Timed], clock: str) -> list[float]:
-    """Of each turn: one engine's tokens a second as a share of another's."""
-    return [getattr(a, clock) / getattr(b, clock) for a, b in zip(own, other, strict=True)]
+def ratios(timed: Sequence[Timed], other: Sequence[Timed], clock: str) -> list[float]:
+    """An engine's tokens a second as a share of another's, in each turn."""
+    return [getattr(a, clock) / getattr(b, clock) for a, b in zip(timed, other, strict=True)]
 
 
 def make_tables(results: dict[str, Any]) -> list[Table]:

@@ -234,7 +234,7 @@ def _samples(
 
 
 def _of_samples(sampling: Sampling, batch: int, samples: int) -> Sampling:
-    """Of all rows. Raises ValueError for sampling of other sizes."""
+    """The sampling of all rows. Raises ValueError for sampling of other sizes."""
     if not isinstance(sampling, Sampling):
         kind = type(sampling).__name__
         raise ValueError(f"sampling must be what make_sampling gives, not {kind}")

@@ -40,9 +40,9 @@ def shared_pages(
     row = prompt * samples + jnp.arange(samples)[:, None]  # [B, S, 1]
     full = jnp.clip((lengths - 1) // page_size, 0, most_shared)[:, None, None]
     page = jnp.arange(width)
-    own = 1 + prompts * most_shared + row * private + page - full
-    own = jnp.where(page - full < private, own, 0)
-    table = jnp.where(page < full, 1 + prompt * most_shared + page, own).reshape(-1, width)
+    unshared = 1 + prompts * most_shared + row * private + page - full
+    unshared = jnp.where(page - full < private, unshared, 0)
+    table = jnp.where(page < full, 1 + prompt * most_shared + page, unshared).reshape(-1, width)
     cached = jnp.where(jnp.arange(samples) == 0, 0, full[..., 0] * page_size).reshape(-1)
     num_pages = shards * (1 + prompts * (most_shared + samples * private))
     return SharedPages(table.astype(jnp.int32), cached.astype(jnp.int32), num_pages)

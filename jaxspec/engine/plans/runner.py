@@ -144,10 +144,10 @@ class PlanRunner:
             return self.programs.read(reads, load, masks, kind=max(kinds))
         calls = []  # each in programs that are there, so that none waits for another's
         for kind in sorted(kinds):
-            own = [read for read in reads if self._reads_as(plan, read[0]) is kind]
-            rows = {row for row, *_ in own}
+            alike = [read for read in reads if self._reads_as(plan, read[0]) is kind]
+            rows = {row for row, *_ in alike}
             parts = {row: mask for row, mask in masks.items() if row in rows}
-            calls += self.programs.read(own, load, parts, kind=kind)
+            calls += self.programs.read(alike, load, parts, kind=kind)
         return calls
 
     def _reads_as(self, plan: Plan, row: int) -> Kind:

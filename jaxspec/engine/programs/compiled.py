@@ -80,7 +80,7 @@ class CompiledPrograms:
         if key in self.ready:
             yield
             return
-        self._make_room()
+        self._forget_if_many()
         jax.block_until_ready(self.state)
         started, self.compiling = time.perf_counter(), self.name(key)
         try:
@@ -111,13 +111,13 @@ class CompiledPrograms:
         """Whether a program need not be prepared: it has run, or another thread has compiled it."""
         future = self.coming.get(key)
         if key not in self.ready and future is not None and _has_result(future):
-            self._make_room()
+            self._forget_if_many()
             self.coming.pop(key, None)
             self.compiled += 1
             self.ready.add(key)
         return key in self.ready
 
-    def _make_room(self) -> None:
+    def _forget_if_many(self) -> None:
         """Forget all programs if there are too many."""
         if len(self.ready) < self.max_programs and not memory.maps_are_scarce():
             return

@@ -167,5 +167,5 @@ def _make_exchange(devices: int, width: int, tuning: Tuning | None) -> Array | N
 
 
 def _shardings(mesh: Mesh) -> tuple[NamedSharding, ...]:
-    """Of x, partials and the norm's weight."""
+    """Shardings of x, partials and the norm's weight."""
     return tuple(NamedSharding(mesh, spec) for spec in (P(), P(AXIS), P()))

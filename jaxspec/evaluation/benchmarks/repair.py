@@ -108,7 +108,7 @@ def moved(target: Decoder, gradient: Decoder, size: float) -> Decoder:
 def divergence(
     old: Decoder, new: Decoder, tokens: Array, lengths: Array, written: Array, temperature: float
 ) -> Divergence:
-    """Of the policies that sample with this temperature, over the written tokens of texts.
+    """The divergence of policies that sample with this temperature, over written tokens of texts.
 
     Args:
       tokens: int32 [B, T], padded on the right; ``lengths``: int32 [B].

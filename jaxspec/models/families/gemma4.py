@@ -85,14 +85,14 @@ def _saved_heads(hf: Keys, kinds: list[str], sliding: _Heads) -> _Heads:
     other layers have none of their own."""
     given: Any = hf[_PER_LAYER]
     full = {index for index, kind in enumerate(kinds) if kind == FULL}
-    if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
+    if not isinstance(given, dict) or not all(isinstance(layer, dict) for layer in given.values()):
         raise ValueError(f"{_PER_LAYER} must be an object of objects, got {shown(given)}")
     # transformers writes numbers of layers with leading zeros.
     layers = {int(key) if str(key).isdecimal() else key: given[key] for key in given}
     if others := [key for key in layers if key not in full]:
         raise ValueError(f"{_PER_LAYER} may have layers of {FULL} only, got {shown(others)}")
     each = [layers.get(index, {}) for index in sorted(full)]
-    if any(one != each[0] for one in each):
+    if any(layer != each[0] for layer in each):
         raise ValueError(f"{_PER_LAYER}: layers of {FULL} must be alike, got {shown(given)}")
     names = words("head_dim num_key_value_heads")
     check_keys(each[0], names, {}, _PER_LAYER)

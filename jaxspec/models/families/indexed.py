@@ -19,7 +19,7 @@ _LETTERS = {"F": "full", "S": "shared"}
 
 
 def _shared_layers(hf: Keys) -> list[bool]:
-    """Of each layer, whether the indexer of an earlier one counts. Three keys may say so.
+    """Whether the indexer of an earlier layer counts, for each layer. Three keys may say so.
 
     Raises ValueError for what is no list of the model's layers, for a first layer that shares, and
     for keys that contradict each other.
@@ -85,8 +85,10 @@ def _read_indexed(hf: Keys) -> ModelConfig:
 
     def changed(layer: LayerConfig, shared: bool) -> LayerConfig:
         assert isinstance(layer.mixer, LatentConfig)
-        own = dataclasses.replace(indexer, shared=shared)
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, indexer=own))
+        changed_indexer = dataclasses.replace(indexer, shared=shared)
+        return dataclasses.replace(
+            layer, mixer=dataclasses.replace(layer.mixer, indexer=changed_indexer)
+        )
 
     layers, mtp = tuple(map(changed, model.layers, shared_layers)), model.mtp
     if mtp is not None:  # its layers have indexers, whatever the last layer has

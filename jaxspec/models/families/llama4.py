@@ -40,7 +40,7 @@ def _chunks(hf: Keys, rotates: list[bool]) -> list[int | None]:
 
 
 def _has_experts(hf: Keys) -> list[bool]:
-    """Of each layer. Raises ValueError for what is no list of the model's layers."""
+    """Whether each layer has experts. Raises ValueError for what is no list of its layers."""
     given, count = hf["moe_layers"], hf["num_hidden_layers"]
     step = hf["interleave_moe_layer_step"]
     if given is None:

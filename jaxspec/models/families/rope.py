@@ -186,7 +186,7 @@ def _check_value(key: str, value: Any) -> None:
 
 
 def _share(parameters: Keys) -> float:
-    """Of a head's entries those that are rotated."""
+    """The share of a head's entries that are rotated."""
     share = parameters.get(PARTIAL)
     if share is None:
         return 1

@@ -82,7 +82,7 @@ def _latent_rope(raw: Keys) -> Keys:
     for key, given in found.items():
         if given.get(PARTIAL, rotated / whole) != rotated / whole:
             raise ValueError(f"{PARTIAL} must be {rotated / whole}, got {shown(given[PARTIAL])}")
-        raw = {**raw, key: {name: one for name, one in given.items() if name != PARTIAL}}
+        raw = {**raw, key: {name: value for name, value in given.items() if name != PARTIAL}}
     return {**raw, "head_dim": None} if raw.get("head_dim") == whole else raw
 
 
@@ -114,7 +114,7 @@ MISTRAL4 = dataclasses.replace(
 
 
 def _read_dots1(hf: Keys) -> ModelConfig:
-    """As GLM-4.5, with norms of queries and keys, whole heads rotated, and optional windows."""
+    """A GLM-4.5 with norms of queries and keys, whole heads rotated, and optional windows."""
     plain = dataclasses.replace(attention_of(hf, rope_of(hf)), qk_norm=True)
     experts, has_experts = sigmoid_experts(hf, 128), after_dense(hf)
     windows = enumerate(optional_windows(hf))
@@ -317,7 +317,7 @@ QWEN2_MOE = Family(
 
 
 def _read_qwen3_vl(hf: Keys) -> ModelConfig:
-    """As Qwen3-MoE; weights of experts are normalized, and a tensor holds all of a layer."""
+    """A Qwen3-MoE; weights of experts are normalized, and a tensor holds all of a layer."""
     count = under_either_name(hf, "num_experts", "num_local_experts", 60)
     counts = {"num_experts": count, "num_local_experts": count}
     config = QWEN3_MOE.read({**hf, **counts, "norm_topk_prob": True})

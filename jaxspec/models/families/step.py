@@ -157,7 +157,7 @@ def _rope(hf: Keys, kind: str, index: int) -> RopeConfig:
 
 
 def _attention(hf: Keys, kinds: list[str]) -> list[AttentionConfig]:
-    """Of each layer that all lists describe."""
+    """The attention of each layer that all lists describe."""
     heads, window, scalar = _sliding_heads(hf, kinds), window_of(hf), hf["query_pre_attn_scalar"]
     if SLIDING in kinds and window is None:
         raise ValueError("layer_types has sliding_attention, but no sliding_window is in use")

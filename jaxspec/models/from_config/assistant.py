@@ -74,9 +74,10 @@ def _source(layer: LayerConfig, target: ModelConfig) -> int:
     ours = layer.mixer.attention
     kind = "with" if ours.window else "without"
     found = [
-        (index, one.mixer)
-        for index, one in enumerate(target.layers)
-        if isinstance(one.mixer, AttentionConfig) and bool(one.mixer.window) == bool(ours.window)
+        (index, layer.mixer)
+        for index, layer in enumerate(target.layers)
+        if isinstance(layer.mixer, AttentionConfig)
+        and bool(layer.mixer.window) == bool(ours.window)
     ]
     if not found:
         raise ValueError(f"the target has no layer {kind} a window whose keys can be read")

@@ -29,9 +29,9 @@ def block_layers(raw: Mapping[str, Any], options: Mapping[str, Any]) -> ModelCon
     if raw.get("model_type") != "qwen3":
         given = shown(raw.get("model_type"))
         raise ValueError(f"model_type {given} is not supported for a block drafter, only 'qwen3'")
-    own = layer_keys(raw) | {"model_type": "qwen3", "eos_token_id": None}
-    share = own.pop(PARTIAL, None)
-    model = parse_model_config(own)
+    layers = layer_keys(raw) | {"model_type": "qwen3", "eos_token_id": None}
+    share = layers.pop(PARTIAL, None)
+    model = parse_model_config(layers)
     scale, width = options.get(SCALE), raw.get("v_head_dim")
     if scale is not None and not is_positive_number(scale):
         raise ValueError(f"{SCALE} must be a number above 0, got {shown(scale)}")

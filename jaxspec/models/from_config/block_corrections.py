@@ -188,10 +188,10 @@ def _domino(options: Mapping[str, Any]) -> DominoConfig:
 def _xpress(options: Mapping[str, Any]) -> XPressConfig:
     problems = Problems()
     size: Any = options.get("block_size")
-    own: Any = options.get("xpress_block_size")
+    given_size: Any = options.get("xpress_block_size")
     ratio: Any = options.get("xpress_mlp_ratio")
-    if own not in (None, size):
-        problems.add(f"xpress_block_size is {shown(own)}, and block_size {shown(size)}")
+    if given_size not in (None, size):
+        problems.add(f"xpress_block_size is {shown(given_size)}, and block_size {shown(size)}")
     supported: dict[str, tuple[Any, Any]] = {
         "xpress_backbone": (None, "dflash"),
         "xpress_selector": (None, False),

@@ -61,7 +61,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     Raises ValueError for a head that does not fit the target or has unsupported features.
     """
     layout = block_layout(raw)
-    options, next_ = layout.options, layout.predicts_next
+    options, predicts_next = layout.options, layout.predicts_next
     problems = Problems()
     with problems.caught():
         check_head_keys(layout.layers)
@@ -78,13 +78,13 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     with problems.caught():
         confidence = confidence_config(options)
     with problems.caught():
-        _check_block(options, target, 1 if next_ else 2)
+        _check_block(options, target, 1 if predicts_next else 2)
     with problems.caught():
         capture = _captured(layout, target)
     with problems.caught():
         width = _draft_vocab_size(options, target)
     problems.raise_all()
-    if not next_ and (isinstance(correction, MarkovConfig) or confidence):
+    if not predicts_next and (isinstance(correction, MarkovConfig) or confidence):
         raise ValueError(
             "sample_from_anchor = False is not supported for a head with a Markov or a confidence "
             "head, only True"
@@ -94,7 +94,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         capture=capture,
         block_size=options["block_size"],
         mask_token=options["mask_token_id"],
-        predicts_next=next_,
+        predicts_next=predicts_next,
         causal=causal,
         draft_vocab_size=width,
         correction=correction,
@@ -189,12 +189,12 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
         config["draft_vocab_size"] = head.lm_head.out_shape[0]
     if (causal := said_causal(head)) is not None:
         config["is_causal"] = causal
-    for kind, (name, own) in _WRITTEN.items():
+    for kind, (name, options_of) in _WRITTEN.items():
         if isinstance(head.correction, kind):
-            return config | {"architectures": [name], "dflash_config": options | own(head)}
+            return config | {"architectures": [name], "dflash_config": options | options_of(head)}
     if isinstance(head.correction, XPress):
-        own = xpress_options(head)
-        return config | own | {"architectures": [XPRESS], "dflash_config": options}
+        xpress = xpress_options(head)
+        return config | xpress | {"architectures": [XPRESS], "dflash_config": options}
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
     return config | {"architectures": [DSPARK]} | options | dspark_options(head)

@@ -105,8 +105,8 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
     names = raw.get("architectures")
     if names == [DSPARK]:
         kind = HEAD_KINDS["dspark"]
-        own = _SHARED | _PLACE | kind.keys | {"is_causal"}
-        return BlockLayout(_without(raw, own), raw, "target_layer_ids", 1, True, kind.name)
+        keys_beside = _SHARED | _PLACE | kind.keys | {"is_causal"}
+        return BlockLayout(_without(raw, keys_beside), raw, "target_layer_ids", 1, True, kind.name)
     named = [kind for name, kind in _ARCHITECTURES.items() if names == [name]]
     if not named:
         raise ValueError(
@@ -134,23 +134,23 @@ def _with_options_nested(
     known = _PLACE | _NESTED | BODY_KEYS | kind.keys
     known |= _FORGE_UNUSED if is_dspark else frozenset()
     check_keys(nested, known, {"projector_type": (None, kind.name)}, "dflash_config")
-    own = _SHARED | {"is_causal", SINKS_BESIDE} | (frozenset() if is_dspark else kind.keys)
-    for key in {*own, "block_size"} & raw.keys() & nested.keys():
+    keys_beside = _SHARED | {"is_causal", SINKS_BESIDE} | (frozenset() if is_dspark else kind.keys)
+    for key in {*keys_beside, "block_size"} & raw.keys() & nested.keys():
         if raw[key] != nested[key]:
             raise ValueError(
                 f"{key} is {shown(nested[key])} inside dflash_config, and {shown(raw[key])} beside "
                 "it; remove the one that is wrong"
             )
-    options = {"block_size": None} | {key: raw[key] for key in own & raw.keys()} | nested
-    top = _without(raw, own | {"dflash_config"})
-    next_, scaled = kind.predicts_next, scaled and kind.name in ("dflash", "dflash2")
+    options = {"block_size": None} | {key: raw[key] for key in keys_beside & raw.keys()} | nested
+    top = _without(raw, keys_beside | {"dflash_config"})
+    predicts_next, scaled = kind.predicts_next, scaled and kind.name in ("dflash", "dflash2")
     if kind.name == "domino":
-        next_ = check_flag("shift_label", options.get("shift_label", False))
+        predicts_next = check_flag("shift_label", options.get("shift_label", False))
     if kind.name == "lilicorr" and not any(options.get(name) is not None for name in CAUSAL_FLAGS):
         options["is_causal"] = False
     if kind.name == "xpress" and options["block_size"] is None:
         options["block_size"] = options.get("xpress_block_size")
-    return BlockLayout(top, options, "target_layer_ids", 1, next_, kind.name, scaled)
+    return BlockLayout(top, options, "target_layer_ids", 1, predicts_next, kind.name, scaled)
 
 
 def _kind_of_options(nested: Mapping[str, Any]) -> Kind:
@@ -188,11 +188,13 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
         layers = layers | {"model_type": "qwen3"}
     given = {key: value for key, value in raw.items() if value is not None}
     options = {"block_size": 8} | {**kind.defaults} | given
-    next_ = check_flag("sample_from_anchor", options.get("sample_from_anchor", kind.predicts_next))
+    predicts_next = check_flag(
+        "sample_from_anchor", options.get("sample_from_anchor", kind.predicts_next)
+    )
     both_ways = "sliding_window_non_causal"
     if check_flag(both_ways, options.get(both_ways, kind.both_ways)):
         options["is_causal"] = False
-    return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, next_, kind.name)
+    return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, predicts_next, kind.name)
 
 
 def _without(raw: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:

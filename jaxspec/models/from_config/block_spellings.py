@@ -64,8 +64,8 @@ def from_modelopt(nested: Mapping[str, Any]) -> dict[str, Any]:
         given = shown(nested["shift_label"])
         raise ValueError(f"shift_label = {given} is not supported for a DSpark head, only True")
     renamed = words("shift_label use_confidence_head")
-    judge = nested["use_confidence_head"]
+    has_confidence = nested["use_confidence_head"]
     return {key: value for key, value in nested.items() if key not in renamed} | {
-        "enable_confidence_head": judge,
-        "confidence_head_with_markov": judge,
+        "enable_confidence_head": has_confidence,
+        "confidence_head_with_markov": has_confidence,
     }

@@ -75,11 +75,11 @@ def eagle_head_config(
     nested = extra.pop("eagle_config", None) or {}
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config must be an object, got {shown(nested)}")
-    problems, own = Problems(), hf_keys.NESTED_HEAD_KEYS
+    problems, nested_keys = Problems(), hf_keys.NESTED_HEAD_KEYS
     with problems.caught():
         check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES)
     with problems.caught():
-        check_keys(nested, own, hf_keys.EAGLE_CONFIG_FIXED_VALUES, "eagle_config")
+        check_keys(nested, nested_keys, hf_keys.EAGLE_CONFIG_FIXED_VALUES, "eagle_config")
     with problems.caught():
         _check_sizes(extra, nested)
     layers = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}

@@ -12,10 +12,10 @@ from jaxspec.models.json.declared import declared_keys
 def layer_keys(raw: Mapping[str, Any], more: frozenset[str] = frozenset()) -> dict[str, Any]:
     """What a head's layers have, and ``more``. Positions are those of a text. Other keys are left
     out: they were copied from the target."""
-    own = {key: raw[key] for key in raw.keys() & (hf_keys.HEAD_LAYER_KEYS | more)}
-    for key in own.keys() & {"rope_scaling", "rope_parameters"}:
-        own[key] = _of_text(own[key])
-    return own
+    kept = {key: raw[key] for key in raw.keys() & (hf_keys.HEAD_LAYER_KEYS | more)}
+    for key in kept.keys() & {"rope_scaling", "rope_parameters"}:
+        kept[key] = _of_text(kept[key])
+    return kept
 
 
 def _of_text(rope: Any) -> Any:

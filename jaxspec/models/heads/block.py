@@ -158,7 +158,7 @@ class BlockHead(Pytree):
 
     @property
     def convolution(self) -> ConvolutionConfig | None:
-        """Of the convolutions around its layers' mixers and MLPs; None: there are none."""
+        """The convolutions around its layers' mixers and MLPs; None: there are none."""
         mixer = self.layers[0].mixer
         return mixer.convolution.config if isinstance(mixer, ConvolvedMixer) else None
 
@@ -356,7 +356,9 @@ def block_head_shapes(
         read += correction.rank
     width = head.draft_vocab_size
     lm_head = linear_shape(("hidden", "draft_ids"), (hidden, width or vocab), dtype)
-    judge = Confidence(weight=array_shape(1, read, dtype=dtype), bias=array_shape(1, dtype=dtype))
+    confidence = Confidence(
+        weight=array_shape(1, read, dtype=dtype), bias=array_shape(1, dtype=dtype)
+    )
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
@@ -369,7 +371,7 @@ def block_head_shapes(
         lm_head=None if width is None else lm_head,
         token_ids=array_shape(width or 0, dtype=jnp.int32, when=width is not None),
         correction=_correction_shape(head, vocab, dtype),
-        confidence=None if head.confidence is None else judge,
+        confidence=None if head.confidence is None else confidence,
         config=config,
         capture=head.capture,
         block_size=head.block_size,

@@ -87,10 +87,12 @@ class Convolution(Pytree):
 @jax.named_scope("convolution")
 def convolved(x: Array, taps: Array, side: Side) -> Array:
     """Block tokens [B, T, H] mixed with those before them, by ``Convolution.taps``."""
-    own, size = taps[:, :, side], x.shape[1]  # [B, T, taps, H]
-    before = jnp.pad(x, ((0, 0), (own.shape[2] - 1, 0), (0, 0)))
-    last = own.shape[2] - 1
-    parts = (own[:, :, tap] * before[:, last - tap : last - tap + size] for tap in range(last + 1))
+    weights, size = taps[:, :, side], x.shape[1]  # [B, T, taps, H]
+    before = jnp.pad(x, ((0, 0), (weights.shape[2] - 1, 0), (0, 0)))
+    last = weights.shape[2] - 1
+    parts = (
+        weights[:, :, tap] * before[:, last - tap : last - tap + size] for tap in range(last + 1)
+    )
     return sum(parts, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 

@@ -48,7 +48,7 @@ class LatentAttention(Pytree):
       q: to the queries of all heads [Q * (key_dim + R)], of each those that are rotated last.
       kv_in: to the latent and the rotated key [L + R].
       key_up, value_up: from the latent to all heads' keys [Q, key_dim] and values [Q, value_dim].
-        One tensor in checkpoints; apart here, as no product reads both.
+        One tensor in checkpoints; two here, as no product reads both.
       indexer: None: tokens attend to all positions, or to those that an earlier layer chose.
     """
 
@@ -77,8 +77,8 @@ class LatentAttention(Pytree):
     def choosing(
         self, x: Array, state: Any, step: ForwardPass, chosen: Array | None
     ) -> tuple[Product, Any, Array | None]:
-        """As a call, with the positions int32 [B, T, k] that the last layer before this one chose
-        that has an indexer (None: all); and those that the next layer gets."""
+        """What a call returns, and the positions that the next layer gets. ``chosen``, int32
+        [B, T, k], are those of the last layer before this that has an indexer; None: all."""
         config, dtype = self.config, x.dtype
         source = self._source_of_queries(x, step)
         if self.indexer is not None:

@@ -136,8 +136,8 @@ class Mamba2(Pytree):
         inner, states = groups * wide, config.num_groups * size
 
         def channels(name: str, first: int, factors: tuple[float, ...]) -> tuple[Part, ...]:
-            """Of rows from ``first`` on: the inputs of all groups, then what is written at, then
-            what reads; ``factors`` in this order."""
+            """Parts of rows from ``first`` on: the inputs of all groups, then what is written at,
+            then what reads; ``factors`` in this order."""
             inputs, writes, reads = factors
             return (
                 Part(name, size, first + inner + states, repeats, reads),
@@ -179,16 +179,16 @@ def mamba2_shape(
     wide = heads * config.head_dim
     channels = 2 * config.state_dim + wide
     outputs = groups, channels + wide + heads
-    own = [array_shape(groups, heads, dtype=jnp.float32) for _ in range(3)]
+    of_heads = [array_shape(groups, heads, dtype=jnp.float32) for _ in range(3)]
     return Mamba2(
         cbxzt=linear_shape(
             ("hidden", "kv_heads", "group"), (input_size, *outputs), dtype, bias=config.bias
         ),
         taps=array_shape(config.taps, groups, channels, dtype=dtype),
         taps_bias=array_shape(groups, channels, dtype=dtype, when=config.taps_bias),
-        dt_bias=own[0],
-        a_log=own[1],
-        skip=own[2],
+        dt_bias=of_heads[0],
+        a_log=of_heads[1],
+        skip=of_heads[2],
         norm=array_shape(groups, wide, dtype=jnp.float32, when=config.norm is not None),
         o=linear_shape(("heads", "hidden"), (groups * wide, hidden_size), dtype, bias=config.bias),
         config=config,

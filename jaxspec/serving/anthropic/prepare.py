@@ -66,7 +66,7 @@ async def prepare(
 
 
 async def count_tokens(service: Service, request: CountRequest) -> int:
-    """Of the prompt. Raises ApiError for a request that cannot be."""
+    """The prompt's number of tokens. Raises ApiError for a request that cannot be."""
     service.check(request.model)
     with renamed_errors(NAMES):
         return len(await chat.prompt_ids(service, await chat_request(service, request, {})))

@@ -75,7 +75,7 @@ class ThinkingBlock(Echoed):
 
 
 class RedactedThinkingBlock(Echoed):
-    """Of another server, which alone can read it: there is nothing to go on from."""
+    """Thinking of another server, which alone can read it: there is nothing to go on from."""
 
     type: Literal["redacted_thinking"]
 

@@ -28,7 +28,7 @@ class ModelList(ResponseBody):
 
 
 class AnthropicModel(ResponseBody):
-    """As Anthropic's clients know models. ``created_at`` is when the server began."""
+    """A model, as Anthropic's clients know models. ``created_at`` is when the server began."""
 
     type: Literal["model"] = "model"
     id: str

@@ -49,7 +49,7 @@ class TextItem:
         ]
 
     def item(self, status: str) -> dict[str, Any]:
-        """As it stands in the output."""
+        """The item as it stands in the output."""
         return self._item([self._content(self._text)], status)
 
     def _more(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class CallItem:
         ]
 
     def item(self, status: str) -> dict[str, Any]:
-        """As it stands in the output."""
+        """The item as it stands in the output."""
         return {
             "id": self.id,
             "type": "function_call",

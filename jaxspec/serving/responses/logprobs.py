@@ -64,20 +64,20 @@ class TextTokens:
 def content_logprobs(
     prepared: PreparedChat, tokens: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
-    """As they stand in the content of a response."""
+    """Log-probabilities as they stand in the content of a response."""
     return chat_logprobs(prepared.service.texts, tokens).model_dump()["content"]
 
 
 def without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As they stand in events."""
+    """Log-probabilities as they stand in events."""
     return [
         {
-            "token": one["token"],
-            "logprob": one["logprob"],
+            "token": entry["token"],
+            "logprob": entry["logprob"],
             "top_logprobs": [
                 {name: likely[name] for name in ("token", "logprob")}
-                for likely in one["top_logprobs"]
+                for likely in entry["top_logprobs"]
             ],
         }
-        for one in logprobs
+        for entry in logprobs
     ]

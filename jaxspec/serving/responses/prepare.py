@@ -116,8 +116,8 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
         case None:
             return None
         case JsonSchemaFormat():
-            own = {"name": form.name, "schema": form.json_schema, "strict": form.strict}
-            return {"type": "json_schema", "json_schema": own}
+            schema = {"name": form.name, "schema": form.json_schema, "strict": form.strict}
+            return {"type": "json_schema", "json_schema": schema}
     return {"type": form.type}
 
 

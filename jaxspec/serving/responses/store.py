@@ -87,7 +87,7 @@ class ResponseStore:
         return json.loads(self._of(client, name, "response_id").items)
 
     def messages(self, client: str, name: str) -> list[dict[str, Any]]:
-        """Of the conversation. Raises ApiError for a response that is not kept."""
+        """The conversation's messages. Raises ApiError for a response that is not kept."""
         return json.loads(self._of(client, name, "previous_response_id").messages)
 
     def remove(self, client: str, name: str) -> None:

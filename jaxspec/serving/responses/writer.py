@@ -84,7 +84,7 @@ class ResponseWriter(AnswerWriter):
         return self._response
 
     def _logprobs(self, part: Part) -> list[dict[str, Any]]:
-        """Of the tokens of a text, if they are asked for."""
+        """Log-probabilities of the tokens of a text, if they are asked for."""
         if self._tokens is None or part.call is not None:
             return []
         tokens = self._tokens.take(part.text)

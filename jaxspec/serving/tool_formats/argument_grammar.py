@@ -71,30 +71,30 @@ class ArgumentGrammar:
         form, rules = self._form, self._rules
         kind = read.kinds.get(name, Kind.JSON)
         head = rules.literal(f"{form.before}{name}{form.between}{form.kinds[kind is Kind.JSON]}")
-        own = texts(read.schema, schema)
-        if kind is Kind.JSON or own is None:
+        given = texts(read.schema, schema)
+        if kind is Kind.JSON or given is None:
             return f"{head} {self._json(read, schema, loose)} {rules.literal(form.after)}"
-        if own.choices is None:
+        if given.choices is None:
             return f"{head} {rules.until(form.after)}"
-        choices = [rules.literal(text) for text in (*own.choices, *["null"] * own.nullable)]
+        choices = [rules.literal(text) for text in (*given.choices, *["null"] * given.nullable)]
         return f"{head} ({' | '.join(choices)}) {rules.literal(form.after)}"
 
     def _json(self, read: ReadArguments, schema: Any, loose: bool) -> str:
-        own = texts(read.schema, schema)
+        given = texts(read.schema, schema)
         schema = {} if loose else value_schema(read.schema, schema)
         json = self._rules.json(guided_text(schema, self._whitespace))
         if not self._form.python:
             return json
-        words = [*python_words(schema), *self._quoted(None if loose else own)]
+        words = [*python_words(schema), *self._quoted(None if loose else given)]
         return f"({' | '.join([json, *words])})" if words else json
 
-    def _quoted(self, own: Texts | None) -> list[str]:
+    def _quoted(self, given: Texts | None) -> list[str]:
         """How Python writes texts."""
-        if own is None:
+        if given is None:
             return []
-        if own.choices is None:
+        if given.choices is None:
             return [self._rules.terminal(QUOTED)]
-        return [lark_string(repr(text)) for text in own.choices if "\\" not in repr(text)]
+        return [lark_string(repr(text)) for text in given.choices if "\\" not in repr(text)]
 
     def _further(self, read: ReadArguments, arguments: Arguments, loose: bool) -> str:
         """An argument that is not listed."""

@@ -89,14 +89,14 @@ def read_arguments(schema: Mapping[str, Any], form: Parameters) -> ReadArguments
     problem = ", ".join(_uncounted(schema))
     problem = problem and f"{problem}: arguments that are written one by one are not counted"
     try:
-        found = [_closed(one) for one in _alternatives(schema, schema, 0)]
+        found = [_closed(each) for each in _alternatives(schema, schema, 0)]
         if not found:
             raise ValueError("it allows no object")
     except ValueError as error:
         problem, found = str(error), [Arguments(further=True)]
     kept = tuple(_writable(arguments, form) for arguments in found)
-    for arguments, own in zip(found, kept, strict=True):
-        if lost := sorted(arguments.required - own.required):
+    for arguments, writable in zip(found, kept, strict=True):
+        if lost := sorted(arguments.required - writable.required):
             problem = f"an argument cannot be named {lost[0]!r} in this format"
     kinds = _kinds(schema, kept, form.after) if form.raw else {}
     return ReadArguments(schema, kept, kinds, problem)
@@ -108,7 +108,7 @@ def _writable(arguments: Arguments, form: Parameters) -> Arguments:
     def is_writable(name: str) -> bool:
         return bool(name) and f"{name}{form.between}".index(form.between) == len(name)
 
-    kept = {name: one for name, one in arguments.properties.items() if is_writable(name)}
+    kept = {name: found for name, found in arguments.properties.items() if is_writable(name)}
     return Arguments(kept, arguments.required & kept.keys(), arguments.further)
 
 
@@ -125,8 +125,8 @@ def _alternatives(root: Mapping[str, Any], node: Any, depth: int) -> list[Argume
     if "$ref" in node:
         groups.append([resolved(root, {"$ref": node["$ref"]})])
     for group in groups:
-        options = [one for part in group for one in _alternatives(root, part, depth + 1)]
-        found = [one & other for one in found for other in options]
+        options = [option for part in group for option in _alternatives(root, part, depth + 1)]
+        found = [option & other for option in found for other in options]
         if len(found) > MOST_ALTERNATIVES:
             raise ValueError(f"it has more than {MOST_ALTERNATIVES} alternatives")
     return found
@@ -145,7 +145,7 @@ def _closed(arguments: Arguments) -> Arguments:
     never = {name for name, schema in arguments.properties.items() if schema is False}
     if never & arguments.required:
         raise ValueError(f"nothing matches {sorted(never & arguments.required)[0]!r}")
-    kept = {name: one for name, one in arguments.properties.items() if name not in never}
+    kept = {name: found for name, found in arguments.properties.items() if name not in never}
     further = arguments.further
     return Arguments(kept, arguments.required, not kept if further is None else further)
 
@@ -162,9 +162,11 @@ def _kinds(root: Mapping[str, Any], found: Sequence[Arguments], after: str) -> d
     result: dict[str, Kind] = {}
     for arguments in found:
         for name, schema in arguments.properties.items():
-            own = texts(root, schema)
-            is_json = own is None or any(after in choice for choice in own.choices or ())
-            kind = Kind.JSON if own is None or is_json else own.kind
+            found_texts = texts(root, schema)
+            is_json = found_texts is None or any(
+                after in choice for choice in found_texts.choices or ()
+            )
+            kind = Kind.JSON if found_texts is None or is_json else found_texts.kind
             result[name] = kind if result.setdefault(name, kind) == kind else Kind.JSON
     return result
 

@@ -89,7 +89,7 @@ class PairCorrection(Protocol):
         ...
 
     def scores(self, target: Decoder, block: Block, roots: Array, kernels: Kernels) -> PairScores:
-        """Of a block behind the tokens ``roots``, int32 [B]: the same on all devices."""
+        """Scores of a block behind the tokens ``roots``, int32 [B]: the same on all devices."""
         ...
 
     def bytes_read(self, steps: int) -> int:

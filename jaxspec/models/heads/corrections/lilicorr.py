@@ -178,7 +178,9 @@ class LiLiCorr(Pytree):
         root = rms_norm(self.context(block.context), self.context_norm, config.eps)
         around = jnp.broadcast_to(root[:, None, None], x.shape)
         factors = jax.nn.silu(self.factors(jnp.concatenate([x, around, x * around], axis=-1)))
-        outgoing, incoming = (self._unit(one(factors)) for one in (self.outgoing, self.incoming))
+        outgoing, incoming = (
+            self._unit(linear(factors)) for linear in (self.outgoing, self.incoming)
+        )
         first = einsum_f32("bf,bkf->bk", self._unit(self.root_outgoing(root)), incoming[:, 0])
         pairs = einsum_f32("btpf,btkf->btpk", outgoing[:, :-1], incoming[:, 1:])
         scale = config.logit_scale

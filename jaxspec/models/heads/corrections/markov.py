@@ -88,7 +88,7 @@ class Markov(Pytree):
         return vectors, carry
 
     def bytes_read(self, steps: int) -> int:
-        """Of ``before`` only a few rows."""
+        """Bytes of weights that draft steps read; of ``before`` only a few rows."""
         return steps * (local_bytes(self) - local_bytes(self.before))
 
     def mapped(self, tensor_map: TensorMap) -> "Markov":

@@ -65,7 +65,7 @@ class Selector(Pytree):
         )
 
     def bytes_read(self, steps: int) -> int:
-        """Of tables only a few rows."""
+        """Bytes of weights that draft steps read; of tables only a few rows."""
         return local_bytes(self.hidden)
 
     def mapped(self, tensor_map: TensorMap) -> "Selector":

@@ -78,9 +78,9 @@ class XPress(Pytree):
         assert (
             block.root_output is not None and block.before is not None
         )  # see BlockHead.reads_root
-        own = self._vector(block, block.root_output[:, None], block.before[:, None])
+        first = self._vector(block, block.root_output[:, None], block.before[:, None])
         depths = block.outputs.shape[1]
-        return jnp.pad(own[:, :, None], ((0, 0), (0, 0), (0, depths), (0, 0)))
+        return jnp.pad(first[:, :, None], ((0, 0), (0, 0), (0, depths), (0, 0)))
 
     @jax.named_scope("xpress")
     def step(
@@ -88,11 +88,11 @@ class XPress(Pytree):
     ) -> tuple[Array, Array]:
         outputs = block.outputs[:, depth, None]
         outputs = jnp.broadcast_to(outputs, (*tokens.shape, outputs.shape[-1]))
-        own, place = self._vector(block, outputs, tokens), depth + 1
-        carry = carry.at[:, :, place].set(own)
+        vector, place = self._vector(block, outputs, tokens), depth + 1
+        carry = carry.at[:, :, place].set(vector)
         # Vectors of later positions are zero, so the row's upper part is not read.
         weights = jnp.tril(self.mix)[:, place, : carry.shape[2]]
-        mixed = own + einsum_f32("bkjr,rj->bkr", carry, weights).astype(own.dtype)
+        mixed = vector + einsum_f32("bkjr,rj->bkr", carry, weights).astype(vector.dtype)
         mixed += self.down(jax.nn.silu(self.gate(mixed)) * self.up(mixed))
         added = einsum_f32("bkr,vr->bkv", mixed, local_rows(target, self.after))
         return block.logits[:, depth, None] + added, carry
@@ -108,14 +108,14 @@ class XPress(Pytree):
         return self.join(jnp.concatenate([self.down_output(outputs), mean, read], axis=-1))
 
     def bytes_read(self, steps: int) -> int:
-        """Of ``before`` only a few rows."""
+        """Bytes of weights that draft steps read; of ``before`` only a few rows."""
         return steps * (local_bytes(self) - local_bytes(self.before))
 
     def mapped(self, tensor_map: TensorMap) -> "XPress":
         """The same, with every array replaced by ``tensor_map``'s result."""
 
-        def linear(own: Linear, name: str) -> Linear:
-            return tensor_map.linear(own, One(f"xpress_head.{name}"))
+        def linear(found: Linear, name: str) -> Linear:
+            return tensor_map.linear(found, One(f"xpress_head.{name}"))
 
         return self.replace(
             before=tensor_map.array("xpress_head.w1.weight", self.before),
