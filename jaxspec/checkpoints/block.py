@@ -18,12 +18,11 @@ from jaxspec.checkpoints.checkpoint_files import (
 )
 from jaxspec.checkpoints.draft_ids import (
     ID_TABLES,
-    check_all_marked,
     id_tables,
     ids_are_equal,
-    read_token_ids,
+    load_head,
 )
-from jaxspec.checkpoints.safetensors_io import check_not_quantized, load_tree, placements, save_tree
+from jaxspec.checkpoints.safetensors_io import check_not_quantized, save_tree
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 from jaxspec.checkpoints.torch_file import read_torch_file
 from jaxspec.config.model import ModelConfig
@@ -37,7 +36,6 @@ from jaxspec.models.linear import Linear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, splitting
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.parallel.memory_format import put_weight
 
 MASK_FILE = "mask_embedding.pt"
 # What TorchSpec, then ModelOpt's DSpark heads, then MiMo's call a tensor.
@@ -101,27 +99,16 @@ def load_block_head(
     config = dataclasses.replace(config, mask_embedding="mask_embedding" in stored)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
-    splits, shardings = shapes.mapped(splitting()), placements(shapes, mesh)
     with_copies = config.predicts_next or SPECULATORS in raw or is_of_torchspec(raw)
-    harmless = {*_COPIES} if with_copies else set()
     tables = ID_TABLES if SPECULATORS in raw or config.draft_vocab_size else ()
-    head = load_tree(
-        stored,
-        shapes.replace(token_ids=None),
-        splits,
-        shardings.replace(token_ids=None),
-        harmless.union(tables),
-    )
-    if shapes.token_ids is None:
-        if not ids_are_equal(stored):
-            raise ValueError(
-                f"{directory}: d2t says that draft ids are not the target's, which is not "
-                "supported for a block drafter that drafts all of them"
-            )
-        check_all_marked(directory, stored.get("t2d"))
-        return head
-    token_ids = read_token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
-    return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
+    harmless = {*(_COPIES if with_copies else ()), *tables}
+    if shapes.token_ids is None and not ids_are_equal(stored):
+        raise ValueError(
+            f"{directory}: d2t says that draft ids are not the target's, which is not "
+            "supported for a block drafter that drafts all of them"
+        )
+    splits = shapes.mapped(splitting())
+    return load_head(directory, stored, shapes, splits, mesh, target.vocab_size, harmless)
 
 
 def _mask_embedding(directory: Path, config: BlockConfig) -> CheckpointTensor | None:

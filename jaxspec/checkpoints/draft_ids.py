@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxspec.checkpoints.safetensors_io import load_tree, placements
 from jaxspec.models.tensors import CheckpointTensor
+from jaxspec.parallel.memory_format import put_weight
 
 ID_TABLES = ("d2t", "t2d")
 MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
@@ -41,7 +45,31 @@ def read_token_ids(
     return ids.astype(np.int32)
 
 
-def check_all_marked(directory: Path, marks: CheckpointTensor | None) -> None:
+def load_head(
+    directory: Path,
+    stored: Mapping[str, CheckpointTensor],
+    shapes: Any,
+    splits: Any,
+    mesh: Mesh | None,
+    target_vocab: int,
+    harmless: set[str],
+) -> Any:
+    """A head that is read into ``shapes``, with ``token_ids`` [W] from d2t if it has some.
+
+    See safetensors_io.load_tree. Raises ValueError for tables of ids that contradict each other, or
+    a head that drafts all ids.
+    """
+    shardings, like = placements(shapes, mesh), shapes.token_ids
+    arrays = shapes.replace(token_ids=None), splits, shardings.replace(token_ids=None)
+    head = load_tree(stored, *arrays, harmless)
+    if like is None:
+        _check_all_marked(directory, stored.get("t2d"))
+        return head
+    token_ids = read_token_ids(directory, stored, like.shape[0], target_vocab)
+    return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
+
+
+def _check_all_marked(directory: Path, marks: CheckpointTensor | None) -> None:
     """Raise ValueError for a t2d that marks only some ids, though draft ids are the target's ids.
     A table of zeros was never filled in."""
     used = np.zeros(0) if marks is None else marks.read()

@@ -10,20 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import as_vector, canonical_tensors
-from jaxspec.checkpoints.draft_ids import (
-    ID_TABLES,
-    check_all_marked,
-    id_tables,
-    ids_are_equal,
-    read_token_ids,
-)
-from jaxspec.checkpoints.safetensors_io import (
-    check_not_quantized,
-    load_tree,
-    open_checkpoint,
-    placements,
-    save_tree,
-)
+from jaxspec.checkpoints.draft_ids import ID_TABLES, id_tables, ids_are_equal, load_head
+from jaxspec.checkpoints.safetensors_io import check_not_quantized, open_checkpoint, save_tree
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
@@ -40,7 +28,6 @@ from jaxspec.models.json.values import naming, shown_name
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.parallel.memory_format import put_weight
 
 MASK = "mask_hidden"  # see MaskEntry: [1, 1, C] in files
 
@@ -108,20 +95,8 @@ def load_eagle_head(
     shapes = head_shapes(config, target, dtype, shards)
     first_layer = _first_layer(stored)
     shapes = shapes.mapped(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
-    shardings = placements(shapes, mesh)
-    without_ids = shapes.replace(token_ids=None)
-    head = load_tree(
-        stored,
-        without_ids,
-        shapes.mapped(first_layer, splitting()),
-        shardings.replace(token_ids=None),
-        harmless={*ID_TABLES},
-    )
-    if shapes.token_ids is None:
-        check_all_marked(directory, stored.get("t2d"))
-        return head
-    token_ids = read_token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
-    return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
+    splits, harmless = shapes.mapped(first_layer, splitting()), {*ID_TABLES}
+    return load_head(directory, stored, shapes, splits, mesh, target.vocab_size, harmless)
 
 
 def check_head_embeddings(directory: str | Path, model: str | Path) -> None:

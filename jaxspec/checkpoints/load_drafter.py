@@ -40,7 +40,7 @@ from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lo
 from jaxspec.decoding.trees.grow import check_top_k
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.corrections import PairCorrection
 from jaxspec.models.nodes import map_nodes
 from jaxspec.models.quantized.float8 import Float8Linear, as_linear
@@ -123,43 +123,61 @@ def load_drafter(drafter: str | Path, drafted: DraftedModel) -> Drafter:
         skips = platform_of(drafted.mesh) != "gpu"  # there a round is one CUDA graph, or several
         return MixedDrafter(model=load_drafter(mixed, drafted), lookup=lookup, may_skip=skips)
     lookup = lookup_drafter(drafter)
-    if lookup is not None:
-        return lookup
-    directory = resolve_directory(drafter)
-    target, speculation = drafted.config, drafted.speculation
-    weights = (drafted.dtype, drafted.mesh, drafted.sharded)
+    return _drafter_in(resolve_directory(drafter), drafted) if lookup is None else lookup
+
+
+def _drafter_in(directory: Path, drafted: DraftedModel) -> Drafter:
+    """The drafter that a directory holds, by its files."""
     if holds_only_mtp_layers(directory):
         return _mtp_drafter(directory, drafted, MtpChoice())
     if holds_assistant(directory):
-        check_top_k(speculation, target.vocab_size)
-        assistant = load_assistant(directory, target, drafted.dtype, drafted.mesh)
+        check_top_k(drafted.speculation, drafted.config.vocab_size)
+        assistant = load_assistant(directory, drafted.config, drafted.dtype, drafted.mesh)
         return AssistantDrafter(assistant=assistant)
     if holds_block_head(directory):
-        block_head = load_block_head(directory, target, *weights)
-        check_block_copies(directory, drafted.directory)
-        block_head.check_depth(speculation.max_depth)
-        ids = target.vocab_size if block_head.token_ids is None else block_head.token_ids.size
-        check_top_k(speculation, ids)
-        if isinstance(block_head.correction, PairCorrection):
-            check_top_k(speculation, block_head.correction.candidates, "candidates")
-        return BlockDrafter(head=block_head)
+        return _block_drafter(directory, drafted)
     if head_method(directory) is not None:
-        head = load_eagle_head(directory, target, *weights)
-        ids = target.vocab_size if head.token_ids is None else head.token_ids.size
-        check_top_k(speculation, ids)
-        check_head_embeddings(directory, drafted.directory)
-        if head.mask is not None:
-            return ParallelEagleDrafter(head=head)
-        if platform_of(drafted.mesh) != "cpu":
-            return EagleDrafter(head=head)
-        if drafted.mesh is None:
-            head = _widened(head, drafted.dtype)
-        listens = LEAST_REDUCTION * ids <= target.vocab_size
-        return EagleDrafter(head=head, least_probability=LEAST_PROBABILITY, listens=listens)
+        return _eagle_drafter(directory, drafted)
+    return _model_drafter(directory, drafted)
+
+
+def _block_drafter(directory: Path, drafted: DraftedModel) -> BlockDrafter:
+    weights = (drafted.dtype, drafted.mesh, drafted.sharded)
+    head = load_block_head(directory, drafted.config, *weights)
+    check_block_copies(directory, drafted.directory)
+    head.check_depth(drafted.speculation.max_depth)
+    check_top_k(drafted.speculation, _num_draft_ids(head, drafted))
+    if isinstance(head.correction, PairCorrection):
+        check_top_k(drafted.speculation, head.correction.candidates, "candidates")
+    return BlockDrafter(head=head)
+
+
+def _eagle_drafter(directory: Path, drafted: DraftedModel) -> EagleDrafter:
+    weights = (drafted.dtype, drafted.mesh, drafted.sharded)
+    head = load_eagle_head(directory, drafted.config, *weights)
+    ids, on_cpu = _num_draft_ids(head, drafted), platform_of(drafted.mesh) == "cpu"
+    check_top_k(drafted.speculation, ids)
+    check_head_embeddings(directory, drafted.directory)
+    if head.mask is not None:
+        return ParallelEagleDrafter(head=head)
+    if on_cpu and drafted.mesh is None:
+        head = _widened(head, drafted.dtype)
+    listens = on_cpu and LEAST_REDUCTION * ids <= drafted.config.vocab_size
+    least = _least_probability(drafted.mesh)
+    return EagleDrafter(head=head, least_probability=least, listens=listens)
+
+
+def _num_draft_ids(head: DraftHead | BlockHead, drafted: DraftedModel) -> int:
+    """The number of tokens that a head may draft."""
+    return drafted.config.vocab_size if head.token_ids is None else head.token_ids.size
+
+
+def _model_drafter(directory: Path, drafted: DraftedModel) -> DraftModelDrafter:
     config = load_model_config(directory, "draft model")
     shared = _shared_vocabulary(directory, config, drafted)
-    config.check_tree_depth(speculation.max_depth)
-    check_top_k(speculation, config.vocab_size if shared is None else len(shared.shared))
+    config.check_tree_depth(drafted.speculation.max_depth)
+    num_ids = config.vocab_size if shared is None else len(shared.shared)
+    check_top_k(drafted.speculation, num_ids)
     model = load_decoder(directory, config, drafted.dtype, drafted.mesh, sharded=drafted.sharded)
     if shared is None:
         return DraftModelDrafter(model=model)
