@@ -20,7 +20,7 @@ from jaxspec.cache.convolution import take_tokens
 from jaxspec.cache.delta_rule import DeltaInputs, by_chunks, differentiable_inverse, einsum
 from jaxspec.parallel.pytree import array, pytree
 
-LONGEST_CHUNK = 16  # of ``sequences_by_channel``: C * C * Dk numbers of each head are in memory
+LONGEST_CHUNK = 16  # of ``sequences``: C * C * Dk numbers of each head are in memory
 
 
 @pytree
@@ -92,6 +92,17 @@ class ChannelInputs(DeltaInputs):
         read = lax.fori_loop(0, last, step, read)
         return read[:, 1, :, :, None]
 
+    def sequences(self, q: Array) -> Array:
+        """Outputs [B, T, G, 1, Dv] of whole sequences with queries [B, T, G, Dk]: see by_chunks."""
+
+        def step(s: Array, part: tuple[Array, ChannelInputs]) -> tuple[Array, Array]:
+            queries, tokens = part
+            writes, log_decay = _writes(s, tokens)
+            out = _outputs(s, queries, tokens, writes, log_decay)
+            return _after(s, tokens, writes, log_decay), out
+
+        return by_chunks(step, q, self, LONGEST_CHUNK)
+
     def _read_after(self, s: Array, readers: Array) -> Array:
         """What readers [B, 2, N, G, Dk] read after these tokens: [B, 2, N, G, Dv]."""
         s, tokens = lax.optimization_barrier((s, self))
@@ -103,18 +114,6 @@ class ChannelInputs(DeltaInputs):
             "bxngd,bged->bxnge", readers * jnp.exp(total[:, :, 0])[:, None, None], s[:, :, 0]
         )
         return from_s + einsum("bxngc,bgce->bxnge", scores, writes)
-
-
-def sequences_by_channel(q: Array, inputs: ChannelInputs) -> Array:
-    """Outputs [B, T, G, 1, Dv] of whole sequences with queries [B, T, G, Dk]: see by_chunks."""
-
-    def step(s: Array, part: tuple[Array, ChannelInputs]) -> tuple[Array, Array]:
-        queries, tokens = part
-        writes, log_decay = _writes(s, tokens)
-        out = _outputs(s, queries, tokens, writes, log_decay)
-        return _after(s, tokens, writes, log_decay), out
-
-    return by_chunks(step, q, inputs, LONGEST_CHUNK)
 
 
 def _writes(s: Array, tokens: ChannelInputs) -> tuple[Array, Array]:

@@ -66,6 +66,10 @@ class DeltaInputs(Pytree):
         """Outputs of a tree's nodes after these consecutive tokens: see the function."""
         return tree(s, self, q, nodes, ancestors, depth)
 
+    def sequences(self, q: Array) -> Array:
+        """Outputs of whole sequences of these tokens with queries q: see the function."""
+        return sequences(q, self)
+
     def in_chunk(self, s: Array, log_decay: Array) -> Array:
         """What each of C consecutive tokens writes after S: d [B, G, r, C, Dv] (see chunk_writes).
         log_decay: [B, G, r, C], since S.
@@ -164,19 +168,29 @@ def by_chunks[Inputs: DeltaInputs](
     ``step``: from a state and the queries and inputs of C tokens to the state after these and their
     outputs [B, C, G, r, Dv]; ``longest``: most tokens C.
     """
-    length = q.shape[1]
-    count = -(-length // longest)
-    size = -(-length // count)
 
     def chunks(x: Array) -> Array:
-        """[B, T, ...] -> [m, B, C, ...], with tokens at the end that change nothing."""
-        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
+        """[B, T, ...] -> [m, B, C, ...]."""
+        return jnp.moveaxis(_cut(x, longest), 1, 0)
 
     empty = jnp.zeros((*inputs.v.shape[:1], *inputs.v.shape[2:], q.shape[-1]), inputs.v.dtype)
     _, out = lax.scan(step, empty, (chunks(q), jax.tree.map(chunks, inputs)))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
+    return _joined(jnp.moveaxis(out, 0, 1), q.shape[1])
+
+
+def _cut(x: Array, longest: int) -> Array:
+    """[B, T, ...] -> [B, m, C, ...], chunks of at most ``longest`` tokens, with tokens at the end
+    that change nothing."""
+    length = x.shape[1]
+    count = -(-length // longest)
+    size = -(-length // count)
+    padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
+    return padded.reshape(len(x), count, size, *x.shape[2:])
+
+
+def _joined(chunks: Array, length: int) -> Array:
+    """[B, m, C, ...] -> [B, T, ...], without the tokens past ``length``."""
+    return chunks.reshape(len(chunks), -1, *chunks.shape[3:])[:, :length]
 
 
 def sequences(q: Array, inputs: DeltaInputs) -> Array:
@@ -188,20 +202,16 @@ def sequences(q: Array, inputs: DeltaInputs) -> Array:
     than ``chunk``.
     """
     length = q.shape[1]
-    count = -(-length // LONGEST_CHUNK)
-    size = -(-length // count)
 
     def chunks(x: Array) -> Array:
-        """[B, T, G, ...] -> [m, B, G, C, ...], with tokens at the end that change nothing."""
-        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
-        parts = padded.reshape(len(x), count, size, *x.shape[2:])
-        return jnp.moveaxis(parts, (1, 2), (0, 3))
+        """[B, T, G, ...] -> [m, B, G, C, ...]."""
+        return jnp.moveaxis(_cut(x, LONGEST_CHUNK), (1, 2), (0, 3))
 
     q, k, v = chunks(q), chunks(inputs.k), jnp.moveaxis(chunks(inputs.v), 3, 4)
     beta = jnp.moveaxis(chunks(inputs.beta), 3, 4)[..., None]  # [m, B, G, r, C, 1]
     log_decay = jnp.cumsum(jnp.moveaxis(chunks(inputs.g), 3, 4), axis=-1)  # [m, B, G, r, C]
     decay, total = jnp.exp(log_decay)[..., None], log_decay[..., -1:]
-    by_head = k[:, :, :, None]
+    by_head, size = k[:, :, :, None], k.shape[3]
     gram = einsum("mbgid,mbgjd->mbgij", k, k)[:, :, :, None]
     system = beta * decays(log_decay, jnp.tri(size, k=-1, dtype=bool)) * gram
     inverse = differentiable_inverse(system)
@@ -222,8 +232,7 @@ def sequences(q: Array, inputs: DeltaInputs) -> Array:
     scores = scores * decays(log_decay, jnp.tri(size, dtype=bool))
     out = decay * einsum("mbgid,mbgrde->mbgrie", q, s)
     out = out + einsum("mbgrij,mbgrje->mbgrie", scores, writes)
-    out = out.transpose(1, 0, 4, 2, 3, 5)  # [B, m, C, G, r, Dv]
-    return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
+    return _joined(out.transpose(1, 0, 4, 2, 3, 5), length)  # of [B, m, C, G, r, Dv]
 
 
 def tree(

@@ -30,21 +30,20 @@ class SumInputs(DeltaInputs):
         """What each of a tree's nodes writes: [B, G, r, N, Dv]."""
         return self.beta.transpose(0, 2, 3, 1)[..., None] * self.v.transpose(0, 2, 3, 1, 4)
 
+    def sequences(self, q: Array) -> Array:
+        """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk]: see by_chunks."""
 
-def sequences_of_sums(q: Array, inputs: SumInputs) -> Array:
-    """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk]: see by_chunks."""
+        def step(s: Array, part: tuple[Array, SumInputs]) -> tuple[Array, Array]:
+            queries, tokens = part
+            log_decay = jnp.cumsum(tokens.g, axis=1).transpose(0, 2, 3, 1)  # [B, G, r, C]
+            writes = tokens.in_chunk(s, log_decay)
+            scores = einsum("bigd,bjgd->bgij", queries, tokens.k)[:, :, None]
+            scores = scores * decays(log_decay, jnp.tri(queries.shape[1], dtype=bool))
+            out = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", queries, s)
+            out = out + einsum("bgrij,bgrje->bgrie", scores, writes)
+            total = log_decay[..., -1:]
+            kept = jnp.exp(total - log_decay)[..., None] * writes
+            after = jnp.exp(total)[..., None] * s + einsum("bjgd,bgrje->bgred", tokens.k, kept)
+            return after, out.transpose(0, 3, 1, 2, 4)
 
-    def step(s: Array, part: tuple[Array, SumInputs]) -> tuple[Array, Array]:
-        queries, tokens = part
-        log_decay = jnp.cumsum(tokens.g, axis=1).transpose(0, 2, 3, 1)  # [B, G, r, C]
-        writes = tokens.in_chunk(s, log_decay)
-        scores = einsum("bigd,bjgd->bgij", queries, tokens.k)[:, :, None]
-        scores = scores * decays(log_decay, jnp.tri(queries.shape[1], dtype=bool))
-        out = jnp.exp(log_decay)[..., None] * einsum("bigd,bgred->bgrie", queries, s)
-        out = out + einsum("bgrij,bgrje->bgrie", scores, writes)
-        total = log_decay[..., -1:]
-        kept = jnp.exp(total - log_decay)[..., None] * writes
-        after = jnp.exp(total)[..., None] * s + einsum("bjgd,bgrje->bgred", tokens.k, kept)
-        return after, out.transpose(0, 3, 1, 2, 4)
-
-    return by_chunks(step, q, inputs)
+        return by_chunks(step, q, self)

@@ -11,6 +11,7 @@ from jaxspec.parallel.layout import (
     axes_size,
     check_divides,
     fitting,
+    parallel_groups,
 )
 from jaxspec.parallel.meshes import (
     DATA_AXIS,
@@ -51,6 +52,7 @@ __all__ = [
     "make_mesh",
     "mesh_layout",
     "named_shardings",
+    "parallel_groups",
     "partition_specs",
     "replica_meshes",
     "result_specs",

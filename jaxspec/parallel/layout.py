@@ -241,6 +241,22 @@ def fitting(size: int, devices: int, fits: Callable[[int], bool] | None = None) 
     return f"it can over {', '.join(counts)}"
 
 
+def parallel_groups(name: str, heads: int, groups: int, devices: int) -> int:
+    """Groups of heads as laid out over devices: the model's, or one per device if it has fewer.
+
+    Raises ValueError for heads that cannot be split evenly; ``name`` says which.
+    """
+
+    def fits(devices: int) -> bool:
+        parts = max(groups, devices)
+        return parts % devices == 0 and parts % groups == 0 and heads % parts == 0
+
+    if not fits(devices):
+        others = fitting(heads, devices, fits)
+        raise ValueError(f"{name} cannot be split over {devices} devices; {others}")
+    return max(groups, devices)
+
+
 def axes_size(mesh: Mesh | None, axes: Axes) -> int:
     """Number of devices along ``axes`` of a mesh; 1 for no axes, and without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.channel_decay import LONGEST_CHUNK, ChannelInputs, sequences_by_channel
+from jaxspec.cache.channel_decay import LONGEST_CHUNK, ChannelInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.parallel import WHOLE
 from tests.cache.test_delta_rule import commit, committed, jit, unpack
@@ -122,7 +122,7 @@ def after(prompt: Any, nodes: Any, row: int, length: int, path: list[int]) -> An
 @pytest.mark.parametrize("length", [slow(2 * LONGEST_CHUNK + 5), slow(1)])
 def test_whole_sequences_agree_with_the_definition(length: int):
     q, inputs = random_inputs(np.random.default_rng(3), 2, length)
-    out = jit(sequences_by_channel)(q, inputs)
+    out = jit(ChannelInputs.sequences)(inputs, q)
     for row in range(2):
         want = in_numpy(*row_of((q, inputs), row))
         np.testing.assert_allclose(out[row], want, atol=TOLERANCE)

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.cache import Geometry
 from jaxspec.cache.delta_rule import LONGEST_CHUNK
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
-from jaxspec.cache.state_space import SumInputs, sequences_of_sums
+from jaxspec.cache.state_space import SumInputs
 from jaxspec.parallel import WHOLE
 from tests.cache.test_delta_rule import commit, committed, jit, unpack
 from tests.helpers.marks import slow
@@ -117,7 +117,7 @@ def after(prompt: Any, nodes: Any, row: int, length: int, path: list[int]) -> An
 @pytest.mark.parametrize("length", [slow(LONGEST_CHUNK + 5), slow(1)])
 def test_whole_sequences_agree_with_the_definition(length: int):
     q, inputs = random_inputs(np.random.default_rng(3), 2, length)
-    out = jit(sequences_of_sums)(q, inputs)
+    out = jit(SumInputs.sequences)(inputs, q)
     for row in range(2):
         want = in_numpy(*row_of((q, inputs), row))
         np.testing.assert_allclose(out[row], want, atol=TOLERANCE * np.abs(want).max())

@@ -15,7 +15,7 @@ from jaxspec.models.norms import unweighted_norm
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import GroupedHeads, One, Source, TensorMap
 from jaxspec.models.wrapped_tensors import Fused, scaled
-from jaxspec.parallel import Layout, Shards, fitting
+from jaxspec.parallel import Layout, Shards, parallel_groups
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
@@ -158,16 +158,5 @@ def parallel_kv_heads(config: AttentionConfig, devices: int) -> int:
 
     Raises ValueError for heads that cannot be split evenly.
     """
-    if not _fit(config, devices):
-        others = fitting(config.num_heads, devices, lambda count: _fit(config, count))
-        raise ValueError(
-            f"{config.num_heads} query and {config.num_kv_heads} KV heads cannot be split over "
-            f"{devices} devices; {others}"
-        )
-    return max(config.num_kv_heads, devices)
-
-
-def _fit(config: AttentionConfig, devices: int) -> bool:
-    kv_heads = max(config.num_kv_heads, devices)
-    fits = kv_heads % devices == 0 and kv_heads % config.num_kv_heads == 0
-    return fits and config.num_heads % kv_heads == 0
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    return parallel_groups(f"{heads} query and {kv_heads} KV heads", heads, kv_heads, devices)

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.delta_rule import DeltaInputs, sequences
+from jaxspec.cache.delta_rule import DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences, unit_length
+from jaxspec.models.mixers.rows import check_whole_sequences, convolved, unit_length
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
@@ -53,14 +53,9 @@ class GatedDelta(Pytree):
     ) -> tuple[Array, DeltaState | None]:
         """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
         the tokens are sequences of their own, of which nothing is kept."""
-        channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
-        if state is None:
-            where = RowsOfPass.whole(batch, size)
-            rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
-        else:
-            where, rows_state = RowsOfPass.of(step.attend, size), state
-        convolved = where.convolved(rows_state, channels, self.taps)
-        q, k, v = self._split(jax.nn.silu(convolved))
+        channels = qkvz[..., : self.taps.shape[-1]]
+        where, read = convolved(self, channels, state, step)
+        q, k, v = self._split(jax.nn.silu(read))
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
         rate = jnp.exp(self.a_log)
         inputs = DeltaInputs(
@@ -70,10 +65,7 @@ class GatedDelta(Pytree):
             beta=jax.nn.sigmoid(b),
         )
         q = unit_length(q) / self.config.key_dim**0.5
-        new = DeltaNodes(inputs=inputs, channels=channels)
-        if state is None:
-            return sequences(q, inputs), None
-        return where.read(state, q, new, step.kernels)
+        return where.read(state, q, DeltaNodes(inputs=inputs, channels=channels), step.kernels)
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:
         """Queries and keys [B, T, G, Dk] and values [B, T, G, r, Dv]."""

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.channel_decay import ChannelInputs, sequences_by_channel
+from jaxspec.cache.channel_decay import ChannelInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.recurrent import KimiDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences, unit_length
+from jaxspec.models.mixers.rows import check_whole_sequences, convolved, unit_length
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, OfHeads, Part
@@ -63,14 +63,9 @@ class KimiDelta(Pytree):
     ) -> tuple[Array, DeltaState | None]:
         """Outputs float32 [B, T, G, 1, D] of the recurrence, and the new state. Without a state
         the tokens are whole sequences, of which nothing is kept."""
-        channels, (batch, size) = qkvb[..., :-1], qkvb.shape[:2]
-        if state is None:
-            where = RowsOfPass.whole(batch, size)
-            rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
-        else:
-            where, rows_state = RowsOfPass.of(step.attend, size), state
-        convolved = where.convolved(rows_state, channels, self.taps)
-        q, k, v = jnp.split(jax.nn.silu(convolved), 3, axis=-1)
+        channels = qkvb[..., :-1]
+        where, read = convolved(self, channels, state, step)
+        q, k, v = jnp.split(jax.nn.silu(read), 3, axis=-1)
         steps = jax.nn.softplus(decays.astype(jnp.float32) + self.dt_bias)
         inputs = ChannelInputs(
             k=unit_length(k),
@@ -79,8 +74,6 @@ class KimiDelta(Pytree):
             beta=jax.nn.sigmoid(qkvb[..., -1:].astype(jnp.float32)),
         )
         q = unit_length(q) / self.config.head_dim**0.5
-        if state is None:
-            return sequences_by_channel(q, inputs), None
         return where.read(state, q, DeltaNodes(inputs=inputs, channels=channels), step.kernels)
 
     def _gated(self, out: Array, gates: Array, eps: float) -> Array:

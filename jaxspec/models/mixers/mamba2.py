@@ -7,15 +7,15 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
-from jaxspec.cache.state_space import SumInputs, sequences_of_sums
+from jaxspec.cache.state_space import SumInputs
 from jaxspec.config.recurrent import Mamba2Config
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
+from jaxspec.models.mixers.rows import check_whole_sequences, convolved
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part, scaled
-from jaxspec.parallel import Axes, Layout, Shards, fitting
+from jaxspec.parallel import Axes, Layout, Shards, parallel_groups
 from jaxspec.parallel.collectives import all_gather
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
@@ -63,23 +63,14 @@ class Mamba2(Pytree):
     ) -> tuple[Array, DeltaState | None]:
         """Outputs float32 [B, T, G, r, P] of the recurrence, and the new state. Without a state
         the tokens are whole sequences, of which nothing is kept."""
-        batch, size = channels.shape[:2]
-        if state is None:
-            where = RowsOfPass.whole(batch, size)
-            rows_state = self.init_state(Geometry(0, 0, batch), step.layout)
-        else:
-            where, rows_state = RowsOfPass.of(step.attend, size), state
-        convolved = where.convolved(rows_state, channels, self.taps)
+        where, read = convolved(self, channels, state, step)
         if self.taps_bias is not None:
-            convolved = convolved + self.taps_bias.astype(jnp.float32)
-        reads, writes, values = self._split(jax.nn.silu(convolved))
+            read = read + self.taps_bias.astype(jnp.float32)
+        reads, writes, values = self._split(jax.nn.silu(read))
         dt = jax.nn.softplus(steps.astype(jnp.float32) + self.dt_bias)
         inputs = SumInputs(k=writes, v=values, g=-jnp.exp(self.a_log) * dt, beta=dt)
-        if state is None:
-            out = sequences_of_sums(reads, inputs)
-        else:
-            new = DeltaNodes(inputs=inputs, channels=channels)
-            out, state = where.read(state, reads, new, step.kernels)
+        new = DeltaNodes(inputs=inputs, channels=channels)
+        out, state = where.read(state, reads, new, step.kernels)
         return out + self.skip[..., None] * values, state
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:
@@ -174,7 +165,12 @@ def mamba2_shape(
 
     Raises ValueError for heads that cannot be split evenly over devices.
     """
-    groups = _parallel_groups(config, shards.of("kv_heads"))
+    groups = parallel_groups(
+        f"{config.num_heads} Mamba heads in {config.num_groups} groups",
+        config.num_heads,
+        config.num_groups,
+        shards.of("kv_heads"),
+    )
     heads = config.num_heads // groups
     wide = heads * config.head_dim
     channels = 2 * config.state_dim + wide
@@ -193,26 +189,6 @@ def mamba2_shape(
         o=linear_shape(("heads", "hidden"), (groups * wide, hidden_size), dtype, bias=config.bias),
         config=config,
     )
-
-
-def _parallel_groups(config: Mamba2Config, devices: int) -> int:
-    """Groups as laid out over the devices: the model's, or one per device if it has fewer.
-
-    Raises ValueError for groups or heads that cannot be split evenly.
-    """
-    if not _fit(config, devices):
-        others = fitting(config.num_heads, devices, lambda count: _fit(config, count))
-        raise ValueError(
-            f"{config.num_heads} Mamba heads in {config.num_groups} groups cannot be split over "
-            f"{devices} devices; {others}"
-        )
-    return max(config.num_groups, devices)
-
-
-def _fit(config: Mamba2Config, devices: int) -> bool:
-    groups = max(config.num_groups, devices)
-    fits = groups % devices == 0 and groups % config.num_groups == 0
-    return fits and config.num_heads % groups == 0
 
 
 def _of_groups(means: Array, num_groups: int, axes: Axes) -> Array:

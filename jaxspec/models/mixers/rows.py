@@ -1,12 +1,14 @@
 """What mixers share that keep a state of each row and nothing in pages."""
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.cache import Geometry
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.models.attention import PagedAttend
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.parallel import Layout
 from pallas_kernels.selection import Kernels
 
@@ -22,6 +24,19 @@ def check_whole_sequences(layout: Layout) -> None:
     """Raises ValueError for devices that share sequences."""
     if layout.sequence or layout.tokens:
         raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
+
+
+class Convolved(Protocol):
+    """A mixer that reads its channels through a causal convolution."""
+
+    @property
+    def taps(self) -> Array:
+        """Weights [K, G, c], the token's own last."""
+        ...
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
+        """Rows without tokens."""
+        ...
 
 
 class RowsOfPass(NamedTuple):
@@ -58,16 +73,30 @@ class RowsOfPass(NamedTuple):
         """Rows that begin in a pass without states."""
         return cls(jnp.arange(batch), jnp.zeros(batch, int), jnp.full(batch, size))
 
-    def convolved(self, state: DeltaState, channels: Array, weight: Array) -> Array:
-        """See DeltaState.convolved."""
-        return state.convolved(self.rows, channels, weight, self.ancestors, self.depth)
-
     def read(
-        self, state: DeltaState, q: Array, new: DeltaNodes, kernels: Kernels
-    ) -> tuple[Array, DeltaState]:
+        self, state: DeltaState | None, q: Array, new: DeltaNodes, kernels: Kernels
+    ) -> tuple[Array, DeltaState | None]:
         """Outputs [B, T, G, r, Dv] of the tokens, and the new state: see DeltaState.read_run, or of
-        a tree read_tree."""
+        a tree read_tree. Without a state the tokens are whole sequences, of which nothing is
+        kept."""
+        if state is None:
+            return new.inputs.sequences(q), None
         rows, lens, counts, ancestors, depth = self
         if ancestors is not None and depth is not None:
             return state.read_tree(rows, lens, q, new, ancestors, depth, kernels)
         return state.read_run(rows, lens, counts, q, new, kernels)
+
+
+def convolved(
+    mixer: Convolved, channels: Array, state: DeltaState | None, step: ForwardPass
+) -> tuple[RowsOfPass, Array]:
+    """The rows of a pass, and its channels [B, T, G, c] after the convolution: see
+    DeltaState.convolved. Without a state all rows begin in this pass."""
+    batch, size = channels.shape[:2]
+    if state is None:
+        where = RowsOfPass.whole(batch, size)
+        state = mixer.init_state(Geometry(0, 0, batch), step.layout)
+    else:
+        where = RowsOfPass.of(step.attend, size)
+    place = where.ancestors, where.depth
+    return where, state.convolved(where.rows, channels, mixer.taps, *place)
