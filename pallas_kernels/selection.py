@@ -29,6 +29,8 @@ OPERATIONS = (
     "packed_expert_product",
     "delta_rule",
     "delta_run",  # of delta_rule, where prompts are read
+    "delta_inputs",
+    "gated_norm",
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
@@ -46,6 +48,8 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "packed_expert_product": (1,),
         "delta_rule": (1, 2),
         "delta_run": (1, 2),
+        "delta_inputs": (1,),
+        "gated_norm": (1,),
         "float8_pages": (1, 2),
     }
 )

@@ -44,20 +44,29 @@ def tree_taps(before: Array, nodes: Array, ancestors: Array, depth: Array) -> Ar
     """Each node with its K - 1 ancestors, the oldest first: [B, N, K, ...channels].
 
     before: [B, K - 1, ...channels], the last tokens before the tree. nodes: [B, N, ...channels].
-    ancestors: bool [B, N, N], whether node j is node i or one of its ancestors. depth: int32
-    [B, N], of a root 0.
+    ancestors, depth: see tree_places.
     """
     past = before.shape[1]
     every = jnp.concatenate([before, nodes.astype(before.dtype)], axis=1)
-    index = []
+    itself = jnp.broadcast_to(past + jnp.arange(nodes.shape[1]), depth.shape)[..., None]
+    places = jnp.concatenate([tree_places(ancestors, depth, past), itself], axis=-1)
+    taken = take_tokens(every, places.reshape(len(nodes), -1))
+    return taken.reshape(*nodes.shape[:2], past + 1, *nodes.shape[2:])
+
+
+def tree_places(ancestors: Array, depth: Array, past: int) -> Array:
+    """Where the ``past`` tokens before each node are, the oldest first: int32 [B, N, past].
+
+    Below ``past`` one of the last tokens before the tree, the oldest first, else ``past`` more than
+    a node. ancestors: bool [B, N, N], whether node j is node i or one of its ancestors. depth:
+    int32 [B, N], of a root 0.
+    """
+    places = []
     for distance in range(past, 0, -1):
         wanted = depth - distance  # the depth of that ancestor; below 0: before the tree
         found = jnp.argmax(ancestors & (depth[:, None, :] == wanted[..., None]), axis=-1)
-        index.append(jnp.where(wanted >= 0, past + found, past + wanted))
-    index.append(jnp.broadcast_to(past + jnp.arange(nodes.shape[1]), depth.shape))
-    places = jnp.stack(index, axis=-1).reshape(len(nodes), -1)  # [B, N * K]
-    taken = take_tokens(every, places)
-    return taken.reshape(*nodes.shape[:2], past + 1, *nodes.shape[2:])
+        places.append(jnp.where(wanted >= 0, past + found, past + wanted))
+    return jnp.stack(places, axis=-1).astype(jnp.int32)
 
 
 def last_inputs(before: Array, tokens: Array, counts: Array) -> Array:

@@ -35,6 +35,7 @@ from jaxspec.models.norms import layer_norm, norm_all_heads, norms_before_rope, 
 from jaxspec.models.rope import query_factors, rope_angles
 from jaxspec.parallel import Layout
 from jaxspec.parallel.collectives import all_tokens
+from pallas_kernels import gated_norm
 from pallas_kernels.activations import Clamp, Gating, Gelu, Limit, units_of
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
@@ -136,11 +137,27 @@ class ForwardPass:
         values = values.reshape(*tokens, width)
         return RoundedRows(values=values, scale=scale, dtype=gate_up.dtype)
 
-    def _rounds(self, operation: str, x: Array, reader: AnyLinear | None) -> bool:
+    def gated_heads(self, x: Array, projected: Array, norm: Array, reader: AnyLinear) -> Any:
+        """Heads [B, T, G, r, D] normed, times SiLU of their gates, which are last in ``projected``
+        [B, T, G, w]: [B, T, G * r * D], which ``reader`` alone reads, as ``gated``."""
+        shape, (groups, heads) = x.shape[:2], x.shape[2:4]
+        rows = x.reshape(-1, *x.shape[2:]), projected.reshape(-1, *projected.shape[2:])
+        how = norm, self.eps, self.kernels.implementation("gated_norm")
+        fits = gated_norm.misfit(*rows) is None
+        if not fits or not self._rounds("gated_norm", projected, reader, groups * heads):
+            return gated_norm.gated_norm(*rows, *how).reshape(*shape, -1)
+        values, scale = gated_norm.gated_norm_rounded(*rows, *how)
+        return RoundedRows(values=values.reshape(*shape, -1), scale=scale, dtype=projected.dtype)
+
+    def _rounds(
+        self, operation: str, x: Array, reader: AnyLinear | None, num_groups: int = 1
+    ) -> bool:
         """Whether the kernel of this operation also rounds its result for ``reader``."""
         if operation not in self.kernels or self.layout.tokens or self.layout.hidden:
             return False
-        return isinstance(reader, ReadsRounded) and reader.reads_rounded(x.dtype, self.kernels)
+        if not isinstance(reader, ReadsRounded):
+            return False
+        return reader.reads_rounded(x.dtype, self.kernels, num_groups)
 
     def scaled(self, x: Array, addend: Addend, norm: Array | None, scale: float) -> Addend:
         """What is added to the residual stream x [B, T, H], normed and multiplied first; as it is

@@ -93,20 +93,22 @@ class ReadsRounded(Protocol):
         """Whether it rounds its inputs."""
         ...
 
-    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
-        """Whether it takes rows of this dtype as RoundedRows, if these kernels may run."""
+    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels, num_groups: int = 1) -> bool:
+        """Whether it takes rows of this dtype as RoundedRows, with scales for so many groups of
+        consecutive inputs, if these kernels may run."""
         ...
 
 
 @pytree
 class RoundedRows(Pytree):
-    """Activations of 8-bit floats: values * scale, where each token has a scale (see round_tokens).
+    """Activations of 8-bit floats: values * scale, where each token has a scale, or one for each
+    of n groups of consecutive inputs (see round_tokens).
 
     ``dtype``: of what they were rounded from.
     """
 
     values: Array = array()  # e4m3 [B, T, H]
-    scale: Array = array()  # [1, P], P >= B * T
+    scale: Array = array()  # [n, P], P >= B * T
     dtype: jnp.dtype = static()
 
     @property

@@ -22,6 +22,7 @@ COLUMNS = 64  # of a value head, that a warpgroup holds
 TILE = plgpu.Layout.WGMMA  # [COLUMNS, Dk]: four threads share a column of the state
 BY_COLUMN, BY_KEY = TILE.reduce(1), TILE.reduce(0)
 THREADS = 128  # of a warpgroup
+FEW_NODES = 4  # of a tree whose keys are multiplied here: two launches less
 
 
 # Traced once for all layers of a model.
@@ -42,8 +43,7 @@ def delta_read_mosaic(
     s, window, rows, held = states
     _, groups, values, v_dim, k_dim = s.shape
     batch, size = q.shape[:2]
-    readers = jnp.stack([nodes.k, q], axis=1)
-    gram = jnp.einsum("bxigd,bjgd->bgxij", readers, nodes.k, precision=lax.Precision.HIGHEST)
+    grams = () if size <= FEW_NODES else (_gram(q, nodes.k),)
     level = jnp.arange(size)[:, None]
     at_level = ancestors[:, :, None] & (depth[:, None, None] == level)  # [B, N, levels, N]
     ancestor_at = jnp.argmax(at_level, axis=-1).astype(jnp.int32)
@@ -51,8 +51,9 @@ def delta_read_mosaic(
     @fixed_name(interpret)
     def delta_read_kernel(
         s_ref, wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, q_ref, k_ref, v_ref, g_ref,
-        b_ref, ancestor_ref, depth_ref, gram_ref, out_ref, written_ref,
+        b_ref, ancestor_ref, depth_ref, *refs,
     ):  # fmt: skip
+        *gram_refs, out_ref, written_ref = refs
         sequence, group = kernel_axes.index("sequence"), kernel_axes.index("group")
         value, columns = _part(kernel_axes.index("part"), values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), held_ref[sequence]
@@ -70,23 +71,32 @@ def delta_read_mosaic(
 
         @pl.loop(0, size)
         def _node(node):
+            key, query = (_load(ref.at[sequence, node, group], BY_KEY) for ref in (k_ref, q_ref))
+
+            def products(above: Any) -> tuple[Array, ...]:
+                """Of this node's key and query, with the key of a node above."""
+                if gram_refs:
+                    [gram] = gram_refs
+                    return tuple(gram[sequence, group, x, node, above] for x in range(2))
+                other = _load(k_ref.at[sequence, above, group], BY_KEY)
+                return _product(other, key), _product(other, query)
+
             def after(level: Any, reads: tuple[Array, Array]) -> tuple[Array, Array]:
                 above = ancestor_ref[sequence, node, level]
                 decay = jnp.exp(g_ref[sequence, above, group, value])
                 written = _load(written_ref.at[above], BY_COLUMN)
-                by_k, by_q = (gram_ref[sequence, group, x, node, above] for x in range(2))
+                by_k, by_q = products(above)
                 return decay * reads[0] + by_k * written, decay * reads[1] + by_q * written
 
-            reads = tuple(
-                _read(tile, _load(ref.at[sequence, node, group], BY_KEY)) for ref in (k_ref, q_ref)
-            )
+            reads = _read(tile, key), _read(tile, query)
             by_key, by_query = lax.fori_loop(0, depth_ref[sequence, node], after, reads)
             decay = jnp.exp(g_ref[sequence, node, group, value])
             v = _load(v_ref.at[sequence, node, group, value, columns], BY_COLUMN)
             written = b_ref[sequence, node, group, value] * (v - decay * by_key)
             written_ref[node] = written
-            diagonal = gram_ref[sequence, group, 1, node, node]
-            out_ref[sequence, node, group, value, columns] = decay * by_query + diagonal * written
+            out_ref[sequence, node, group, value, columns] = (
+                decay * by_query + _product(key, query) * written
+            )
 
     kernel = plgpu.kernel(
         delta_read_kernel,
@@ -97,7 +107,13 @@ def delta_read_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    return kernel(s, *window, rows, held, q, *nodes, ancestor_at, depth, gram)
+    return kernel(s, *window, rows, held, q, *nodes, ancestor_at, depth, *grams)
+
+
+def _gram(q: Array, k: Array) -> Array:
+    """Products with the keys of all nodes, of keys and of queries: [B, G, 2, N, N]."""
+    readers = jnp.stack([k, q], axis=1)
+    return jnp.einsum("bxigd,bjgd->bgxij", readers, k, precision=lax.Precision.HIGHEST)
 
 
 # Traced once for all layers of a model.
@@ -303,6 +319,11 @@ def _applied(tile: Array, token: Tokens) -> Array:
 def _read(tile: Array, x: Array) -> Array:
     """What x [Dk] reads from a state [COLUMNS, Dk]."""
     return jnp.sum(tile * lax.broadcast_in_dim(x, tile.shape, (1,)), axis=1)
+
+
+def _product(x: Array, y: Array) -> Array:
+    """Of two keys [Dk], the same for every column: [COLUMNS]."""
+    return _read(lax.broadcast_in_dim(x, (COLUMNS, len(x)), (1,)), y)
 
 
 def _load(ref: Any, layout: Any) -> Array:

@@ -50,7 +50,7 @@ from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.parallel.bytes import gigabytes, local_bytes
 from pallas_kernels.selection import Kernels
 
-MOST_JOBS = 4  # modes compiled at a time
+MOST_JOBS = 8  # modes compiled at a time
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 # The table's columns, and what their cells show of a timing.
 COLUMNS = {

@@ -43,8 +43,10 @@ from jaxspec.evaluation.benchmarks.timing import measure_bandwidth, measure_prod
 from jaxspec.evaluation.number_format import or_blank
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.delta_inputs import cases as delta_inputs
 from pallas_kernels.delta_rule import cases as delta_rule
 from pallas_kernels.expert_product import cases as expert_product
+from pallas_kernels.gated_norm import cases as gated_norm
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
 from pallas_kernels.packed_expert_product import cases as packed_expert_product
@@ -71,6 +73,8 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "expert_product": expert_product.benchmarks,
         "packed_expert_product": packed_expert_product.benchmarks,
         "delta_rule": delta_rule.benchmarks,
+        "delta_inputs": delta_inputs.benchmarks,
+        "gated_norm": gated_norm.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

@@ -2,15 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.delta_rule import DeltaInputs
+from jaxspec.cache.delta_inputs import Strengths, projected_inputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import check_whole_sequences, convolved, unit_length
+from jaxspec.models.mixers.rows import check_whole_sequences, rows_of_pass
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
@@ -45,41 +45,29 @@ class GatedDelta(Pytree):
         ba = self.ba.product(x, "ba").result(step.layout, step.kernels)
         with jax.named_scope("delta_rule"):
             out, state = self._mixed(qkvz, ba, state, step)
-            out = self._gated(out, qkvz, step.eps).astype(x.dtype)
-        return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
+            out = step.gated_heads(out, qkvz, self.norm, self.o)
+        return self.o.product(out, "o"), state
 
     def _mixed(
         self, qkvz: Array, ba: Array, state: DeltaState | None, step: ForwardPass
     ) -> tuple[Array, DeltaState | None]:
         """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
         the tokens are sequences of their own, of which nothing is kept."""
-        channels = qkvz[..., : self.taps.shape[-1]]
-        where, read = convolved(self, channels, state, step)
-        q, k, v = self._split(jax.nn.silu(read))
-        b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
-        rate = jnp.exp(self.a_log)
-        inputs = DeltaInputs(
-            k=unit_length(k),
-            v=v,
-            g=-rate * jax.nn.softplus(a + self.dt_bias),
-            beta=jax.nn.sigmoid(b),
+        channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
+        where, before = rows_of_pass(self, (batch, size), state, step)
+        q, inputs = projected_inputs(
+            before,
+            qkvz,
+            Strengths(ba, self.dt_bias, self.a_log),
+            self.taps,
+            self.config.key_dim,
+            where.rows,
+            where.tree,
+            step.kernels,
         )
-        q = unit_length(q) / self.config.key_dim**0.5
         return where.read(state, q, DeltaNodes(inputs=inputs, channels=channels), step.kernels)
 
-    def _split(self, channels: Array) -> tuple[Array, Array, Array]:
-        """Queries and keys [B, T, G, Dk] and values [B, T, G, r, Dv]."""
-        width, shape = self.config.key_dim, channels.shape[:-1]
-        q, k, v = jnp.split(channels, [width, 2 * width], axis=-1)
-        return q, k, v.reshape(*shape, -1, self.config.value_dim)
-
     reader = None  # several projections read the input
-
-    def _gated(self, out: Array, qkvz: Array, eps: float) -> Array:
-        """The normed outputs times SiLU of their gates: float32 [B, T, G, r, Dv]."""
-        gates = qkvz[..., self.taps.shape[-1] :].reshape(out.shape).astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
-        return out * scale * self.norm * jax.nn.silu(gates)
 
     def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
         """Rows without tokens. Raises ValueError for a layout that splits sequences."""

@@ -7,11 +7,12 @@ from jax import Array, lax
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.channel_decay import ChannelInputs
+from jaxspec.cache.delta_inputs import unit_length
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.recurrent import KimiDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import check_whole_sequences, convolved, unit_length
+from jaxspec.models.mixers.rows import check_whole_sequences, convolved
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, OfHeads, Part

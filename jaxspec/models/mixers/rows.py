@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
@@ -11,13 +11,6 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.parallel import Layout
 from pallas_kernels.selection import Kernels
-
-NORM_EPS = 1e-6  # of queries and keys, in all families
-
-
-def unit_length(x: Array) -> Array:
-    """x [..., Dk] of length 1."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
 def check_whole_sequences(layout: Layout) -> None:
@@ -73,6 +66,17 @@ class RowsOfPass(NamedTuple):
         """Rows that begin in a pass without states."""
         return cls(jnp.arange(batch), jnp.zeros(batch, int), jnp.full(batch, size))
 
+    @property
+    def tree(self) -> tuple[Array, Array] | None:
+        """Ancestors and depths of a tree's nodes; None: a run."""
+        if self.ancestors is None or self.depth is None:
+            return None
+        return self.ancestors, self.depth
+
+    def convolved(self, state: DeltaState, channels: Array, weight: Array) -> Array:
+        """See DeltaState.convolved."""
+        return state.convolved(self.rows, channels, weight, self.ancestors, self.depth)
+
     def read(
         self, state: DeltaState | None, q: Array, new: DeltaNodes, kernels: Kernels
     ) -> tuple[Array, DeltaState | None]:
@@ -87,16 +91,21 @@ class RowsOfPass(NamedTuple):
         return state.read_run(rows, lens, counts, q, new, kernels)
 
 
+def rows_of_pass(
+    mixer: Convolved, size: tuple[int, int], state: DeltaState | None, step: ForwardPass
+) -> tuple[RowsOfPass, DeltaState]:
+    """The rows of a pass of ``size`` B, T, and their states. Without a state all rows begin in
+    this pass."""
+    if state is None:
+        batch, length = size
+        return RowsOfPass.whole(batch, length), mixer.init_state(Geometry(0, 0, batch), step.layout)
+    return RowsOfPass.of(step.attend, size[1]), state
+
+
 def convolved(
     mixer: Convolved, channels: Array, state: DeltaState | None, step: ForwardPass
 ) -> tuple[RowsOfPass, Array]:
-    """The rows of a pass, and its channels [B, T, G, c] after the convolution: see
-    DeltaState.convolved. Without a state all rows begin in this pass."""
+    """The rows of a pass, and its channels [B, T, G, c] after the convolution."""
     batch, size = channels.shape[:2]
-    if state is None:
-        where = RowsOfPass.whole(batch, size)
-        state = mixer.init_state(Geometry(0, 0, batch), step.layout)
-    else:
-        where = RowsOfPass.of(step.attend, size)
-    place = where.ancestors, where.depth
-    return where, state.convolved(where.rows, channels, mixer.taps, *place)
+    where, before = rows_of_pass(mixer, (batch, size), state, step)
+    return where, where.convolved(before, channels, mixer.taps)

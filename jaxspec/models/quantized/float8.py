@@ -77,8 +77,8 @@ class Float8Linear(PackedLinear):
     def rounds(self) -> bool:
         return True
 
-    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
-        if self.input_scale is not None or len(self.scale) > 1:
+    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels, num_groups: int = 1) -> bool:
+        if self.input_scale is not None or len(self.scale) != num_groups:
             return False
         return "round_tokens" in kernels and dtype == jnp.bfloat16
 

@@ -70,7 +70,9 @@ class GroupedLinear(PackedLinear):
             bias=tensor_map.of_source(source, "bias", self.bias),
         )
 
-    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
+    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels, num_groups: int = 1) -> bool:
+        if num_groups != 1:
+            return False
         return self.rounds and "round_tokens" in kernels and dtype == jnp.bfloat16
 
     @property

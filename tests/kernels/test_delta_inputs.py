@@ -1,0 +1,81 @@
+"""What tree nodes do to the states of a delta rule: the Hopper kernel interpreted, lowered, run,
+beside a reference written out in NumPy."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.delta_inputs import delta_inputs
+from pallas_kernels.delta_inputs.cases import KEY_DIM, TEST_CASES, Case, make_arguments
+from pallas_kernels.delta_inputs.mosaic_gpu import delta_inputs_mosaic
+from tests.helpers.kernels import interpreted, lowered
+from tests.helpers.marks import first_is_fast
+
+by_kernel = functools.partial(delta_inputs, k_dim=KEY_DIM, implementation="mosaic_gpu")
+
+
+def expected(nodes: Any, strengths: Any) -> list[np.ndarray]:
+    """q, k, v, g and beta in float64, node by node."""
+    qkvz, before, rows, places, taps = (np.asarray(x, np.float64) for x in nodes)
+    ba, bias, a_log = (np.asarray(x, np.float64) for x in strengths)
+    rows, places = rows.astype(int), places.astype(int)
+    past, width, values = before.shape[1], taps.shape[-1], bias.shape[-1]
+    convolved = np.zeros((*qkvz.shape[:-1], width))
+    for sequence, node in np.ndindex(*places.shape[:2]):
+        for tap, place in enumerate(places[sequence, node]):
+            old, new = before[rows[sequence], min(place, past - 1)], qkvz[sequence, place - past]
+            convolved[sequence, node] += taps[tap] * (old if place < past else new[..., :width])
+        convolved[sequence, node] += taps[past] * qkvz[sequence, node][..., :width]
+    x = convolved / (1 + np.exp(-convolved))
+    q, k, v = np.split(x, [KEY_DIM, 2 * KEY_DIM], axis=-1)
+    q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    b, a = np.split(ba, 2, axis=-1)
+    g = -np.exp(a_log) * np.log1p(np.exp(a + bias))
+    v = v.reshape(*v.shape[:-1], values, -1)
+    return [q / np.sqrt(KEY_DIM), k, v, g, 1 / (1 + np.exp(-b))]
+
+
+def assert_close(found: Any, arguments: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), expected(*arguments), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+@first_is_fast(TEST_CASES)
+def test_it_is_written_out_in_numpy(case: Case):
+    arguments = make_arguments(case)
+    assert_close(delta_inputs(*arguments, KEY_DIM), arguments)
+    assert_close(interpreted(delta_inputs_mosaic, *arguments, detect_races=True), arguments)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_it_lowers_for_cuda(case: Case):
+    lowered(by_kernel, *jax.eval_shape(functools.partial(make_arguments, case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, Case(32, 16, 16)], ids=str)
+def test_on_the_device_it_is_the_reference(case: Case):
+    arguments, kernel = make_arguments(case), jax.jit(by_kernel)
+    first = kernel(*arguments)
+    assert_close(first, arguments)
+    for _ in range(20):
+        again = kernel(*arguments)
+        assert all(map(jnp.array_equal, jax.tree.leaves(first), jax.tree.leaves(again))), "a race"
+
+
+def test_unsupported_arguments_are_named():
+    nodes, strengths = make_arguments(Case(1, 2))
+    wide = nodes._replace(before=nodes.before.astype(jnp.float32))
+    many = nodes._replace(places=jnp.zeros((9, 64, 3), jnp.int32))
+    problems = (
+        (nodes, 64, "keys of 64 and 384 values"),
+        (wide, KEY_DIM, "bfloat16 inputs after float32 ones"),
+        (many, KEY_DIM, "576 nodes: at most 512"),
+    )
+    for given, k_dim, message in problems:
+        with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
+            delta_inputs(given, strengths, k_dim, implementation="mosaic_gpu")
