@@ -204,6 +204,15 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "dflash", {"dflash_config": {"use_swa": True}}, {},
         "swa_window_size must be a positive integer, got None",
     ),
+    "a window that nothing uses": (
+        "dflash", {"dflash_config": {"target_layer_ids": [0], "swa_window_size": 9}}, {},
+        "swa_window_size is 9, and use_swa is not given: add it, true or false",
+    ),
+    "two windows": (
+        "dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9,
+        "use_sliding_window": True, "dflash_config": {"use_swa": True, "swa_window_size": 5}}, {},
+        "sliding_window is 9, and swa_window_size 5; remove the one that is wrong",
+    ),
     "a later kind": (
         "dflash", {"architectures": ["DFlash9DraftModel"]}, {},
         r"architectures \['DFlash9DraftModel'\] is not a supported block drafter",
@@ -238,6 +247,12 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "dspark", {"enable_confidence_head": 1}, {}, "enable_confidence_head must be true or false",
     ),
     "an unknown key": ("dspark", {"new": 1}, {}, "unknown key 'new'"),
+    "an unknown key of an option, beside others": (
+        "dflash", {"block_size": 1, "hidden_size": 8, "num_target_layers": 9,
+        "dflash_config": {"new": 1, "target_layer_ids": [0], "mask_token_id": 300}}, {},
+        "dflash_config: unknown key 'new'.*hidden_size is 8, not 64; .*num_target_layers is 9, not "
+        "2; block_size must be an integer from 2, got 1; mask_token_id 300 is no id",
+    ),
     "a missing tensor": (
         "dflash", {}, {"layers.1.mlp.up_proj.weight": None}, "layers.1.mlp.up_proj.weight is miss",
     ),

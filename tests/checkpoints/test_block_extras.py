@@ -96,6 +96,10 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "another backbone": (
         "xpress", {"xpress_backbone": "dflash2"}, {}, "xpress_backbone = 'dflash2' is not suppo",
     ),
+    "a refiner of two widths": (
+        "xpress", {"xpress_mlp_hidden": 18, "xpress_mlp_ratio": 3}, {},
+        "xpress_mlp_hidden is 18, and xpress_mlp_ratio times xpress_rank 27; remove the one that",
+    ),
     "no refiner": ("xpress", {"xpress_rank": None}, {}, "xpress_rank must be a positive integer"),
     "no kernels": (
         "dflash2", {}, {"layers.1.mlp_conv.base_kernel": None}, "base_kernel is missing",

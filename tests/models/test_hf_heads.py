@@ -205,12 +205,17 @@ def test_refused_heads(raw: dict[str, Any], message: str):
 
 def test_all_that_is_wrong_with_a_head_is_named_at_once():
     wrong = {"norm_after_fc": True, "use_aux_hidden_state": False, "num_attention_heads": 0}
+    wrong |= {"draft_vocab_size": -1, "mask_token_id": 9999, "norm_output": 7}
     raw = HEAD3 | wrong | {"eagle_config": {"new_feature": 1}, "bias": 3}
     with pytest.raises(ValueError) as caught:
         eagle_head_config(raw, TARGET)
     for part in (*wrong, "new_feature", "bias must be true or false"):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"unknown key 'embed_scale'.*draft_vocab_size must be"):
+        eagle_head_config(SPECULATORS | {"embed_scale": 2.0, "draft_vocab_size": -1}, TARGET)
+    with pytest.raises(ValueError, match=r"vocab_size is 321, not 320; .*draft_vocab_size 400 is"):
+        eagle_head_config(HEAD3 | {"vocab_size": 321, "draft_vocab_size": 400}, TARGET)
 
 
 def test_a_config_that_says_eagle3_over_weights_that_do_not():

@@ -18,6 +18,7 @@ from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.from_config.block_layouts import block_layout, says_block
 from jaxspec.models.from_config.eagle_head import eagle_head_config
 from jaxspec.models.from_config.model import parse_model_config
+from jaxspec.models.json.values import Problems
 
 FOLDER = Path(__file__).parent / "published"
 
@@ -196,7 +197,7 @@ def read_head(name: str) -> tuple[Any, ...]:
         none: list[int | None] = [None] * len(windows)
         assert block.draft_vocab_size == REDUCED.get(name)
         assert (windows, block.causal) == SEEN.get(name, (none, "none"))
-        kind = block_layout(raw).kind
+        kind = block_layout(raw, Problems()).kind
         assert block.predicts_next == (kind in ("dspark", "domino"))
         model, last = block.model, block.block_size
     else:

@@ -47,6 +47,7 @@ LILICORR_NUMBERS = ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit
 MOST_CANDIDATES = 16
 DOMINO_SIZES = ("gru_hidden_dim", "emb_dim")
 XPRESS_SIZES = ("xpress_rank", "xpress_mlp_hidden")
+_RATIO = "xpress_mlp_ratio"  # of these sizes
 LOGITS = ("output_multiplier", "final_logit_softcapping")
 
 
@@ -68,6 +69,11 @@ class HeadKind:
     defaults: Mapping[str, Any] = MappingProxyType({})
     both_ways: bool = False
     predicts_next: bool = False
+
+    def defaults_beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults of what ``given`` options leave out."""
+        implied = {_RATIO} if XPRESS_SIZES[1] in given else set()
+        return {key: value for key, value in self.defaults.items() if key not in implied}
 
 
 _DSPARK_DEFAULTS = {"markov_rank": 256, "markov_head_type": "vanilla"}
@@ -99,10 +105,10 @@ HEAD_KINDS: Mapping[str, HeadKind] = MappingProxyType(
             # How many passes, and over how many tokens, is for engines that iterate.
             HeadKind(
                 "xpress",
-                words("xpress_block_size xpress_num_passes xpress_topc xpress_mlp_ratio")
+                words("xpress_block_size xpress_num_passes xpress_topc")
                 | words("num_jacobi_passes xpress_backbone xpress_selector sample_from_anchor")
-                | {*XPRESS_SIZES},
-                {"xpress_rank": 256, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6},
+                | {*XPRESS_SIZES, _RATIO},
+                {"xpress_rank": 256, _RATIO: 2, "num_jacobi_passes": 6},
             ),
             HeadKind("domino", words("pure_draft_prefix_len shift_label") | {*DOMINO_SIZES}),
         )
@@ -189,7 +195,6 @@ def _xpress(options: Mapping[str, Any]) -> XPressConfig:
     problems = Problems()
     size: Any = options.get("block_size")
     given_size: Any = options.get("xpress_block_size")
-    ratio: Any = options.get("xpress_mlp_ratio")
     if given_size not in (None, size):
         problems.add(f"xpress_block_size is {shown(given_size)}, and block_size {shown(size)}")
     supported: dict[str, tuple[Any, Any]] = {
@@ -207,16 +212,30 @@ def _xpress(options: Mapping[str, Any]) -> XPressConfig:
     kept = options.get("xpress_topc", 0)
     if not is_integer(kept) or kept < 0:
         problems.add(f"xpress_topc must be an integer from 0, got {shown(kept)}")
-    rank: Any = options.get("xpress_rank")
-    if "xpress_mlp_hidden" not in options and is_positive_integer(rank):
-        if is_positive_integer(ratio):
-            options = {**options, "xpress_mlp_hidden": rank * ratio}
-        else:
-            problems.add(f"xpress_mlp_ratio must be a positive integer, got {shown(ratio)}")
     with problems.caught():
-        rank, units = positive_integers(options, XPRESS_SIZES)
+        rank, units = positive_integers(_with_xpress_units(options), XPRESS_SIZES)
     problems.raise_all()
     return XPressConfig(rank, units, size if is_positive_integer(size) else 1)
+
+
+def _with_xpress_units(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with the width of the MLP, which a ratio to the rank may say.
+
+    Raises ValueError for a ratio that is none, or contradicts the width.
+    """
+    (rank_name, units_name), ratio = XPRESS_SIZES, options.get(_RATIO)
+    rank: Any = options.get(rank_name)
+    units: Any = options.get(units_name)
+    if not is_positive_integer(rank) or (units is not None and ratio is None):
+        return options
+    if not is_positive_integer(ratio):
+        raise ValueError(f"{_RATIO} must be a positive integer, got {shown(ratio)}")
+    if units not in (None, rank * ratio):
+        raise ValueError(
+            f"{units_name} is {shown(units)}, and {_RATIO} times {rank_name} {rank * ratio}; "
+            "remove the one that is wrong"
+        )
+    return {**options, units_name: rank * ratio}
 
 
 def convolution_config(options: Mapping[str, Any], hidden: int) -> ConvolutionConfig | None:

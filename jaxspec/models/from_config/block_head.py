@@ -60,9 +60,9 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
 
     Raises ValueError for a head that does not fit the target or has unsupported features.
     """
-    layout = block_layout(raw)
-    options, predicts_next = layout.options, layout.predicts_next
     problems = Problems()
+    layout = block_layout(raw, problems)
+    options, predicts_next = layout.options, layout.predicts_next
     with problems.caught():
         check_head_keys(layout.layers)
     with problems.caught():
@@ -120,7 +120,7 @@ def _check_block(options: Mapping[str, Any], target: ModelConfig, smallest: int)
 
 
 def _check_fit(model: ModelConfig, layout: BlockLayout, target: ModelConfig) -> None:
-    options, cap = layout.options, "final_logit_softcapping"
+    options, cap, problems = layout.options, "final_logit_softcapping", Problems()
     checks = (
         ("vocab_size", model.vocab_size, target.vocab_size),
         ("hidden_size", model.hidden_size, target.hidden_size),
@@ -130,16 +130,17 @@ def _check_fit(model: ModelConfig, layout: BlockLayout, target: ModelConfig) -> 
     )
     for name, value, expected in checks:
         if value is not None and value != expected:
-            raise ValueError(
+            problems.add(
                 f"the block drafter does not fit the target: its {name} is {shown(value)}, not "
                 f"{expected}"
             )
     scaled = target.embed_scale != 1 or target.logit_divisor != 1
     if not layout.scaled and (scaled or target.logit_softcap is not None):
-        raise ValueError(
+        problems.add(
             "block drafters of this layout need a target whose embeddings and logits are not "
             f"scaled or capped; only those of {DFLASH} and DFlash2DraftModel were trained so"
         )
+    problems.raise_all()
 
 
 def _draft_vocab_size(options: Mapping[str, Any], target: ModelConfig) -> int | None:

@@ -29,7 +29,7 @@ from jaxspec.models.from_config.block_spellings import (
 from jaxspec.models.from_config.block_windows import CAUSAL_FLAGS
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.keys import words
-from jaxspec.models.json.values import check_flag, shown
+from jaxspec.models.json.values import Problems, check_flag, shown
 
 DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2, LILICORR, DOMINO = "DFlash2DraftModel", "LiLiCorrDraftModel", "DominoDraftModel"
@@ -95,11 +95,13 @@ def says_block(raw: Mapping[str, Any]) -> bool:
     return "dflash_config" in raw or of_speculators or any(kind in named for kind in kinds)
 
 
-def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
-    """What a ``config.json`` says. Raises ValueError for a layout that is not supported, and for
-    unknown keys."""
+def block_layout(raw: Mapping[str, Any], problems: Problems) -> BlockLayout:
+    """What a ``config.json`` says. Unknown keys, and what contradicts itself, become ``problems``.
+
+    Raises ValueError for a layout that is not supported.
+    """
     if SPECULATORS in raw:
-        return _of_speculators(raw)
+        return _of_speculators(raw, problems)
     if is_of_angelslim(raw):
         raw = from_angelslim(raw)
     names = raw.get("architectures")
@@ -115,12 +117,12 @@ def block_layout(raw: Mapping[str, Any]) -> BlockLayout:
         )
     kind = HEAD_KINDS[named[0]]
     if is_of_torchspec(raw):
-        return _with_options_nested(from_torchspec(raw), kind, scaled=False)
-    return _with_options_nested(raw, kind)
+        return _with_options_nested(from_torchspec(raw), kind, problems, scaled=False)
+    return _with_options_nested(raw, kind, problems)
 
 
 def _with_options_nested(
-    raw: Mapping[str, Any], kind: HeadKind, scaled: bool = True
+    raw: Mapping[str, Any], kind: HeadKind, problems: Problems, scaled: bool = True
 ) -> BlockLayout:
     """z-lab's and SpecForge's layouts."""
     nested = raw.get("dflash_config")
@@ -133,11 +135,12 @@ def _with_options_nested(
     is_dspark = kind.name == "dspark"
     known = _PLACE | _NESTED | BODY_KEYS | kind.keys
     known |= _FORGE_UNUSED if is_dspark else frozenset()
-    check_keys(nested, known, {"projector_type": (None, kind.name)}, "dflash_config")
+    with problems.caught():
+        check_keys(nested, known, {"projector_type": (None, kind.name)}, "dflash_config")
     keys_beside = _SHARED | {"is_causal", SINKS_BESIDE} | (frozenset() if is_dspark else kind.keys)
     for key in {*keys_beside, "block_size"} & raw.keys() & nested.keys():
         if raw[key] != nested[key]:
-            raise ValueError(
+            problems.add(
                 f"{key} is {shown(nested[key])} inside dflash_config, and {shown(raw[key])} beside "
                 "it; remove the one that is wrong"
             )
@@ -145,7 +148,8 @@ def _with_options_nested(
     top = _without(raw, keys_beside | {"dflash_config"})
     predicts_next, scaled = kind.predicts_next, scaled and kind.name in ("dflash", "dflash2")
     if kind.name == "domino":
-        predicts_next = check_flag("shift_label", options.get("shift_label", False))
+        with problems.caught():
+            predicts_next = check_flag("shift_label", options.get("shift_label", False))
     if kind.name == "lilicorr" and not any(options.get(name) is not None for name in CAUSAL_FLAGS):
         options["is_causal"] = False
     if kind.name == "xpress" and options["block_size"] is None:
@@ -161,7 +165,7 @@ def _kind_of_options(nested: Mapping[str, Any]) -> Kind:
     return "lilicorr" if nested.get("lilicorr_enabled") else "dflash"
 
 
-def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
+def _of_speculators(raw: Mapping[str, Any], problems: Problems) -> BlockLayout:
     where = "a config of the speculators library"
     if raw[SPECULATORS] not in SPECULATORS_KINDS:
         raise ValueError(
@@ -176,7 +180,8 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
         | words("aux_hidden_state_layer_ids sample_from_anchor sliding_window_non_causal")
         | kind.keys
     )
-    check_keys(raw, known, {"tie_word_embeddings": (None, False)}, where)
+    with problems.caught():
+        check_keys(raw, known, {"tie_word_embeddings": (None, False)}, where)
     names, layers = raw.get("architectures") or [], raw.get("transformer_layer_config")
     if not isinstance(names, list) or not _SPECULATORS_NAMES.issuperset(map(str, names)):
         raise ValueError(f"architectures {shown(names)} is not a supported block drafter")
@@ -187,13 +192,15 @@ def _of_speculators(raw: Mapping[str, Any]) -> BlockLayout:
     if layers.get("model_type") in hf_keys.SPECULATORS_MODEL_TYPES:  # the layers are Qwen3's
         layers = layers | {"model_type": "qwen3"}
     given = {key: value for key, value in raw.items() if value is not None}
-    options = {"block_size": 8} | {**kind.defaults} | given
-    predicts_next = check_flag(
-        "sample_from_anchor", options.get("sample_from_anchor", kind.predicts_next)
-    )
-    both_ways = "sliding_window_non_causal"
-    if check_flag(both_ways, options.get(both_ways, kind.both_ways)):
-        options["is_causal"] = False
+    options = {"block_size": 8} | kind.defaults_beside(given) | given
+    predicts_next, both_ways = kind.predicts_next, "sliding_window_non_causal"
+    with problems.caught():
+        predicts_next = check_flag(
+            "sample_from_anchor", options.get("sample_from_anchor", predicts_next)
+        )
+    with problems.caught():
+        if check_flag(both_ways, options.get(both_ways, kind.both_ways)):
+            options["is_causal"] = False
     return BlockLayout(layers, options, "aux_hidden_state_layer_ids", 0, predicts_next, kind.name)
 
 

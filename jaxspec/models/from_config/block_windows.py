@@ -27,9 +27,13 @@ def with_windows(
 
     Raises ValueError for windows that are none, and for flags that contradict each other.
     """
-    by_kind = _by_kind(layers, model.num_layers)
-    everywhere = _everywhere(options) if not any(by_kind) else None
-    windows = [everywhere] * model.num_layers if everywhere else by_kind
+    by_kind, everywhere = _by_kind(layers, model.num_layers), _everywhere(options)
+    if everywhere and any(by_kind) and {*by_kind} - {None} != {everywhere}:
+        raise ValueError(
+            f"sliding_window is {max(filter(None, by_kind))}, and swa_window_size {everywhere}; "
+            "remove the one that is wrong"
+        )
+    windows = [everywhere] * model.num_layers if everywhere and not any(by_kind) else by_kind
     said = _said_causal(options)
     if said is None:
         causal = "windows" if any(by_kind) else "none"
@@ -59,6 +63,10 @@ def _by_kind(layers: Mapping[str, Any], count: int) -> tuple[int | None, ...]:
 def _everywhere(options: Mapping[str, Any]) -> int | None:
     """The window of ``use_swa``, which every layer has."""
     used, window = options.get("use_swa"), options.get("swa_window_size")
+    if used is None and window is not None:
+        raise ValueError(
+            f"swa_window_size is {shown(window)}, and use_swa is not given: add it, true or false"
+        )
     if used is None or not check_flag("use_swa", used):
         return None
     if not is_positive_integer(window):

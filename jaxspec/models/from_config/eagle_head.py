@@ -65,9 +65,9 @@ def eagle_head_config(
         method = "eagle3" if says_eagle3(raw) else "eagle1"
     if method == "eagle1" and says_eagle3(raw):
         raise ValueError("the config says EAGLE-3, but the weights are those of an EAGLE-1 head")
-    speculators = "speculators_model_type" in raw
+    speculators, problems = "speculators_model_type" in raw, Problems()
     if speculators:
-        raw = _flattened(raw)
+        raw = _flattened(raw, problems)
     architectures = _architectures(raw)
     if not hf_keys.HEAD_ARCHITECTURES.issuperset(architectures):
         raise ValueError(f"architectures {shown(architectures)} is not a supported EAGLE head")
@@ -75,13 +75,23 @@ def eagle_head_config(
     nested = extra.pop("eagle_config", None) or {}
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config must be an object, got {shown(nested)}")
-    problems, nested_keys = Problems(), hf_keys.NESTED_HEAD_KEYS
+    nested_keys = hf_keys.NESTED_HEAD_KEYS
     with problems.caught():
         check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES)
     with problems.caught():
         check_keys(nested, nested_keys, hf_keys.EAGLE_CONFIG_FIXED_VALUES, "eagle_config")
     with problems.caught():
         _check_sizes(extra, nested)
+        capture = _captured_layers(extra, nested, method, target)
+    with problems.caught():
+        width = _draft_vocab_size(extra)
+    with problems.caught():
+        mask = _mask_token(extra, target)
+    with problems.caught():
+        options = _options(extra, nested)
+        if method == "eagle1" and any(options.values()):
+            on = ", ".join(name for name, value in options.items() if value)
+            raise ValueError(f"{on}: for EAGLE-3 heads, and this is an EAGLE-1 head")
     layers = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
     with problems.caught():
         check_head_keys(layers)
@@ -93,18 +103,14 @@ def eagle_head_config(
         model = model.map_layers(lambda layer: with_qkv_bias(layer, bias))
     if speculators and raw.get("model_type") == "qwen3":
         model = model.map_layers(with_qk_norm)
-    options = _options(extra, nested)
-    if method == "eagle1" and any(options.values()):
-        on = ", ".join(name for name, value in options.items() if value)
-        raise ValueError(f"{on}: for EAGLE-3 heads, and this is an EAGLE-1 head")
     config = HeadConfig(
         model=model,
         method=method,
-        draft_vocab_size=_draft_vocab_size(extra),
-        capture=_captured_layers(extra, nested, method, target),
+        draft_vocab_size=width,
+        capture=capture,
         fc_bias=method == "eagle1" if extra.get("bias") is None else extra["bias"],
         has_embeddings=method == "eagle1",
-        mask_token=_mask_token(extra, target),
+        mask_token=mask,
         **options,
     )
     _check_fit(config, extra, nested, target)
@@ -135,13 +141,14 @@ def _draft_vocab_size(extra: Mapping[str, Any]) -> int | None:
     return next(iter(sizes.values()), None)
 
 
-def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _flattened(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """A config of vLLM's speculators in the flat format; norm_before_residual is on by default, but
-    off for P-EAGLE."""
+    off for P-EAGLE. Unknown keys become ``problems``."""
     where = "a config of the speculators library"
     known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | hf_keys.HEAD_KEYS
     known |= {"architectures", "transformer_layer_config"}
-    check_keys(raw, known, hf_keys.SPECULATORS_FIXED_VALUES, where)
+    with problems.caught():
+        check_keys(raw, known, hf_keys.SPECULATORS_FIXED_VALUES, where)
     architectures, layer = _architectures(raw), raw.get("transformer_layer_config")
     if not hf_keys.SPECULATORS_ARCHITECTURES.issuperset(architectures):
         raise ValueError(f"architectures {shown(architectures)} is not a supported EAGLE head")
@@ -258,7 +265,7 @@ def _captured_layers(
 def _check_fit(
     head: HeadConfig, extra: Mapping[str, Any], nested: Mapping[str, Any], target: ModelConfig
 ) -> None:
-    count = "num_aux_hidden_states"
+    count, problems = "num_aux_hidden_states", Problems()
     checks = (
         ("vocab_size", head.model.vocab_size, target.vocab_size),
         ("target_hidden_size", extra.get("target_hidden_size"), target.hidden_size),
@@ -266,17 +273,18 @@ def _check_fit(
     )
     for name, value, expected in checks:
         if value is not None and value != expected:
-            raise ValueError(
+            problems.add(
                 f"the draft head does not fit the target: its {name} is {shown(value)}, not "
                 f"{expected}"
             )
     if head.method == "eagle1" and head.model.hidden_size != target.hidden_size:
-        raise ValueError(
+        problems.add(
             f"the draft head does not fit the target: its hidden_size is {head.model.hidden_size}, "
             f"the target's is {target.hidden_size}"
         )
     width = head.draft_vocab_size
     if width is not None and width > target.vocab_size:
-        raise ValueError(
+        problems.add(
             f"draft_vocab_size {width} is more than the target's vocabulary of {target.vocab_size}"
         )
+    problems.raise_all()
