@@ -1,7 +1,10 @@
 """Draft heads of the sizes that published ones have, for random weights."""
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -23,23 +26,102 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
+from jaxspec.models.heads.block_context import Causality
+from jaxspec.models.heads.convolutions import ConvolutionConfig
+from jaxspec.models.heads.corrections import (
+    CorrectionConfig,
+    DominoConfig,
+    LiLiCorrConfig,
+    SelectorConfig,
+    XPressConfig,
+)
+from jaxspec.models.heads.corrections.markov import MarkovKind
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.parallel import Shards, mesh_layout
 
-EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
-# Of the block heads that are published for Qwen3-8B (z-lab/dflash, deepseek-ai/DeepSpec).
-BLOCK_LAYERS = 5  # they read as many hidden states of the target
-DFLASH_BLOCK, DSPARK_BLOCK = 16, 7
-MARKOV_RANK = 256
+EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads, and of P-EAGLE's
+P_EAGLE_LAYERS = 4  # of SpecForge's P-EAGLE head for Qwen3-8B
+BLOCK_LAYERS = 5  # of published block heads for Qwen3-8B; as many hidden states are read
 
-BlockKind = Literal["dflash", "dspark"]
-HeadKind = BlockKind | Literal["auto", "mtp"]
-HEAD_KINDS: tuple[HeadKind, ...] = ("auto", "mtp", "dflash", "dspark")
+BlockKind = Literal[
+    "dflash",
+    "dflash-windowed",
+    "jetspec",
+    "dspark",
+    "dspark-gated",
+    "dspark-rnn",
+    "dflash2",
+    "lilicorr",
+    "domino",
+    "xpress",
+]
+HeadKind = BlockKind | Literal["auto", "mtp", "p-eagle"]
+BLOCK_KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
+HEAD_KINDS: tuple[HeadKind, ...] = ("auto", "mtp", "p-eagle", *BLOCK_KINDS)
 HEAD_HELP = (
     "the drafter: the shape's MTP layer if it has one, else an EAGLE-3 head (auto); an MTP layer "
     "for any shape, like the shape's last layer with attention, experts included, as "
-    "train_drafter.py makes them (mtp); or a block head"
+    "train_drafter.py makes them (mtp); a head that drafts all tokens in one pass (p-eagle); or a "
+    "block head"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """What published block heads of a kind have beside five layers; see BlockConfig.
+
+    Attributes:
+      window, full_layers: a window of all layers but so many, the last ones.
+    """
+
+    block_size: int = 16
+    predicts_next: bool = False
+    correction: CorrectionConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    causal: Causality = "none"
+    window: int | None = None
+    full_layers: int = 0
+
+
+def _dspark(kind: MarkovKind) -> BlockSizes:
+    return BlockSizes(7, predicts_next=True, correction=MarkovConfig(256, kind))
+
+
+_LATTICE = LiLiCorrConfig(
+    candidates=8,
+    hidden=1024,
+    layers=2,
+    heads=8,
+    units=2048,
+    factor=1024,
+    depths=15,
+    vector_eps=1e-4,
+    logit_scale=8.0,
+    eps=1e-6,
+)
+# Of heads that are published for Qwen3-8B: z-lab (DFlash), JetSpec, deepseek-ai/DeepSpec (DSpark),
+# UIUC-SSAIL (XPress); of their trainers' configs for it: SpecForge (Domino), NVIDIA Model Optimizer
+# (LiLiCorr). Windows and DFlash 2 are of z-lab's heads for Qwen3.6-27B and Muse-Glimmer-30B.
+BLOCK_HEADS: Mapping[BlockKind, BlockSizes] = MappingProxyType(
+    {
+        "dflash": BlockSizes(),
+        "dflash-windowed": BlockSizes(causal="windows", window=2048, full_layers=1),
+        "jetspec": BlockSizes(causal="all"),
+        "dspark": _dspark("vanilla"),
+        "dspark-gated": _dspark("gated"),
+        "dspark-rnn": _dspark("rnn"),
+        "dflash2": BlockSizes(
+            correction=SelectorConfig(rank=256, candidates=16),
+            convolution=ConvolutionConfig(taps=2, group=16),
+            window=2048,
+        ),
+        "lilicorr": BlockSizes(correction=_LATTICE),
+        "domino": BlockSizes(
+            predicts_next=True, correction=DominoConfig(state=1024, rank=256, first=1)
+        ),
+        "xpress": BlockSizes(correction=XPressConfig(rank=256, units=512, block_size=16)),
+    }
 )
 # What train_drafter.py takes for most families without an MTP layer; see models/families/family.py.
 TRAINED_MTP = MtpConfig("deepseek", 1, AFTER)
@@ -55,20 +137,33 @@ def head_shapes_for(
 ) -> DraftHead | BlockHead:
     """A head of ShapeDtypeStructs, sharded as its target is; "auto": the one of ``head_config``.
 
-    ``quantization``: of all its matrices, and of a copy of the target's LM head if it has none;
-    see models/quantized/schemes.py.
+    ``quantization``: of all its matrices but a correction's, and of a copy of the target's LM head
+    if it has none; see models/quantized/schemes.py.
     """
     shards = Shards.over(mesh, mesh_layout(mesh))
-    if kind == "auto" or kind == "mtp":
-        config = head_config(target) if kind == "auto" else mtp_config(target)
-        shapes = head_shapes(config, target, dtype, shards)
-    else:
-        shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
+    match kind:
+        case "auto":
+            shapes = head_shapes(head_config(target), target, dtype, shards)
+        case "mtp":
+            shapes = head_shapes(mtp_config(target), target, dtype, shards)
+        case "p-eagle":
+            shapes = head_shapes(p_eagle_config(target), target, dtype, shards)
+        case _:
+            shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
     if quantization is None:
         return shapes
     decoder = decoder_shapes(target, dtype, shards)
     shapes = with_lm_head_copy(shapes, decoder, lambda lm_head: lm_head)  # rounded as the rest
-    return in_scheme(shapes, quantization, lm_head=True)
+    rounding = functools.partial(in_scheme, name=quantization, lm_head=True)
+    return rounded_but_correction(shapes, rounding)
+
+
+def rounded_but_correction[T: DraftHead | BlockHead](head: T, rounding: Callable[[T], T]) -> T:
+    """A head of rounded weights but for its correction, as heads are loaded (see
+    load_drafter.in_bits)."""
+    if not isinstance(head, BlockHead):
+        return rounding(head)
+    return rounding(head.replace(correction=None)).replace(correction=head.correction)
 
 
 def head_config(target: ModelConfig) -> HeadConfig:
@@ -94,19 +189,36 @@ def eagle3_config(target: ModelConfig) -> HeadConfig:
     return HeadConfig(model, "eagle3", capture, draft_vocab_size=vocab)
 
 
+def p_eagle_config(target: ModelConfig) -> HeadConfig:
+    """An EAGLE-3 head of several layers that drafts all tokens in one pass, behind masks."""
+    config = eagle3_config(target)
+    model = draft_layers(target, P_EAGLE_LAYERS).map_layers(_without_scaling)
+    return dataclasses.replace(config, model=model, mask_token=0)
+
+
 def block_head_config(target: ModelConfig, kind: BlockKind) -> BlockConfig:
     """A block head with Qwen3 layers of the target's sizes, which reads hidden states from early to
     late in the target, at equal distances."""
-    model = block_layers(target, BLOCK_LAYERS).map_layers(_without_scaling)
-    is_dspark = kind == "dspark"
-    return BlockConfig(
-        model=model,
-        capture=default_block_capture(target.num_layers),
-        block_size=DSPARK_BLOCK if is_dspark else DFLASH_BLOCK,
-        mask_token=0,
-        predicts_next=is_dspark,
-        correction=MarkovConfig(MARKOV_RANK) if is_dspark else None,
+    sizes, model = BLOCK_HEADS[kind], block_layers(target, BLOCK_LAYERS)
+    windowed = BLOCK_LAYERS - sizes.full_layers
+    layers = tuple(
+        _with_window(_without_scaling(layer), sizes.window if index < windowed else None)
+        for index, layer in enumerate(model.layers)
     )
+    return BlockConfig(
+        model=dataclasses.replace(model, layers=layers),
+        capture=default_block_capture(target.num_layers),
+        block_size=sizes.block_size,
+        mask_token=0,
+        predicts_next=sizes.predicts_next,
+        causal=sizes.causal,
+        correction=sizes.correction,
+        convolution=sizes.convolution,
+    )
+
+
+def _with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, window=window))
 
 
 def _without_scaling(layer: LayerConfig) -> LayerConfig:

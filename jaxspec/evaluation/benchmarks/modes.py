@@ -10,8 +10,15 @@ from jax.sharding import Mesh
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.acceptance import Synthetic
 from jaxspec.decoding.all_reduce_buffers import with_exchanges
-from jaxspec.decoding.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
+from jaxspec.decoding.drafters import (
+    BlockDrafter,
+    Drafter,
+    EagleDrafter,
+    NoDrafter,
+    ParallelEagleDrafter,
+)
 from jaxspec.decoding.functional import EngineParams
+from jaxspec.evaluation.benchmarks.draft_heads import rounded_but_correction
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
@@ -113,7 +120,8 @@ def make_params(
             head.check_depth(speculation.max_depth)
             drafter = BlockDrafter(head=head)
         else:
-            drafter = EagleDrafter(head=head)
+            kind = EagleDrafter if head.mask is None else ParallelEagleDrafter
+            drafter = kind(head=head)
     params = EngineParams(
         target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
     )
@@ -128,4 +136,4 @@ def _in_eight_bits[T: DraftHead | BlockHead](head: T, target: Decoder) -> T:
     def rounded(weights: Any) -> Any:
         return in_eight_bits(weights) if is_real else jax.eval_shape(in_eight_bits, weights)
 
-    return with_lm_head_copy(rounded(head), target, rounded)
+    return with_lm_head_copy(rounded_but_correction(head, rounded), target, rounded)

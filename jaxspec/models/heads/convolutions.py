@@ -7,6 +7,7 @@ block's first token, and keys and values of context tokens are made without.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -26,6 +27,7 @@ from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.add_rms_norm.reference import followed_by
+from pallas_kernels.selection import NO_KERNELS, Kernels
 
 Side = Literal[0, 1]  # what is read, what is given
 
@@ -71,9 +73,9 @@ class Convolution(Pytree):
         return ConvolutionConfig(taps, 2 * taps * hidden // self.said.out_shape[0])
 
     @jax.named_scope("convolution")
-    def taps(self, x: Array) -> Array:
+    def taps(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """Taps of block tokens by their normed input [B, T, H]: float32 [B, T, 2, taps, H]."""
-        said = self.said.float32(x).reshape(*x.shape[:2], *self.base.shape[:2], -1)
+        said = self.said.float32(x, kernels).reshape(*x.shape[:2], *self.base.shape[:2], -1)
         return self.base + jnp.repeat(said, self.config.group, axis=-1)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Convolution":
@@ -105,12 +107,12 @@ class ConvolvedMixer(Pytree):
     convolution: Convolution
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Computed, Any]:
-        block, beside = x, None
+        block, beside, taps = x, None, self.convolution.taps(x, step.kernels)
         if isinstance(step.attend, AttendBeside):
-            batch, size = step.attend.block.slots.shape
-            block = x[0, : batch * size].reshape(batch, size, -1)
-            beside = x[:, batch * size :]
-        taps = self.convolution.taps(block)
+            shape = step.attend.block.slots.shape
+            size = math.prod(shape)  # a slice for the product of taps would be a copy
+            block, taps = (part[0, :size].reshape(*shape, *part.shape[2:]) for part in (x, taps))
+            beside = x[:, size:]
         read = followed_by(convolved(block, taps, 0), beside)
         product, state = self.mixer(read, state, step)
         return Computed(convolved(step.normed(block, product, None), taps, 1)), state
@@ -139,7 +141,7 @@ class ConvolvedMlp(Pytree):
     convolution: Convolution
 
     def __call__(self, x: Array, step: ForwardPass) -> Computed:
-        taps = self.convolution.taps(x)
+        taps = self.convolution.taps(x, step.kernels)
         product = self.mlp(convolved(x, taps, 0), step)
         return Computed(convolved(step.normed(x, product, None), taps, 1))
 

@@ -1,10 +1,14 @@
 """Draft heads of random weights in benchmarks: sizes, modes and the bytes of a round."""
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.decoding.drafters import BlockDrafter
+from jaxspec.decoding.drafters import BlockDrafter, ParallelEagleDrafter
 from jaxspec.evaluation.benchmarks.ahead_of_time import Job, decode_program
 from jaxspec.evaluation.benchmarks.draft_heads import (
     TRAINED_MTP,
@@ -14,30 +18,58 @@ from jaxspec.evaluation.benchmarks.draft_heads import (
     head_config,
     head_shapes_for,
     mtp_config,
+    p_eagle_config,
 )
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import Workload
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.models.decoder import decoder_shapes
+from jaxspec.models.from_config.block_head import block_config
+from jaxspec.models.from_config.eagle_head import eagle_head_config
 from jaxspec.models.from_config.model import parse_model_config, with_mtp_layer
-from jaxspec.models.heads import BlockHead, MarkovConfig
+from jaxspec.models.heads import BlockHead
+from jaxspec.models.json.values import read_json
+from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel.bytes import local_bytes
 from pallas_kernels.selection import NO_KERNELS
 
+PUBLISHED = Path(__file__).parents[2] / "models/published"
 TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")
 SIZES = {"num_hidden_layers": 2, "num_experts": 8, "hidden_size": 64, "vocab_size": 100}
 
 
-def test_block_heads_have_published_sizes():
-    """config/dflash and config/dspark of deepseek-ai/DeepSpec: target_layer_ids [1, 9, 17, 25, 33],
-    of which each is the output of a layer counted from 0."""
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("dflash", "specforge/qwen3-8b-dflash"),
+        ("dspark", "specforge/qwen3-8b-dspark"),
+        ("domino", "specforge/qwen3-8b-domino"),
+        ("xpress", "quoted/UIUC-SSAIL--Qwen3-8B-XPress-b16"),
+    ],
+)
+def test_block_heads_have_published_sizes(kind: BlockKind, file: str):
     target = SHAPES["qwen3-8b"]
-    dflash, dspark = (block_head_config(target, kind) for kind in ("dflash", "dspark"))
-    assert dflash.capture == dspark.capture == (2, 10, 18, 26, 34)
-    assert dflash.model.num_layers == 5 and dflash.model.layers[0].attention.qk_norm
-    assert (dspark.block_size, dspark.predicts_next) == (7, True)
-    assert dspark.correction == MarkovConfig(256) and dflash.correction is None
+    published = block_config(read_json(PUBLISHED / f"{file}.json"), target)
+    ours = block_head_config(target, kind)
+    assert ours.model.layers == published.model.layers
+    kept: Any = {name: getattr(published, name) for name in ("model", "mask_token", "confidence")}
+    assert dataclasses.replace(ours, **kept) == published
+
+
+def test_a_larger_models_heads_have_the_same_corrections():
+    """DFlash 2 and DFlash with windows are published for models of which no shape is here."""
+    target = dataclasses.replace(SHAPES["qwen3-8b"], vocab_size=248_320, hidden_size=5120)
+    target = dataclasses.replace(target, layers=2 * target.layers[:32])
+    of_2 = block_config(read_json(PUBLISHED / "quoted/z-lab--Qwen3.8-27B-DFlash2.json"), target)
+    windowed = block_config(read_json(PUBLISHED / "specforge/qwen3.6-27b-dflash.json"), target)
+    both = block_head_config(target, "dflash2"), block_head_config(target, "dflash-windowed")
+    for ours, published in zip(both, (of_2, windowed), strict=True):
+        assert ours.causal == published.causal and ours.predicts_next == published.predicts_next
+        windows = [layer.attention.window for layer in published.model.layers]
+        assert [layer.attention.window for layer in ours.model.layers] == windows
+    assert (both[0].correction, both[0].convolution) == (of_2.correction, of_2.convolution)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -76,7 +108,28 @@ def test_an_mtp_layer_for_any_shape_is_the_one_that_is_trained():
     assert head_config(target).method == "eagle3", "auto stays"
 
 
-@pytest.mark.parametrize("kind", ["auto", "mtp", "dflash", "dspark"])
+def test_a_head_that_drafts_in_one_pass_has_the_published_sizes():
+    target = SHAPES["qwen3-8b"]
+    published = eagle_head_config(read_json(PUBLISHED / "specforge/qwen3-8b-peagle.json"), target)
+    ours = p_eagle_config(target)
+    assert ours.model.layers == published.model.layers
+    assert ours.draft_vocab_size == published.draft_vocab_size == 32_000
+    shapes = head_shapes_for(target, FLOAT32, None, kind="p-eagle")
+    whole = decoder_shapes(target, FLOAT32)
+    params = make_params(parse_mode("chain:15@5"), whole, shapes, None, NO_KERNELS)
+    assert isinstance(params.drafter, ParallelEagleDrafter)
+
+
+def test_corrections_are_not_rounded():
+    """As loaders leave them; 5 inputs of LiLiCorr's are no group of 128."""
+    how: Any = {"target": SHAPES["tiny-wide"], "dtype": FLOAT32, "mesh": None, "kind": "lilicorr"}
+    plain, rounded = (head_shapes_for(**how, quantization=scheme) for scheme in (None, "w4a16"))
+    assert isinstance(plain, BlockHead) and isinstance(rounded, BlockHead)
+    assert isinstance(rounded.fc, GroupedLinear)
+    assert jax.tree.structure(rounded.correction) == jax.tree.structure(plain.correction)
+
+
+@pytest.mark.parametrize("kind", ["auto", "mtp", "dflash", "dspark", "dflash2"])
 def test_what_is_compiled_ahead_has_the_shapes_of_what_is_timed(kind: HeadKind):
     """A rounded copy of the target's LM head included, for heads that read the target's."""
     how = (SHAPES["tiny-wide"], FLOAT32, None)
