@@ -163,6 +163,20 @@ def top_log_probs(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[A
     Float32 logits [..., V/n] -> ([..., k], int32 [..., k]). If the vocabulary is split, shards
     exchange only their k best candidates.
     """
+    values, indices, log_sum = _top(x, k, layout, kernels)
+    if layout.vocab:
+        log_sum = jax.nn.logsumexp(lax.all_gather(log_sum, layout.vocab), axis=0)
+    return values - log_sum[..., None], indices
+
+
+def top_logits(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[Array, Array]:
+    """``top_log_probs`` without the log-sum-exp of all logits, which differs between rows alone."""
+    values, indices, _ = _top(x, k, layout, kernels)
+    return values, indices
+
+
+def _top(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[Array, Array, Array]:
+    """The k largest logits, their global indices, and this shard's log-sum-exp."""
     size, axes = x.shape[-1], layout.vocab
     values, indices, log_sum = top_k(x, min(k, size), kernels.implementation("top_k"))
     if axes:
@@ -170,8 +184,7 @@ def top_log_probs(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[A
         values, indices = (all_gather(part, axes) for part in (values, indices))
         values, order = local_top_k(values, k)
         indices = jnp.take_along_axis(indices, order, axis=-1)
-        log_sum = jax.nn.logsumexp(lax.all_gather(log_sum, axes), axis=0)
-    return values - log_sum[..., None], indices
+    return values, indices, log_sum
 
 
 def log_sum_exp(x: Array, layout: Layout) -> Array:

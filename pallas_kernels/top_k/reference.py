@@ -7,6 +7,8 @@ best chunks (17 us).
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,30 @@ def local_top_k(x: Array, k: int) -> tuple[Array, Array]:
     return values, indices
 
 
+def best_with(x: Array, k: int, beside: Sequence[Array]) -> tuple[Array, ...]:
+    """local_top_k's values, and what arrays ``beside`` of x's shape, of integers from 0, have at
+    its indices: on a GPU no launch more than the values, of rows up to ALL_PAIRS."""
+    return lax.platform_dependent(
+        x,
+        *beside,
+        cpu=functools.partial(_taken, _by_sorting, k=k),
+        default=functools.partial(best_with_by_counting, k=k),
+    )
+
+
+def best_with_by_counting(x: Array, *beside: Array, k: int) -> tuple[Array, ...]:
+    """best_with by counting, on any device."""
+    if x.shape[-1] > ALL_PAIRS:
+        return _taken(by_counting, x, *beside, k=k)
+    ids = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
+    return _by_rank(x, ids, k, beside)
+
+
+def _taken(find: Callable[..., Any], x: Array, *beside: Array, k: int) -> tuple[Array, ...]:
+    values, indices = find(x, k=k)
+    return values, *(jnp.take_along_axis(part, indices, axis=-1) for part in beside)
+
+
 def _by_sorting(x: Array, *, k: int) -> tuple[Array, Array]:
     values, indices = lax.top_k(x, k)
     return values, indices
@@ -45,7 +71,9 @@ def by_counting(x: Array, *, k: int) -> tuple[Array, Array]:
     if size > ALL_PAIRS and k * CHUNK >= size:
         return _by_sorting(x, k=k)  # most chunks would be candidates
     if size <= ALL_PAIRS:
-        return _by_rank(x, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), x.shape), k)
+        ids = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), x.shape)
+        values, indices = best_with_by_counting(x, ids, k=k)
+        return values, indices
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % CHUNK)]
     chunks = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*x.shape[:-1], -1, CHUNK)
     # Ordered by maximum, a chunk that holds one of the k largest is among the first k.
@@ -53,15 +81,17 @@ def by_counting(x: Array, *, k: int) -> tuple[Array, Array]:
     candidates = jnp.take_along_axis(chunks, best[..., None], axis=-2)
     ids = best[..., None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
     flat = (*x.shape[:-1], k * CHUNK)
-    values, indices = _by_rank(candidates.reshape(flat), ids.reshape(flat), k)
+    ids = ids.reshape(flat)
+    values, indices = _by_rank(candidates.reshape(flat), ids, k, [ids])
     return values, jnp.minimum(indices, size - 1)  # with NaN, padding might have been chosen
 
 
-def _by_rank(x: Array, ids: Array, k: int) -> tuple[Array, Array]:
-    """The k first entries of x [..., n], ordered by value (descending), then by id."""
+def _by_rank(x: Array, ids: Array, k: int, beside: Sequence[Array]) -> tuple[Array, ...]:
+    """The k first entries of x [..., n], ordered by value (descending), then by id, and those of
+    ``beside``, integers from 0, in the same order."""
     entry, other = (x[..., :, None], ids[..., :, None]), (x[..., None, :], ids[..., None, :])
     precedes = (other[0] > entry[0]) | ((other[0] == entry[0]) & (other[1] < entry[1]))
     rank = jnp.sum(precedes, axis=-1, dtype=jnp.int32)
     chosen = rank[..., None, :] == jnp.arange(k)[:, None]  # [..., k, n]
     values = jnp.max(jnp.where(chosen, x[..., None, :], -jnp.inf), axis=-1)
-    return values, jnp.max(jnp.where(chosen, ids[..., None, :], 0), axis=-1)
+    return values, *(jnp.max(jnp.where(chosen, part[..., None, :], 0), axis=-1) for part in beside)

@@ -14,12 +14,16 @@ from jax import lax
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
 from pallas_kernels.top_k.mosaic_gpu import top_k_mosaic
-from pallas_kernels.top_k.reference import by_counting
+from pallas_kernels.top_k.reference import best_with, best_with_by_counting, by_counting
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
 run_by_counting = jax.jit(by_counting, static_argnames="k", compiler_options=FAST_COMPILE)
+run_best_with = jax.jit(best_with, static_argnums=1, compiler_options=FAST_COMPILE)
+run_counted_with = jax.jit(
+    best_with_by_counting, static_argnames="k", compiler_options=FAST_COMPILE
+)
 run_sort = jax.jit(lax.top_k, static_argnums=1, compiler_options=FAST_COMPILE)
 run_log_sum_exp = jax.jit(jax.nn.logsumexp, static_argnums=1, compiler_options=FAST_COMPILE)
 run = jax.jit(top_k, static_argnums=1, compiler_options=FAST_COMPILE)
@@ -43,6 +47,18 @@ def test_the_first_of_equals_comes_first(seed: int, size: int, k: int):
     x[1, rng.integers(size)] = 1.0
     for found, wanted in zip(run_by_counting(x, k=k), run_sort(x, k), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [37, slow(1500)])
+def test_what_is_beside_the_largest_goes_along(size: int):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 4, (2, size)).astype(np.float32)
+    beside = rng.integers(0, 90, (2, size)).astype(np.int32)
+    values, indices = run_sort(x, 9)
+    wanted = np.take_along_axis(beside, np.asarray(indices), axis=1)
+    for found in (run_best_with(x, 9, [beside]), run_counted_with(x, beside, k=9)):
+        np.testing.assert_array_equal(found[0], values)
+        np.testing.assert_array_equal(found[1], wanted)
 
 
 def test_indices_stay_in_range_beside_nan():

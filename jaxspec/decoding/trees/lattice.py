@@ -24,7 +24,7 @@ from jaxspec.decoding.trees.grow import (
 )
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.heads.corrections import PairScores
-from pallas_kernels.top_k.reference import local_top_k
+from pallas_kernels.top_k.reference import best_with
 
 
 def lattice_tree(proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
@@ -111,13 +111,15 @@ def best_paths(levels: Levels, shape: TreeShape) -> list[Candidates]:
     candidates = [Candidates(tokens, scores, jnp.zeros_like(tokens))]  # their parent is the root
     first = 1  # candidate number of the level's first
     for depth in range(1, levels.tokens.shape[1]):
-        behind = [x[row, depth, places] for x in levels]  # [B, m, k]
-        totals = _flatten(scores[:, :, None] + behind[1])
-        parents = first + jnp.arange(totals.shape[1]) // behind[1].shape[2]
-        first += scores.shape[1]
-        scores, picked = local_top_k(totals, min(most, totals.shape[1]))
-        tokens, _, places = (jnp.take_along_axis(_flatten(x), picked, axis=1) for x in behind)
-        candidates.append(Candidates(tokens, scores, parents[picked]))
+        tokens, log_probs, next_places = (x[row, depth, places] for x in levels)  # [B, m, k]
+        totals = _flatten(scores[:, :, None] + log_probs)
+        index = jnp.broadcast_to(jnp.arange(totals.shape[1]), totals.shape)
+        found = best_with(totals, min(most, totals.shape[1]), (_flatten(next_places), index))
+        scores, places, picked = found
+        tokens = tokens[row, picked // log_probs.shape[2], picked % log_probs.shape[2]]
+        parents = first + picked // log_probs.shape[2]
+        first += log_probs.shape[1]
+        candidates.append(Candidates(tokens, scores, parents))
     return candidates
 
 

@@ -12,7 +12,7 @@ from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.parallel.collectives import top_log_probs
+from jaxspec.parallel.collectives import top_logits
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import Kernels
@@ -53,7 +53,7 @@ class Selector(Pytree):
     @jax.named_scope("selector")
     def scores(self, target: Decoder, block: Block, roots: Array, kernels: Kernels) -> PairScores:
         # Log-probabilities differ from logits by a constant of each depth, which changes nothing.
-        unary, tokens = top_log_probs(block.logits, self.candidates, target.layout, kernels)
+        unary, tokens = top_logits(block.logits, self.candidates, target.layout, kernels)
         hidden = self.hidden.float32(block.outputs)  # [B, T, r]
         after = self.after[tokens]  # [B, T, K, r]
         root = self.before[roots] * hidden[:, 0]  # [B, r]
