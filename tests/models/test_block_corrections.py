@@ -34,6 +34,7 @@ from jaxspec.models.heads.corrections import (
     PairScores,
     SelectorConfig,
     XPressConfig,
+    lattice_of,
 )
 from jaxspec.models.json.values import read_json
 from jaxspec.models.tensors import joining, splitting, tensor_shapes
@@ -172,7 +173,8 @@ PAIRS: dict[str, tuple[CorrectionConfig, PairReference]] = {
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def scored(target: Decoder, correction: PairCorrection, block: Block, roots: Array) -> PairScores:
-    return correction.scores(target, block, roots, NO_KERNELS)
+    lattice = lattice_of(block, correction, target.layout, NO_KERNELS)
+    return correction.scores(target, lattice, roots)
 
 
 @pytest.mark.parametrize("kind", PAIRS)

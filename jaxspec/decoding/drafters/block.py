@@ -35,7 +35,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.block_context import BlockAttend, Causality, Context
-from jaxspec.models.heads.corrections import Block, PairCorrection
+from jaxspec.models.heads.corrections import Block, PairCorrection, lattice_of
 from jaxspec.models.linear import ReadsRounded
 from jaxspec.parallel.pytree import Pytree, array, pytree
 
@@ -191,8 +191,9 @@ class BlockDrafter(Drafter, Pytree):
         if correction is None:
             return lattice_tree(proposer, roots, block.logits)
         if isinstance(correction, PairCorrection):
-            scores = correction.scores(target, block, roots, proposer.options.kernels)
-            return pair_tree(proposer, roots, scores)
+            kernels = proposer.options.kernels
+            lattice = lattice_of(block, correction, target.layout, kernels)
+            return pair_tree(proposer, roots, correction.scores(target, lattice, roots))
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
             carry = of_parents(beams, carry)

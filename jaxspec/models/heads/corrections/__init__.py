@@ -4,8 +4,10 @@ from jaxspec.models.heads.corrections.base import (
     Block,
     Correction,
     CorrectionConfig,
+    Lattice,
     PairCorrection,
     PairScores,
+    lattice_of,
 )
 from jaxspec.models.heads.corrections.domino import Domino, DominoConfig
 from jaxspec.models.heads.corrections.lilicorr import LiLiCorr, LiLiCorrConfig
@@ -25,6 +27,7 @@ __all__ = [
     "CorrectionConfig",
     "Domino",
     "DominoConfig",
+    "Lattice",
     "LiLiCorr",
     "LiLiCorrConfig",
     "Markov",
@@ -36,4 +39,5 @@ __all__ = [
     "SelectorConfig",
     "XPress",
     "XPressConfig",
+    "lattice_of",
 ]

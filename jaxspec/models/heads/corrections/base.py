@@ -13,6 +13,8 @@ from jax import Array
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.tensors import TensorMap
+from jaxspec.parallel import Layout
+from jaxspec.parallel.collectives import top_log_probs, top_logits
 from pallas_kernels.selection import Kernels
 
 
@@ -64,6 +66,23 @@ class Correction(Protocol):
         ...
 
 
+class Lattice(NamedTuple):
+    """The K likeliest tokens of each of T depths of a block, and what a head has computed of them.
+
+    Attributes:
+      outputs: [B, T, H] normed outputs, which the LM head reads.
+      tokens: int32 [B, T, K], different ones at each depth, the likeliest first.
+      log_probs: float32 [B, T, K] without a correction; with a constant of each depth added for a
+        correction that does not read it (see PairCorrection.reads_sums).
+      context: see Block.
+    """
+
+    outputs: Array
+    tokens: Array
+    log_probs: Array
+    context: Array | None = None
+
+
 class PairScores(NamedTuple):
     """Scores of K candidates of each of T depths. Behind a token, each candidate is as likely as
     the softmax of its scores there says; other tokens are not drafted.
@@ -88,8 +107,14 @@ class PairCorrection(Protocol):
         """How many tokens of each depth it chooses among."""
         ...
 
-    def scores(self, target: Decoder, block: Block, roots: Array, kernels: Kernels) -> PairScores:
-        """Scores of a block behind the tokens ``roots``, int32 [B]: the same on all devices."""
+    @property
+    def reads_sums(self) -> bool:
+        """Whether its scores depend on the sums of probabilities: those of some do not change with
+        a constant of each depth."""
+        ...
+
+    def scores(self, target: Decoder, lattice: Lattice, roots: Array) -> PairScores:
+        """Of a lattice of ``candidates`` tokens behind the tokens ``roots``, int32 [B]."""
         ...
 
     def bytes_read(self, steps: int) -> int:
@@ -107,3 +132,13 @@ class CorrectionConfig(Protocol):
     def shape(self, hidden: int, vocab: int, dtype: jnp.dtype) -> Any:
         """The correction of ShapeDtypeStructs, for a head of these sizes."""
         ...
+
+
+def lattice_of(
+    block: Block, correction: PairCorrection, layout: Layout, kernels: Kernels
+) -> Lattice:
+    """The lattice of a correction's candidates, the same on all devices. ``layout``: of the
+    logits."""
+    largest = top_log_probs if correction.reads_sums else top_logits
+    log_probs, tokens = largest(block.logits, correction.candidates, layout, kernels)
+    return Lattice(block.outputs, tokens, log_probs, block.context)

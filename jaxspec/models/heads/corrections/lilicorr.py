@@ -15,17 +15,15 @@ from jax import Array
 
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads.corrections.base import Block, PairScores
+from jaxspec.models.heads.corrections.base import Lattice, PairScores
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.shaped_tensors import shaped
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.parallel.collectives import top_log_probs
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
-from pallas_kernels.selection import Kernels
 
 FEATURES = 5  # of a candidate: see _features
 FEATURE_EPS = 1e-5
@@ -160,22 +158,23 @@ class LiLiCorr(Pytree):
     def candidates(self) -> int:
         return self.config.candidates
 
+    reads_sums = True  # features of candidates are of probabilities
+
     @jax.named_scope("lilicorr")
-    def scores(self, target: Decoder, block: Block, roots: Array, kernels: Kernels) -> PairScores:
-        assert block.context is not None  # see BlockHead.reads_context
-        config = self.config
-        log_probs, tokens = top_log_probs(block.logits, config.candidates, target.layout, kernels)
-        batch, depths, count = tokens.shape
+    def scores(self, target: Decoder, lattice: Lattice, roots: Array) -> PairScores:
+        outputs, tokens, log_probs, context = lattice
+        assert context is not None  # see BlockHead.reads_context
+        config, (batch, depths, count) = self.config, tokens.shape
         embedded = decoder.plain_embed(target, tokens.reshape(batch, -1))
-        embedded = embedded.reshape(*tokens.shape, -1).astype(block.outputs.dtype)
+        embedded = embedded.reshape(*tokens.shape, -1).astype(outputs.dtype)
         x = embedded if self.token is None else self.token(embedded)
-        x = x + self.output(block.outputs)[:, :, None] + self._features(log_probs).astype(x.dtype)
+        x = x + self.output(outputs)[:, :, None] + self._features(log_probs).astype(x.dtype)
         x = x + self.slots[0, :, :depths] + self.ranks[0]  # [B, T, K, h]
         x, bias = x.reshape(batch, depths * count, -1), self._bias(depths)
         for layer in self.layers:
             x = layer(x, bias, config.eps)
         x = rms_norm(x, self.output_norm, config.eps).reshape(batch, depths, count, -1)
-        root = rms_norm(self.context(block.context), self.context_norm, config.eps)
+        root = rms_norm(self.context(context), self.context_norm, config.eps)
         around = jnp.broadcast_to(root[:, None, None], x.shape)
         factors = jax.nn.silu(self.factors(jnp.concatenate([x, around, x * around], axis=-1)))
         outgoing, incoming = (

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads.corrections.base import Block, PairScores
+from jaxspec.models.heads.corrections.base import Lattice, PairScores
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.bytes import local_bytes
-from jaxspec.parallel.collectives import top_logits
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
-from pallas_kernels.selection import Kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +48,12 @@ class Selector(Pytree):
     def config(self) -> SelectorConfig:
         return SelectorConfig(self.before.shape[1], self.candidates)
 
+    reads_sums = False  # a constant of each depth changes no softmax of its scores
+
     @jax.named_scope("selector")
-    def scores(self, target: Decoder, block: Block, roots: Array, kernels: Kernels) -> PairScores:
-        # Log-probabilities differ from logits by a constant of each depth, which changes nothing.
-        unary, tokens = top_logits(block.logits, self.candidates, target.layout, kernels)
-        hidden = self.hidden.float32(block.outputs)  # [B, T, r]
+    def scores(self, target: Decoder, lattice: Lattice, roots: Array) -> PairScores:
+        unary, tokens = lattice.log_probs, lattice.tokens
+        hidden = self.hidden.float32(lattice.outputs)  # [B, T, r]
         after = self.after[tokens]  # [B, T, K, r]
         root = self.before[roots] * hidden[:, 0]  # [B, r]
         before = self.before[tokens[:, :-1]] * hidden[:, 1:, None]  # [B, T - 1, K, r]
