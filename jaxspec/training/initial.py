@@ -17,6 +17,7 @@ from jaxspec.training.optimizer import MATRICES
 
 RESIDUAL_OUTPUTS = frozenset({"o", "down"})
 EMBEDDING_SCALE = 0.02
+ROWS = frozenset({"before", "qkv"})  # of corrections: weights whose rows are outputs
 # Of recurrent layers, as in Mamba 2 (Dao and Gu, arXiv 2405.21060): a state forgets between a
 # thousandth of itself and all of it at a token.
 DECAY_RATES = (1.0, 16.0)
@@ -54,11 +55,34 @@ def init_layers[T](shapes: T, num_layers: int, seed: int) -> T:
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        axis = weight_name(path) == "before"  # rows of that table are read one by one
-        fan_in = shape.shape[axis] if len(shape.shape) > axis else 1
+        fan_in = shape.shape[0] if shape.shape else 1
         return _initial(path, shape, fan_in, num_layers, generator)
 
     return jax.tree_util.tree_map_with_path(init, shapes)
+
+
+def init_correction[T](shapes: T, seed: int) -> T:
+    """Random float32 weights of a block head's correction, for its ShapeDtypeStructs: normal,
+    scaled by the fan-in. Norms are 1. Biases and embeddings are 0, and so is the table that is read
+    at the later token of a pair: at first tables say nothing of pairs."""
+    generator = np.random.default_rng(seed)
+
+    def normal(shape: Any, axis: int) -> Array:
+        scale = shape.shape[axis] ** -0.5
+        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
+
+    def init(path: tuple[Any, ...], node: Any) -> Any:
+        if isinstance(node, Linear):
+            bias = None if node.bias is None else jnp.zeros(node.bias.shape, jnp.float32)
+            return node.replace(weight=normal(node.weight, 0), bias=bias)
+        name = weight_name(path)
+        if name in ROWS:
+            return normal(node, 1)
+        return jnp.full(node.shape, float("norm" in name), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(
+        init, shapes, is_leaf=lambda node: isinstance(node, Linear)
+    )
 
 
 def reads_last(fc: Linear, hidden: int) -> Linear:
@@ -78,6 +102,10 @@ def _initial(
     generator: np.random.Generator,
 ) -> Array:
     name, size = weight_name(path), shape.shape
+    if name == "base":  # of a block head's convolutions: at first tokens stay as they are
+        identity = np.zeros(size, np.float32)
+        identity[:, 0] = 1
+        return jnp.asarray(identity)
     if name == "taps":  # of a convolution by channel
         return jnp.asarray(generator.uniform(-1, 1, size) / math.sqrt(fan_in), jnp.float32)
     if name == "a_log":

@@ -20,6 +20,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import BlockHead
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.block_loss import BlockLoss, block_outputs
+from jaxspec.training.heads.candidate_loss import block_loss_for
 from jaxspec.training.heads.loss import DraftBatch, Loss, LossConfig, target_states
 from jaxspec.training.heads.step import DraftTrainConfig, init_head
 from tests.helpers.block_heads import block_target, random_head
@@ -47,7 +48,7 @@ def head_of(kind: str) -> BlockHead:
 
 
 def loss_of(kind: str, **changes: Any) -> BlockLoss:
-    loss = BlockLoss.for_method(kind, 5, 3)  # pyright: ignore[reportArgumentType]
+    loss = block_loss_for(kind, 5, 3)  # pyright: ignore[reportArgumentType]
     return dataclasses.replace(loss, **changes)
 
 

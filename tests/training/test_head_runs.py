@@ -29,11 +29,12 @@ from jaxspec.training.heads.loss import DraftBatch, LossConfig
 from jaxspec.training.heads.run import DraftData, DraftTraining
 from jaxspec.training.heads.step import init_head, train_step
 from jaxspec.training.precision import cast_weights
-from tests.helpers.block_heads import KINDS, arrays_equal
+from tests.helpers.block_heads import arrays_equal
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_models import tiny_config
 from tests.training.tiny_heads import (
+    BLOCKS,
     CONFIG,
     HEAD_CONFIG,
     HELD_OUT,
@@ -46,7 +47,7 @@ from tests.training.tiny_heads import (
     start,
 )
 
-METHODS = ["eagle3", slow("eagle1"), slow("mtp"), slow("dspark"), slow("dflash")]
+METHODS = ["eagle3", *map(slow, ("eagle1", "mtp", *BLOCKS))]
 OTHER = "another model, data or training configuration"
 
 type Runs = Callable[[str], DraftTraining]
@@ -88,9 +89,9 @@ def test_a_step_is_a_pure_function_that_learns(method: str):
     _, before = jit_step(state, TARGET, batch, 100, config=config)
     for _ in range(22):
         state, after = jit_step(state, TARGET, batch, 100, config=config)
-    assert after["total_loss"] < (0.9 if method in KINDS else 0.8) * before["total_loss"]
-    assert after["accuracy"][0] > before["accuracy"][0] or method not in KINDS
-    depths = {"dspark": 4, "dflash": 3}.get(method, 2)
+    assert after["total_loss"] < (0.9 if method in BLOCKS else 0.8) * before["total_loss"]
+    assert after["accuracy"][0] > before["accuracy"][0] or method not in BLOCKS
+    depths = {"dspark": 4, "eagle3": 2, "eagle1": 2, "mtp": 2}.get(method, 3)
     assert all(after[name].shape == (depths,) for name in ("loss", "accuracy", "overlap"))
 
 
@@ -102,7 +103,7 @@ def test_the_loss_goes_down(whole_run: Runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "calls"), [("eagle3", 1), ("eagle3", 2), ("dspark", 2), ("dflash", 2)]
+    ("method", "calls"), [("eagle3", 1), ("eagle3", 2), *((method, 2) for method in BLOCKS)]
 )
 def test_a_killed_run_resumes_on_the_same_curve(
     whole_run: Runs, method: str, calls: int, tmp_path: Path
@@ -133,7 +134,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "eagle1", "dspark", "dflash"])
+@pytest.mark.parametrize("method", ["eagle3", "eagle1", *BLOCKS])
 def test_micro_batches_weigh_by_their_learned_tokens(method: str):
     learned = np.tile(np.arange(8)[:, None] < 2, 16) & TRAIN.learned[:8]
     learned[7, -3:] = True  # parts learn very different numbers of tokens
@@ -235,11 +236,19 @@ def test_the_mask_is_a_token_that_no_text_has_before_a_draft():
 
 
 @pytest.mark.parametrize(
-    "method", [slow("eagle3"), slow("eagle1"), slow("mtp"), "dspark", "dflash"]
+    "method",
+    [
+        slow("eagle3"),
+        slow("eagle1"),
+        slow("mtp"),
+        "dspark",
+        *map(slow, ("dflash", "dflash2")),
+        "lilicorr",
+    ],
 )
 def test_an_exported_head_comes_back(method: str, tmp_path: Path):
     head, dtype = cast_weights(make_head(method), jnp.bfloat16), jnp.dtype(jnp.bfloat16)
-    if method in KINDS:
+    if method in BLOCKS:
         save_block_head(head, tmp_path, cast_weights(TARGET, jnp.bfloat16))
         loaded = load_block_head(tmp_path, CONFIG, dtype)
         assert loaded.method == method and loaded.capture == (2,)

@@ -8,7 +8,6 @@ from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_drafter
 from jaxspec.models.json.values import read_json
 from tests.helpers.checkpoints import tiny_byte_llama
-from tests.helpers.marks import slow
 
 BLOCKS = ["--block-size", "5", "--layers", "1", "--ff", "32", "--anchors", "6", "--method"]
 # Arguments, and what the card says.
@@ -16,6 +15,14 @@ RUNS = {
     "eagle3": (["--unroll", "2", "--draft-vocab", "60"], ["EAGLE3 draft head", "60 tokens"]),
     "dspark": ([*BLOCKS, "dspark"], ["DSPARK draft head", "at up to 6 places of a row"]),
     "dflash": ([*BLOCKS, "dflash"], ["DFLASH draft head", "at up to 6 places of a row"]),
+    "dflash2": (
+        [*BLOCKS, "dflash2", "--selector-rank", "8", "--candidates", "6"],
+        ["DFLASH2 draft head", "chooses among 6 candidates"],
+    ),
+    "lilicorr": (
+        [*BLOCKS, "lilicorr", "--lattice-width", "16", "--candidates", "4", "--taps", "2"],
+        ["LILICORR draft head", "chooses among 4 candidates"],
+    ),
 }
 
 
@@ -57,6 +64,19 @@ RUNS = {
             "--method dflash does not take --draft-vocab and --unroll",
         ),
         (["--method", "dflash", "--markov-rank", "8"], "dflash does not take --markov-rank"),
+        (
+            ["--method", "dflash", "--candidates", "8", "--taps", "2", "--lattice-width", "16"],
+            "--method dflash does not take --lattice-width and --candidates and --taps",
+        ),
+        (["--method", "lilicorr", "--selector-rank", "8"], "does not take --selector-rank"),
+        (
+            ["--method", "lilicorr", "--candidates", "5", "--lattice-width", "20"],
+            "topk must be a power of 2 up to 16, got 5; lilicorr_num_heads 8 does not divide",
+        ),
+        (["--method", "dflash2", "--candidates", "1"], "from 2 to 4096 candidates"),
+        (["--method", "dflash2", "--taps", "0"], "have from 1 to 8 taps: 0"),
+        (["--method", "lilicorr", "--block-size", "4", "--taps", "5"], "from 0 to 4 taps: 5"),
+        (["--method", "dflash2", "--selector-rank", "0"], "selector_rank must be a positive"),
         (["--method", "dflash", "--block-size", "1"], "block_size must be an integer from 2"),
         (
             ["--method", "dflash", "--capture", "4", "9"],
@@ -90,7 +110,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "dspark", slow("dflash")])
+@pytest.mark.parametrize("method", RUNS)
 def test_the_script_trains_exports_and_goes_on(
     method: str, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -115,14 +135,17 @@ def test_the_script_trains_exports_and_goes_on(
     assert train_drafter.main([*arguments, "--resume", "--out", str(again)]) == 0
     weights = "model.safetensors"
     assert (again / weights).read_bytes() == (out / weights).read_bytes()
-    llm = LLM(model, out, speculation=SpeculationConfig.chain(3), max_length=64)
-    plain = LLM(model, "none", max_length=64)
-    texts = [each.generate(["def f(x):"], SamplingParams(max_tokens=20)) for each in (llm, plain)]
-    assert texts[0][0].token_ids == texts[1][0].token_ids
+    trees = SpeculationConfig.chain(3), SpeculationConfig(num_nodes=8, max_depth=4, top_k=3)
+    llms = [LLM(model, out, speculation=tree, max_length=64) for tree in trees]
+    llms.append(LLM(model, "none", max_length=64))
+    texts = [
+        llm.generate(["def f(x):"], SamplingParams(max_tokens=20))[0].token_ids for llm in llms
+    ]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dspark", "dflash"])
+@pytest.mark.parametrize("method", ["dspark", "dflash", "dflash2", "lilicorr"])
 def test_a_block_head_of_the_built_in_model_drafts_better_than_at_the_start(
     method: str, sources: Path, tmp_path: Path
 ):

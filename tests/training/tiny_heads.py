@@ -11,19 +11,24 @@ import numpy as np
 
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.models.heads import block_layers
-from jaxspec.training.heads.block_init import init_block_head, new_block_config
-from jaxspec.training.heads.block_loss import BlockLoss
+from jaxspec.training.heads.block_init import CorrectionSizes, init_block_head, new_block_config
+from jaxspec.training.heads.candidate_loss import block_loss_for
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.heads.loss import DraftBatch, LossConfig
 from jaxspec.training.heads.run import DraftData, DraftTraining
 from jaxspec.training.heads.step import DraftTrainConfig, init_head, init_mtp_layer
 from jaxspec.training.schedule import Schedule
-from tests.helpers.block_heads import KINDS
 from tests.helpers.random_models import random_target, tiny_config
 
 TARGET = random_target(tiny_config(num_layers=3))
 CONFIG = TARGET.config
 HEAD_CONFIG = tiny_config(num_layers=1)
+BLOCKS = ("dflash", "dspark", "dflash2", "lilicorr")
+SIZES = {
+    "dspark": CorrectionSizes(rank=8),
+    "dflash2": CorrectionSizes(rank=8, candidates=6, taps=2),
+    "lilicorr": CorrectionSizes(candidates=4, width=16, taps=2),
+}
 SCHEDULE = Schedule(
     steps=12, steps_per_call=4, seconds_per_call=math.inf, evaluate_every=6, save_every=4
 )
@@ -40,12 +45,9 @@ DATA = DraftData(TRAIN, HELD_OUT)
 
 
 def make_head(method: Any = "eagle3") -> Any:
-    if method in KINDS:
-        rank = 8 if method == "dspark" else 0
-        layers = block_layers(CONFIG, 1, 40)
-        config = new_block_config(
-            CONFIG, layers, method, block_size=4, mask_token=95, markov_rank=rank
-        )
+    if method in BLOCKS:
+        layers, sizes = block_layers(CONFIG, 1, 40), SIZES.get(method, CorrectionSizes())
+        config = new_block_config(CONFIG, layers, method, block_size=4, mask_token=95, sizes=sizes)
         return init_block_head(TARGET, config)
     if method == "mtp":
         return init_mtp_layer(TARGET, MtpConfig("deepseek", num_layers=1, states=AFTER))
@@ -56,9 +58,9 @@ def make_head(method: Any = "eagle3") -> Any:
 
 
 def config_of(method: Any = "eagle3", **changes: Any) -> DraftTrainConfig:
-    block = method in KINDS
+    block = method in BLOCKS
     config = DraftTrainConfig(
-        loss=BlockLoss.for_method(method, make_head(method).max_depth, 6)
+        loss=block_loss_for(method, make_head(method).max_depth, 6)
         if block
         else LossConfig.for_method(method, 2),
         batch_size=8,

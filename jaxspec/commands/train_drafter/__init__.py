@@ -1,5 +1,5 @@
-"""Train a draft head for a model (EAGLE-3, EAGLE-1, an MTP layer, DFlash or DSpark), and export it
-in the official layout.
+"""Train a draft head for a model (EAGLE-3, EAGLE-1, an MTP layer, DFlash, DSpark, DFlash 2 or
+LiLiCorr), and export it in the official layout.
 
 Data are folders or files of text, or .jsonl files with `text` or chat `messages` on each line (of a
 chat, only the assistant's messages are learned). With --regenerate the model first writes the
@@ -22,7 +22,13 @@ from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.commands.shared.shell import run_command, typed_command
 from jaxspec.commands.shared.training_options import progress_parts, schedule_of
 from jaxspec.commands.train_drafter import options
-from jaxspec.commands.train_drafter.options import BLOCK, block_size, check_options, train_config
+from jaxspec.commands.train_drafter.options import (
+    BLOCK,
+    block_size,
+    check_options,
+    correction_sizes,
+    train_config,
+)
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.llm.tokenizer import load_tokenizer
@@ -47,7 +53,6 @@ from jaxspec.training.schedule import deadline_of
 EXPORT_SHARE = 0.03
 ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}
 HELD_OUT_ANSWERS = 256
-MARKOV_RANK = 256  # of the published DSpark heads
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -152,11 +157,9 @@ def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockCon
     """The config of a new block head; None for other methods."""
     if args.method not in BLOCK:
         return None
-    mask, rank = args.mask_token, args.markov_rank
+    mask = args.mask_token
     if mask is None:
         mask = default_mask(config, len(load_tokenizer(args.model)))
-    if rank is None:
-        rank = min(MARKOV_RANK, config.hidden_size // 4) if args.method == "dspark" else 0
     return new_block_config(
         config,
         block_layers(config, 2 if args.layers is None else args.layers, args.ff),
@@ -164,7 +167,7 @@ def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockCon
         block_size=block_size(args),
         mask_token=mask,
         capture=None if args.capture is None else tuple(args.capture),
-        markov_rank=rank,
+        sizes=correction_sizes(args),
     )
 
 

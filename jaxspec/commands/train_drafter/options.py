@@ -10,14 +10,16 @@ from jaxspec.commands.shared.training_options import (
     add_suffixes_option,
 )
 from jaxspec.config.model import ModelConfig
-from jaxspec.training.heads.block_loss import BlockLoss
+from jaxspec.training.heads.block_init import CorrectionSizes
+from jaxspec.training.heads.candidate_loss import block_loss_for
 from jaxspec.training.heads.loss import Loss, LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import resolve_precision
 
 DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
 
-BLOCK = ("dflash", "dspark")
+CHOOSING = ("dflash2", "lilicorr")  # among candidates of each depth
+BLOCK = ("dflash", "dspark", *CHOOSING)
 METHODS = ("eagle3", "eagle1", "mtp", *BLOCK)
 # Methods of the options that not all take. (An MTP layer has the model's own sizes, and block heads
 # draft with the model's LM head.)
@@ -30,6 +32,10 @@ METHODS_OF = {
     "--block-size": BLOCK,
     "--mask-token": BLOCK,
     "--markov-rank": ("dspark",),
+    "--selector-rank": ("dflash2",),
+    "--lattice-width": ("lilicorr",),
+    "--candidates": CHOOSING,
+    "--taps": CHOOSING,
     "--anchors": BLOCK,
 }
 
@@ -41,8 +47,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
     add("--out", type=Path, required=True, help="folder of the exported head")
     add("--method", choices=METHODS, default="eagle3", help="layout of the head; mtp: a layer like "
-        "the model's last one, named as in DeepSeek-V3; dflash, dspark: Qwen3 layers that draft a "
-        "block in one pass")  # fmt: skip
+        "the model's last one, named as in DeepSeek-V3; dflash, dspark, dflash2, lilicorr: Qwen3 "
+        "layers that draft a block in one pass")  # fmt: skip
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers")
     add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
         "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
@@ -86,13 +92,22 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_block_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("block heads (dflash, dspark)").add_argument
+    add = parser.add_argument_group(f"block heads ({', '.join(BLOCK)})").add_argument
     add("--block-size", type=int, help="tokens of a block (default: 8; published: "
-        "DFlash 16, DSpark 7); dflash drafts one token less, dspark as many")  # fmt: skip
+        "DSpark 7, DFlash 2 8 and 16, the others 16); dspark drafts as many, the others one "
+        "token less")  # fmt: skip
     add("--mask-token", type=int, help="id of the masks in a block (default: the "
         "first id past the tokenizer's, else the one that ends a text)")  # fmt: skip
     add("--markov-rank", type=int, help="rank of dspark's Markov head; 0: none "
         "(default: a quarter of the hidden size, at most 256 as published)")  # fmt: skip
+    add("--candidates", type=int, help="tokens of each depth that dflash2 or lilicorr chooses "
+        "among by the token before (default, as published: 16, 8)")  # fmt: skip
+    add("--selector-rank", type=int, help="rank of dflash2's selector (default: that of a Markov "
+        "head)")  # fmt: skip
+    add("--lattice-width", type=int, help="width of lilicorr's transformer over candidates "
+        "(default: a quarter of the hidden size, at most 1024 as published)")  # fmt: skip
+    add("--taps", type=int, help="taps of the convolutions around attention and MLP (default: of "
+        "dflash2 2 as published; lilicorr has none, and 2 in published variants)")  # fmt: skip
     add("--anchors", type=int, help="blocks of a row that a step learns, at random "
         "places (default: 64)")  # fmt: skip
 
@@ -108,8 +123,14 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 def loss_of(args: argparse.Namespace) -> Loss:
     if args.method not in BLOCK:
         return LossConfig.for_method(args.method, args.unroll)
-    steps = block_size(args) - (args.method == "dflash")
-    return BlockLoss.for_method(args.method, steps, 64 if args.anchors is None else args.anchors)
+    steps = block_size(args) - (args.method != "dspark")
+    return block_loss_for(args.method, steps, 64 if args.anchors is None else args.anchors)
+
+
+def correction_sizes(args: argparse.Namespace) -> CorrectionSizes:
+    """Of a block head; a method has one of the two ranks."""
+    rank = args.selector_rank if args.markov_rank is None else args.markov_rank
+    return CorrectionSizes(rank, args.candidates, args.lattice_width, args.taps)
 
 
 def block_size(args: argparse.Namespace) -> int:

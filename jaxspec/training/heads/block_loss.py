@@ -1,4 +1,4 @@
-"""The loss of a block head (DFlash, DSpark) at many places of each row at once.
+"""The loss of a block head at many places of each row at once.
 
 A block is what the drafter runs: a committed token, the *anchor*, and masks. Its context is what
 the head makes of the target's hidden states at the tokens before the anchor, and its tokens attend
@@ -7,11 +7,13 @@ a mask gives each block its part. The layers are the same as in serving; only th
 differs.
 
 The output of depth ``d`` drafts the token ``d`` places after the anchor, on condition that the
-tokens between are the row's: DSpark's Markov head reads them from the row.
+tokens between are the row's: DSpark's Markov head reads them from the row. Heads that choose among
+candidates (DFlash 2, LiLiCorr) have a loss with more terms, in candidate_loss.py.
 """
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,28 @@ from jaxspec.training.heads.loss import DraftBatch, Loss, target_states
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
 
-BlockMethod = Literal["dflash", "dspark"]
+
+class Blocks(NamedTuple):
+    """What a head and its target have computed at the places of A blocks of T drafted tokens.
+
+    Attributes:
+      outputs: [B, A, T, H] the head's normed outputs.
+      wanted: [B, A, T, H] the target's normed hidden states.
+      before: int32 [B, A, T] tokens before the drafted ones; the first are the anchors.
+      context: [B, A, H] what the head's layers read of the token before the anchor; zeros where
+        there is none.
+    """
+
+    outputs: Array
+    wanted: Array
+    before: Array
+    context: Array
+
+    def each_depth[T](self, run: Callable[[Array, Array, Array], T]) -> T:
+        """``run`` of the outputs, hidden states and tokens of each depth, [T, ...]: one depth after
+        the other, as the logits of all would not fit in memory."""
+        by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in (self.outputs, self.wanted, self.before))
+        return jax.lax.map(lambda x: jax.checkpoint(run)(*x), by_depth)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +82,6 @@ class BlockLoss(Loss):
         if self.steps < 1 or self.anchors < 1 or self.fade <= 0:
             raise ValueError("a block drafts at least one token, at one or more places of a row")
 
-    @classmethod
-    def for_method(cls, method: BlockMethod, steps: int, anchors: int = 64) -> "BlockLoss":
-        """The loss of DeepSpec's recipes (deepseek-ai/DeepSpec, config/), but for one thing: they
-        take the cross entropy to the row's own token."""
-        if method == "dflash":
-            return cls(steps, anchors)
-        return cls(steps, anchors, token_weight=0.1, distance_weight=0.9, confidence_weight=1.0)
-
     @property
     def described(self) -> str:
         return f"blocks of {self.steps} drafted tokens at up to {self.anchors} places of a row"
@@ -74,12 +89,16 @@ class BlockLoss(Loss):
     def check(self, head: Any) -> None:
         if not isinstance(head, BlockHead) or head.max_depth != self.steps:
             raise ValueError(f"this BlockLoss trains block heads that draft {self.steps} tokens")
-        if head.correction is not None and type(head.correction) is not Markov:
-            raise ValueError("of corrections, a plain Markov head alone is trained")
+        self.check_correction(head)
         if head.lm_head is not None or any(layer.attention.sinks for layer in head.config.layers):
             raise ValueError("block heads with a reduced vocabulary or with sinks are not trained")
         if (head.confidence is not None) != (self.confidence_weight > 0):
             raise ValueError("a confidence head is trained by a loss that has a weight for it")
+
+    def check_correction(self, head: BlockHead) -> None:
+        """Raise ValueError for a correction that this loss does not train."""
+        if head.correction is not None and type(head.correction) is not Markov:
+            raise ValueError("of corrections, this loss trains a plain Markov head alone")
 
     def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
         """A batch on the host [..., T] with anchors before learned tokens [..., A]; -1 where a row
@@ -108,23 +127,19 @@ class BlockLoss(Loss):
         ``confidence_error``, the mean distance."""
         features, hidden = target_states(target, batch, head.capture, attend)
         counts = self.counts(batch) if counts is None else counts
-        outputs = block_outputs(head, target, batch, features, self.steps)
-        places = _places(batch, self.steps)  # [B, A, steps] of the tokens before the drafted ones
-        flat = places.reshape(len(places), -1)
-        wanted = jnp.take_along_axis(hidden, flat[..., None], axis=1).reshape(outputs.shape)
-        before = jnp.take_along_axis(batch.tokens, flat, axis=1).reshape(places.shape)
-
-        def of_depth(x: tuple[Array, ...]) -> dict[str, Array]:
-            outputs, wanted, before, learned, count = x
-            values = self._of_logits(head, target, outputs, wanted, before)
-            return {name: jnp.where(learned, v, 0).sum() / count for name, v in values.items()}
-
-        by_block = outputs, wanted, before, _learned(batch, self.steps)
-        by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in by_block)
-        # One depth after the other, as the logits of all would not fit in memory.
-        metrics = jax.lax.map(jax.checkpoint(of_depth), (*by_depth, counts))
+        values = self.values(
+            head, target, blocks_of(head, target, batch, features, hidden, self.steps)
+        )
+        learned = jnp.moveaxis(_learned(batch, self.steps), 2, 0)
+        metrics = {
+            name: jnp.where(learned, x, 0).sum(axis=(1, 2)) / counts for name, x in values.items()
+        }
         weights = counts * jnp.exp(-jnp.arange(self.steps) / self.fade)
         return (weights * metrics["loss"]).sum() / weights.sum(), metrics
+
+    def values(self, head: BlockHead, target: Decoder, blocks: Blocks) -> dict[str, Array]:
+        """Loss and metrics [T, B, A] of each drafted token."""
+        return blocks.each_depth(lambda *x: self._of_logits(head, target, *x))
 
     def _of_logits(
         self, head: BlockHead, target: Decoder, outputs: Array, wanted: Array, before: Array
@@ -134,7 +149,7 @@ class BlockLoss(Loss):
         Args: the head's outputs and the target's hidden states [B, A, H], and the tokens before the
         drafted ones [B, A].
         """
-        drafted, target_logits = (decoder.logits(target, x) for x in (outputs, wanted))
+        drafted, target_logits = head.logits(target, outputs), decoder.logits(target, wanted)
         if head.markov is not None:
             drafted += head.markov.bias(target, before)
         p, log_q = jax.nn.softmax(target_logits), jax.nn.log_softmax(drafted)
@@ -168,6 +183,24 @@ def block_outputs(
     attend = AnchoredAttend(anchors=anchors, causal=head.causal)
     outputs, _ = head.outputs(target, block, positions, context, attend)
     return outputs.reshape(*anchors.shape, steps, -1)
+
+
+def blocks_of(
+    head: BlockHead,
+    target: Decoder,
+    batch: DraftBatch,
+    features: Array,  # [B, T, C]
+    hidden: Array,  # [B, T, H] of the target
+    steps: int,
+) -> Blocks:
+    """The blocks at a batch's anchors."""
+    outputs, places = block_outputs(head, target, batch, features, steps), _places(batch, steps)
+    flat = places.reshape(len(places), -1)
+    wanted = jnp.take_along_axis(hidden, flat[..., None], axis=1).reshape(outputs.shape)
+    before = jnp.take_along_axis(batch.tokens, flat, axis=1).reshape(places.shape)
+    last = _anchors(batch)[..., None] - 1
+    context = jnp.take_along_axis(head.fused(features), jnp.maximum(last, 0), axis=1)
+    return Blocks(outputs, wanted, before, jnp.where(last < 0, 0, context))
 
 
 def keep_keys(

@@ -12,6 +12,7 @@ from jaxspec.checkpoints.eagle import save_eagle_head
 from jaxspec.checkpoints.mtp import save_mtp_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import BlockHead, mtp_states
+from jaxspec.models.heads.corrections import PairCorrection
 from jaxspec.training.heads.data import ExampleReport
 from jaxspec.training.heads.run import DraftRecord, DraftTraining
 from jaxspec.training.heads.step import Head
@@ -58,8 +59,7 @@ def head_card(run: DraftTraining, card: DraftCard) -> str:
     head, config, last = run.head, run.config, run.records[-1]
     evaluated = next(r for r in reversed(run.records) if r.held_out_accuracy is not None)
     layer = head.config.layers[0]
-    ids = None if isinstance(head, BlockHead) else head.token_ids
-    vocabulary = "the target's" if ids is None else f"{ids.shape[0]} tokens"
+    vocabulary, coverage = _vocabulary(head), f"{card.coverage:.2%} of the learned tokens"
     return f"""# {card.name}
 
 A {num_parameters(head) / 1e6:.2f} M parameter {head.method.upper()} draft head for {card.target},
@@ -72,7 +72,7 @@ itself it generates nothing.
 | layer | {head.config.num_layers} of hidden {head.config.hidden_size}, \
 {layer.attention.heads}, \
 SwiGLU of {layer.units} |
-| draft vocabulary | {vocabulary}, {card.coverage:.2%} of the learned tokens |
+| draft vocabulary | {vocabulary}, {coverage} |
 | training | {last.step} steps of {config.batch_size} rows = {last.tokens / 1e6:.1f} M tokens, \
 {config.loss.described}, AdamW, learning rate {config.learning_rate:g}, \
 seed {config.seed} |
@@ -108,6 +108,14 @@ def _read(head: Head) -> str:
         f"the target's hidden state {target} its final norm, then the layer's own {layer} its norm "
         f"(`{states.name}`)"
     )
+
+
+def _vocabulary(head: Head) -> str:
+    """The tokens that a head drafts."""
+    if isinstance(head, BlockHead) and isinstance(head.correction, PairCorrection):
+        return f"the target's (chooses among {head.correction.candidates} candidates of each depth)"
+    ids = None if isinstance(head, BlockHead) else head.token_ids
+    return "the target's" if ids is None else f"{ids.shape[0]} tokens"
 
 
 def _note(record: DraftRecord) -> str:

@@ -207,8 +207,9 @@ class LiLiCorr(Pytree):
     def _unit(self, x: Array) -> Array:
         """Vectors of size 1, float32."""
         x = x.astype(jnp.float32)
-        size = jnp.sqrt((x * x).sum(axis=-1, keepdims=True))
-        return x / jnp.maximum(size, self.config.vector_eps)
+        square = (x * x).sum(axis=-1, keepdims=True)
+        # The gradient of a root is not finite at zero, which the vector of an empty context is.
+        return x / jnp.sqrt(jnp.maximum(square, self.config.vector_eps**2))
 
     def bytes_read(self, steps: int) -> int:
         """All of them once."""
