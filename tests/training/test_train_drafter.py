@@ -70,13 +70,15 @@ RUNS = {
         ),
         (["--method", "lilicorr", "--selector-rank", "8"], "does not take --selector-rank"),
         (
-            ["--method", "lilicorr", "--candidates", "5", "--lattice-width", "20"],
-            "topk must be a power of 2 up to 16, got 5; lilicorr_num_heads 8 does not divide",
+            ["--method", "lilicorr", "--candidates", "5", "--lattice-width", "20", "--taps", "9"],
+            "among 2, 4, 8 or 16 candidates, got 5; the lattice's width must be a multiple of 8, "
+            "got 20; lilicorr has from 0 to 8 taps in such blocks, got 9",
         ),
-        (["--method", "dflash2", "--candidates", "1"], "from 2 to 4096 candidates"),
-        (["--method", "dflash2", "--taps", "0"], "have from 1 to 8 taps: 0"),
-        (["--method", "lilicorr", "--block-size", "4", "--taps", "5"], "from 0 to 4 taps: 5"),
-        (["--method", "dflash2", "--selector-rank", "0"], "selector_rank must be a positive"),
+        (
+            ["--method", "dflash2", "--candidates", "1", "--taps", "0", "--selector-rank", "0"],
+            "rank must be at least 1, got 0; dflash2 chooses among 2 to 4096 candidates, got 1; "
+            "dflash2 has from 1 to 8 taps in such blocks, got 0",
+        ),
         (["--method", "dflash", "--block-size", "1"], "block_size must be an integer from 2"),
         (
             ["--method", "dflash", "--capture", "4", "9"],

@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.models.heads import block_layers
-from jaxspec.training.heads.block_init import CorrectionSizes, init_block_head, new_block_config
+from jaxspec.training.heads.block_init import init_block_head, new_block_config
 from jaxspec.training.heads.candidate_loss import block_loss_for
+from jaxspec.training.heads.correction_sizes import CorrectionSizes
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.heads.loss import DraftBatch, LossConfig
 from jaxspec.training.heads.run import DraftData, DraftTraining

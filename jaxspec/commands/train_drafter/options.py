@@ -10,8 +10,8 @@ from jaxspec.commands.shared.training_options import (
     add_suffixes_option,
 )
 from jaxspec.config.model import ModelConfig
-from jaxspec.training.heads.block_init import CorrectionSizes
 from jaxspec.training.heads.candidate_loss import block_loss_for
+from jaxspec.training.heads.correction_sizes import CorrectionSizes
 from jaxspec.training.heads.loss import Loss, LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import resolve_precision
