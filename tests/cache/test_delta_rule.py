@@ -22,6 +22,9 @@ from tests.helpers.random_trees import path_from_root, random_tree
 
 GROUPS, VALUES, K_DIM, V_DIM, TAPS = 2, 2, 16, 8, 4
 NODES, DEPTH, FOLDED = 64, 16, 8
+# Default tests read prompts of so many rows and tokens, and trees of so many nodes: in one program
+# each, for all of them.
+ROWS, PROMPT, WIDTH = 4, 5 * FOLDED + 2, 8
 CHANNELS = 2 * K_DIM + VALUES * V_DIM
 TOLERANCE = 1e-5
 
@@ -81,6 +84,12 @@ def empty(rows: int) -> DeltaState:
 
 def run(state: DeltaState, lens: Any, counts: Any, q: Any, inputs: DeltaInputs):
     return read_run(state, np.arange(len(lens)), lens, counts, q, as_nodes(inputs))
+
+
+def after_prompts(rng: np.random.Generator, lens: np.ndarray) -> DeltaState:
+    """Random prompts of so many tokens [ROWS] read."""
+    prompts = random_inputs(rng, ROWS, PROMPT)
+    return run(empty(ROWS), np.zeros_like(lens), lens, *prompts)[1]
 
 
 @jit
@@ -172,22 +181,22 @@ def test_trees_agree_with_each_paths_recurrence(trees: int):
 
 
 def test_prompts_read_in_chunks_agree_with_the_recurrence_and_leave_the_same_bits():
-    rng, size = np.random.default_rng(1), 5 * FOLDED + 2  # pieces of 7 fit
-    q, inputs = random_inputs(rng, 2, size)
+    rng, size = np.random.default_rng(1), PROMPT  # pieces of 7 fit
+    q, inputs = random_inputs(rng, ROWS, size)
     states, outputs = [], []
     for width in (size, 7, 1):
-        state, out, done = empty(2), [], 0
+        state, out, done = empty(ROWS), [], 0
         while done < size:
             count = min(width, size - done)
             part = jax.tree.map(lambda x, a=done, n=count: x[:, a : a + n], (q, inputs))
-            lens = np.full(2, done)
-            one, state = run(state, lens, np.full(2, count), *part)
+            lens = np.full(ROWS, done)
+            one, state = run(state, lens, np.full(ROWS, count), *part)
             out.append(one)
             done += count
         states.append(state)
         outputs.append(np.concatenate(out, axis=1))
-    end = whole_state(states[0], np.full(2, size))
-    for row in range(2):
+    end = whole_state(states[0], np.full(ROWS, size))
+    for row in range(ROWS):
         want, s = in_numpy(*jax.tree.map(lambda x, row=row: x[row], (q, inputs)))
         assert np.abs(want - outputs[0][row]).max() < TOLERANCE
         assert np.abs(s - end[row]).max() < TOLERANCE
@@ -244,54 +253,57 @@ def assert_same_bits(state: DeltaState, other: DeltaState, lens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [30, slow(4096)])
 def test_rounds_of_any_trees_leave_the_bits_of_single_tokens(tokens: int):
-    rng, width = np.random.default_rng(2), 12
-    q, inputs = random_inputs(rng, 1, tokens + DEPTH)
+    rng = np.random.default_rng(2)
+    q, inputs = random_inputs(rng, ROWS, tokens + DEPTH)
 
     def decode(depth: int) -> tuple[DeltaState, np.ndarray]:
-        state, out, done = empty(1), [], 0
+        """The first row's tokens; the others' trees are rejected."""
+        state, out, done = empty(ROWS), [], 0
         while done < tokens:
-            size = int(rng.integers(1, width + 1)) if depth else 1
-            tree = random_tree(rng, np.zeros(1, int), [size], width, depth or 1)
+            size = int(rng.integers(1, WIDTH + 1)) if depth else 1
+            tree = random_tree(rng, np.zeros(ROWS, int), [size] * ROWS, WIDTH, depth or 1)
             leaf = int(rng.integers(size))
             path = path_from_root(np.asarray(tree.parents[0]), leaf)[: tokens - done]
-            noise = random_inputs(rng, 1, width)
+            noise = random_inputs(rng, ROWS, WIDTH)
             place, at = np.array(path), slice(done, done + len(path))
             nodes = noise
             for x, y in zip(jax.tree.leaves(nodes), jax.tree.leaves((q, inputs)), strict=True):
                 x[:, place] = y[:, at]
-            lens = np.full(1, done)
+            lens = np.array([done, 0, 0, 0])
             one, waiting = verified(state, lens, tree, *nodes)
-            state = commit(waiting, committed(lens, [path]))
-            out.append(np.asarray(one)[:, place])
+            state = commit(waiting, committed(lens, [path, [], [], []]))
+            out.append(np.asarray(one)[0, place])
             done += len(path)
-        return state, np.concatenate(out, axis=1)
+        return state, np.concatenate(out)
 
     plain, plain_out = decode(0)
     trees, trees_out = decode(6)
-    assert_same_bits(trees, plain, tokens)
+    first: Any = functools.partial(jax.tree.map, lambda x: np.asarray(x)[:1])
+    assert_same_bits(first(trees), first(plain), tokens)
     assert np.abs(trees_out - plain_out).max() < TOLERANCE
     # Reading a prompt is another program: XLA may round its loop's body otherwise.
-    _, read = run(empty(1), np.zeros(1, int), np.full(1, tokens), q, inputs)
-    assert np.abs(np.subtract(read.s, plain.s)).max() < TOLERANCE
+    prompt = jax.tree.map(lambda x: x[:, : max(tokens, PROMPT)], (q, inputs))
+    _, read = run(empty(ROWS), np.zeros(ROWS, int), np.full(ROWS, tokens), *prompt)
+    assert np.abs(np.subtract(read.s, plain.s))[0].max() < TOLERANCE
     _, s = in_numpy(*jax.tree.map(lambda x: x[0, :tokens], (q, inputs)))
-    drift = np.abs(whole_state(trees, np.full(1, tokens))[0] - s).max()
+    drift = np.abs(whole_state(trees, np.full(ROWS, tokens))[0] - s).max()
     print(f"{tokens} tokens: drift of the state {drift:.1e}")
     assert drift < 1e-4
 
 
 def test_noise_of_padding_other_branches_and_other_rows_stays_there():
     rng = np.random.default_rng(3)
-    lens, sizes = np.array([5, 9, 0]), [6, 4, 1]
-    prompt = random_inputs(rng, 3, 16)
-    _, clean = run(empty(3), np.zeros_like(lens), lens, *prompt)
-    tree = random_tree(rng, np.zeros(3, int), sizes, 8, 3)
-    nodes = random_inputs(rng, 3, 8)
+    lens, sizes = np.array([5, 9, 0, 16]), [6, 4, 1, 8]
+    prompt = random_inputs(rng, ROWS, PROMPT)
+    _, clean = run(empty(ROWS), np.zeros_like(lens), lens, *prompt)
+    tree = random_tree(rng, np.zeros(ROWS, int), sizes, WIDTH, 3)
+    nodes = random_inputs(rng, ROWS, WIDTH)
     path = path_from_root(np.asarray(tree.parents[0]), 5)
-    paths = [path, [0], []]
+    paths = [path, [0], [], []]
     want, waiting = verified(clean, lens, tree, *nodes)
     after = commit(waiting, committed(lens, paths))
 
-    on_path = np.zeros((3, 8), bool)
+    on_path = np.zeros((ROWS, WIDTH), bool)
     on_path[0, path], on_path[1, :4] = True, True
     held = np.arange(FOLDED) < (lens % FOLDED)[:, None]
     bad_nodes = jax.tree.map(lambda x: spoiled(x, on_path), nodes)
@@ -301,7 +313,7 @@ def test_noise_of_padding_other_branches_and_other_rows_stays_there():
     np.testing.assert_array_equal(np.asarray(got)[on_path], np.asarray(want)[on_path])
     np.testing.assert_array_equal(after_noise.s, after.s)
 
-    padded = jax.tree.map(lambda x: spoiled(x, np.arange(16) < lens[:, None]), prompt)
+    padded = jax.tree.map(lambda x: spoiled(x, np.arange(PROMPT) < lens[:, None]), prompt)
     _, read = run(dirty, np.zeros_like(lens), lens, *padded)
     _, again = run(clean, np.zeros_like(lens), lens, *prompt)
     np.testing.assert_array_equal(read.s, again.s)
@@ -314,15 +326,15 @@ def spoiled(x: Any, kept: np.ndarray) -> np.ndarray:
 
 def test_what_kernels_are_held_against_agrees():
     """Reading and committing trees as pallas_kernels.delta_rule defines them."""
-    rng, rows = np.random.default_rng(6), np.array([2, 0, 1])
-    lens, sizes = np.array([5, 14, 7]), [6, 4, 8]
-    _, state = run(empty(3), np.zeros(3, int), lens[np.argsort(rows)], *random_inputs(rng, 3, 16))
-    tree = random_tree(rng, np.zeros(3, int), sizes, 8, 4)
-    q, inputs = random_inputs(rng, 3, 8)
+    rng, rows = np.random.default_rng(6), np.array([2, 0, 3, 1])
+    lens, sizes = np.array([5, 14, 7, 0]), [6, 4, 8, 1]
+    state = after_prompts(rng, lens[np.argsort(rows)])
+    tree = random_tree(rng, np.zeros(ROWS, int), sizes, WIDTH, 3)
+    q, inputs = random_inputs(rng, ROWS, WIDTH)
     nodes = with_channels(rng, inputs)
-    ancestors = unpack(tree.ancestors, size=8)
+    ancestors = unpack(tree.ancestors, size=WIDTH)
     out, waiting = read_tree(state, rows, lens, q, nodes, ancestors, tree.depth)
-    paths = [path_from_root(np.asarray(tree.parents[row]), sizes[row] - 1) for row in range(3)]
+    paths = [path_from_root(np.asarray(tree.parents[row]), sizes[row] - 1) for row in range(ROWS)]
     paths[1] = []
     path = committed(lens, paths).replace(rows=rows)
     after = commit(waiting, path)
@@ -331,26 +343,26 @@ def test_what_kernels_are_held_against_agrees():
     states = RowStates(state.s, state.window.tokens, path.rows, held)
     read = defined_read(states, q, inputs.tokens, ancestors, tree.depth)
     errors = np.abs(np.subtract(read, out))
-    assert errors[np.arange(8) < np.asarray(sizes)[:, None]].max() < TOLERANCE
+    assert errors[np.arange(WIDTH) < np.asarray(sizes)[:, None]].max() < TOLERANCE
     arguments = state.channels, inputs.tokens, nodes.channels, path.path, path.counts
     s, window, channels = jax.device_get(defined_commit(states, *arguments))
     after = jax.device_get(after)
     assert np.abs(s - after.s).max() < TOLERANCE
     np.testing.assert_array_equal(channels, after.channels)
-    left = np.zeros(3, int)
+    left = np.zeros(ROWS, int)
     left[rows] = (lens + path.counts) % FOLDED
     for one, other in zip(window, after.window.tokens, strict=True):
         for row, count in enumerate(left):
             np.testing.assert_array_equal(one[row, :count], other[row, :count])
 
 
-@pytest.mark.parametrize("size", [slow(3), slow(8), 21])
+@pytest.mark.parametrize("size", [slow(3), slow(8), slow(21), PROMPT])
 def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
     """Reading prompts as pallas_kernels.delta_rule defines it."""
     rng = np.random.default_rng(7)
     rows, lens = np.array([2, 0, 3, 1]), np.array([5, 14, 7, 0])
-    _, state = run(empty(4), np.zeros(4, int), lens[np.argsort(rows)], *random_inputs(rng, 4, 16))
-    q, inputs = random_inputs(rng, 4, size)
+    state = after_prompts(rng, lens[np.argsort(rows)])
+    q, inputs = random_inputs(rng, ROWS, size)
     nodes, counts = with_channels(rng, inputs), np.array([size, size - 1, 0, 1])
     out, after = jax.device_get(read_run(state, rows, lens, counts, q, nodes))
     in_order = read_in_order(
@@ -393,8 +405,8 @@ def test_convolution_takes_the_ancestors():
 
 def test_rows_are_cleared_copied_and_put_back():
     rng = np.random.default_rng(5)
-    lens, none = np.array([13, 6, 11]), np.zeros(0, np.int32)
-    _, state = run(empty(3), np.zeros_like(lens), lens, *random_inputs(rng, 3, 16))
+    lens, none = np.array([13, 6, 11, 8]), np.zeros(0, np.int32)
+    state = after_prompts(rng, lens)
     saved = jit(DeltaState.take)(state, none, np.array([2]))
     cleared = jit(DeltaState.reset)(state, np.array([2, 7]))
     back = jit(DeltaState.put)(cleared, saved, none, np.array([0]))
