@@ -78,6 +78,7 @@ def name_of(case: Any) -> str:
 STATES = [(name, states) for name in ("deepseek", "mimo") for states in ALL_MTP_STATES]
 OTHERS = [(name, AFTER) for name in BODIES if name not in ("deepseek", "mimo")]
 
+
 def cases(*fast: str) -> pytest.MarkDecorator:
     """Of bodies and what they read: all are slow but those of these names, which read AFTER."""
     marked = [
