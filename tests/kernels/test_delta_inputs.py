@@ -27,8 +27,11 @@ def expected(nodes: Any, strengths: Any) -> list[np.ndarray]:
     convolved = np.zeros((*qkvz.shape[:-1], width))
     for sequence, node in np.ndindex(*places.shape[:2]):
         for tap, place in enumerate(places[sequence, node]):
-            old, new = before[rows[sequence], min(place, past - 1)], qkvz[sequence, place - past]
-            convolved[sequence, node] += taps[tap] * (old if place < past else new[..., :width])
+            if place < past:
+                taken = before[rows[sequence], place]
+            else:
+                taken = qkvz[sequence, place - past][..., :width]
+            convolved[sequence, node] += taps[tap] * taken
         convolved[sequence, node] += taps[past] * qkvz[sequence, node][..., :width]
     x = convolved / (1 + np.exp(-convolved))
     q, k, v = np.split(x, [KEY_DIM, 2 * KEY_DIM], axis=-1)
