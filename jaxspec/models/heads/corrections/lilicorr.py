@@ -174,13 +174,16 @@ class LiLiCorr(Pytree):
         for layer in self.layers:
             x = layer(x, bias, config.eps)
         x = rms_norm(x, self.output_norm, config.eps).reshape(batch, depths, count, -1)
-        root = rms_norm(self.context(context), self.context_norm, config.eps)
-        around = jnp.broadcast_to(root[:, None, None], x.shape)
+        # Of a single row XLA would compute elementwise products (see split_k_product).
+        padded = jnp.pad(context[:, None], ((0, 0), (0, 1), (0, 0)))
+        root = rms_norm(self.context(padded), self.context_norm, config.eps)  # [B, 2, h]
+        around = jnp.broadcast_to(root[:, :1, None], x.shape)
         factors = jax.nn.silu(self.factors(jnp.concatenate([x, around, x * around], axis=-1)))
         outgoing, incoming = (
             self._unit(linear(factors)) for linear in (self.outgoing, self.incoming)
         )
-        first = einsum_f32("bf,bkf->bk", self._unit(self.root_outgoing(root)), incoming[:, 0])
+        at_root = self._unit(self.root_outgoing(root))[:, 0]
+        first = einsum_f32("bf,bkf->bk", at_root, incoming[:, 0])
         pairs = einsum_f32("btpf,btkf->btpk", outgoing[:, :-1], incoming[:, 1:])
         scale = config.logit_scale
         return PairScores(tokens=tokens, first=scale * first, pairs=scale * pairs)
