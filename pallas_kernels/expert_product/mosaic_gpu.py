@@ -7,9 +7,7 @@ that 8 of them fill it. A warpgroup copies blocks of weights and rows into a rin
 multiply. CTAs of empty slots end at once; what stands in empty lanes is never read.
 """
 
-import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,49 +18,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.activations import Gating, units_of
+from pallas_kernels.activations import Gating
+from pallas_kernels.expert_product.plan import ExpertPlan
+from pallas_kernels.expert_product.slot_kernel import lanes_of, launched, result_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
-from pallas_kernels.ring import ring_stages
 from pallas_kernels.shared_memory import swizzled
 
 COLUMNS = 64  # 16-bit entries of a swizzled line
-OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertPlan:
-    """Sizes of the products of slots with experts [depth, parts, width]."""
-
-    num_experts: int
-    slots: int
-    lanes: int
-    shared: bool  # whether all slots have the same lanes
-    depth: int
-    parts: int  # 2: gate and up
-    width: int
-    clamp: Gating | None
-    config: ExpertTuning
-    dtype: Any  # of results
-    interpret: bool
-
-    @property
-    def block(self) -> int:
-        return math.gcd(self.config.block, self.depth)
-
-    @property
-    def blocks(self) -> int:
-        return self.depth // self.block
-
-    @property
-    def stages(self) -> int:
-        """Blocks in the ring."""
-        config = self.config
-        stage = 2 * self.block * (self.parts * config.tile + self.lanes)
-        results = self.dtype.itemsize * self.lanes * config.tile
-        return min(self.blocks, ring_stages(config.ctas, stage, results, config.most_stages))
 
 
 # Traced once for all layers of a model.
@@ -145,19 +110,8 @@ def _make_kernel(plan: ExpertPlan, dtype: Any, num_biases: int, interpret: Any) 
             place = out.at[pl.ds(slot * plan.lanes, plan.lanes), pl.ds(first, OUTPUTS)]
             store_rows(result, place, refs["rows"])
 
-    return plgpu.kernel(
-        expert_product_kernel,
-        out_type=jax.ShapeDtypeStruct((plan.slots * plan.lanes, plan.width), plan.dtype),
-        scratch_types=scratch,
-        grid=(plan.slots, plan.width // plan.config.tile),
-        grid_names=kernel_axes.names("slot", "tile"),
-        num_threads=warpgroups + 1,
-        thread_name=kernel_axes.name("warpgroup"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
-    )
+    tiles = plan.width // plan.config.tile
+    return launched(plan, expert_product_kernel, scratch, tiles, warpgroups + 1, interpret)
 
 
 def _copy_blocks(plan: ExpertPlan, x: Any, weights: Any, refs: Any, expert: Array) -> None:
@@ -166,9 +120,7 @@ def _copy_blocks(plan: ExpertPlan, x: Any, weights: Any, refs: Any, expert: Arra
     x [lanes of all slots, depth], or of shared lanes [N, depth]; weights [E * depth, parts * width]
     """
     ring, slot, tile = plan.stages, kernel_axes.index("slot"), kernel_axes.index("tile")
-    # Shared lanes may be more than there are rows: a start that is not known keeps the slice from
-    # being checked, and the copy engine writes zeros for rows that are not there.
-    lanes = pl.ds(slot * (0 if plan.shared else plan.lanes), plan.lanes)
+    lanes = lanes_of(plan, slot)
 
     def copy(index: Array, carry: None) -> None:
         stage = lax.rem(index, ring)
@@ -233,21 +185,3 @@ def _multiply_blocks(plan: ExpertPlan, refs: Any) -> Sequence[Array]:
         return lax.fori_loop(0, plan.blocks, add, zeros)
     refs_of_sums = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(plan.parts)]
     return pl.run_scoped(accumulate, *refs_of_sums)
-
-
-def result_of(plan: Any, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
-    """Hidden units of gate and up, or the sums themselves: [OUTPUTS, lanes]."""
-    if plan.parts == 1:
-        return sums[0]
-    for bias in biases:
-        loads = [bias.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
-        values = [plgpu.load(ref, layout=OUTPUT_LAYOUT, optimized=False) for ref in loads]
-        shape = sums[0].shape
-        wide = [lax.broadcast_in_dim(value.astype(jnp.float32), shape, [0]) for value in values]
-        sums = [total + bias for total, bias in zip(sums, wide, strict=True)]
-    gate, up = sums
-    return units_of(gate, up, plan.clamp, _sigmoid)
-
-
-def _sigmoid(x: Array) -> Array:
-    return 1 / (1 + jnp.exp(-x))

@@ -124,19 +124,6 @@ def _make_kernel(plan: LatentPlan, dtype: Any, interpret: Any) -> Any:
     if config.splits > 1:
         out_types.append(jax.ShapeDtypeStruct((*outer, plan.tiles, ROWS), jnp.float32))
 
-    def swizzled_rows(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
-
-    def ring_or_rows() -> Any:
-        """Rows of the output take the place of the last blocks."""
-        line = 128 // out_dtype.itemsize
-        rows = plgpu.SMEM(
-            (2, ROWS, plan.half), out_dtype, transforms=swizzled(line, 8 * out_dtype.itemsize)
-        )
-        ring = swizzled_rows(config.stages, config.block, plan.stored)
-        # The interpreter knows no unions.
-        return [[ring], [rows]] if plan.interpret else plgpu.RefUnion([ring], [rows])
-
     @fixed_name(interpret)
     def latent_attention_kernel(
         q, pages, table, context_lens, kv_lens, row_words, *outputs, ring_or_rows, **refs
@@ -169,20 +156,7 @@ def _make_kernel(plan: LatentPlan, dtype: Any, interpret: Any) -> Any:
     return plgpu.kernel(
         latent_attention_kernel,
         out_type=out_types,
-        scratch_types={
-            "queries": swizzled_rows(ROWS, plan.stored),
-            "ring_or_rows": ring_or_rows(),
-            "weights": swizzled_rows(ROWS, config.block),
-            "decay": plgpu.SMEM((ROWS,), jnp.float32),
-            "log_sums": plgpu.SMEM((ROWS,), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=ROWS // plan.unit),
-            "kv_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
-            "kv_free": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-            "cleaned": plgpu.Barrier(),
-            "weights_full": plgpu.Barrier(),
-            "weights_free": plgpu.Barrier(),
-            "all_read": plgpu.Barrier(num_arrivals=2),
-        },
+        scratch_types=_scratch(plan, dtype, out_dtype),
         grid=(plan.tiles, config.splits, plan.batch),
         grid_names=kernel_axes.names("tile", "split", "sequence"),
         num_threads=3,
@@ -194,6 +168,39 @@ def _make_kernel(plan: LatentPlan, dtype: Any, interpret: Any) -> Any:
         ),
         interpret=interpret,
     )
+
+
+def _scratch(plan: LatentPlan, dtype: Any, out_dtype: jnp.dtype) -> dict[str, Any]:
+    """The memory of a CTA, and its barriers."""
+    config = plan.config
+
+    def swizzled_rows(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+
+    def ring_or_rows() -> Any:
+        """Rows of the output take the place of the last blocks."""
+        line = 128 // out_dtype.itemsize
+        rows = plgpu.SMEM(
+            (2, ROWS, plan.half), out_dtype, transforms=swizzled(line, 8 * out_dtype.itemsize)
+        )
+        ring = swizzled_rows(config.stages, config.block, plan.stored)
+        # The interpreter knows no unions.
+        return [[ring], [rows]] if plan.interpret else plgpu.RefUnion([ring], [rows])
+
+    return {
+        "queries": swizzled_rows(ROWS, plan.stored),
+        "ring_or_rows": ring_or_rows(),
+        "weights": swizzled_rows(ROWS, config.block),
+        "decay": plgpu.SMEM((ROWS,), jnp.float32),
+        "log_sums": plgpu.SMEM((ROWS,), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=ROWS // plan.unit),
+        "kv_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
+        "kv_free": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        "cleaned": plgpu.Barrier(),
+        "weights_full": plgpu.Barrier(),
+        "weights_free": plgpu.Barrier(),
+        "all_read": plgpu.Barrier(num_arrivals=2),
+    }
 
 
 def _copy_queries(plan: LatentPlan, work: Work, q: Any, refs: Any) -> None:

@@ -21,7 +21,13 @@ from jax import Array, lax
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.activations import Gating
-from pallas_kernels.expert_product.mosaic_gpu import OUTPUT_LAYOUT, result_of
+from pallas_kernels.expert_product.slot_kernel import (
+    OUTPUT_LAYOUT,
+    by_output,
+    lanes_of,
+    launched,
+    result_of,
+)
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.mosaic_module_names import fixed_name
@@ -101,26 +107,7 @@ def packed_expert_product_mosaic(
 def _make_kernel(
     plan: PackedExpertPlan, dtype: Any, num_factors: int, num_biases: int, interpret: Any
 ) -> Any:
-    warpgroups, ring, shares = plan.config.warpgroups, plan.stages, plan.shares
-    copies = plan.parts * warpgroups * (1 + (plan.groups > 0) + plan.has_zeros) + 1
-    values = (ring, plan.parts, warpgroups, OUTPUTS, plan.row)
-    lines = swizzled(min(COLUMNS, plan.unit), 16)
-    scratch = {
-        "values": plgpu.SMEM(values, jnp.uint8, transforms=swizzled(plan.line, 8)),
-        "x": plgpu.SMEM((ring, plan.lanes, plan.block), dtype, transforms=lines),
-        "rows": plgpu.SMEM((warpgroups, plan.lanes, OUTPUTS), plan.dtype),
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=ring),
-        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=ring),
-    }
-    if shares > 1:
-        sums = (shares - 1, plan.parts, warpgroups, OUTPUTS, plan.lanes)
-        scratch["sums"] = plgpu.SMEM(sums, jnp.float32)
-        scratch["summed"] = plgpu.Barrier(num_arrivals=(shares - 1) * warpgroups)
-    if plan.groups:
-        by_group = (ring, plan.parts, warpgroups, plan.groups, OUTPUTS)
-        scratch["scale"] = plgpu.SMEM(by_group, plan.scale_dtype)
-        if plan.has_zeros:
-            scratch["zero"] = plgpu.SMEM(by_group, jnp.bfloat16)
+    warpgroups, shares = plan.config.warpgroups, plan.shares
 
     @fixed_name(interpret)
     def packed_expert_product_kernel(
@@ -165,19 +152,36 @@ def _make_kernel(
 
             lax.fori_loop(0, plan.tiles, compute_tile, None)
 
-    return plgpu.kernel(
-        packed_expert_product_kernel,
-        out_type=jax.ShapeDtypeStruct((plan.slots * plan.lanes, plan.width), plan.dtype),
-        scratch_types=scratch,
-        grid=(plan.slots, plan.width // (plan.tiles * plan.config.tile)),
-        grid_names=kernel_axes.names("slot", "tile"),
-        num_threads=warpgroups * shares + 1,
-        thread_name=kernel_axes.name("warpgroup"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
+    tiles = plan.width // (plan.tiles * plan.config.tile)
+    threads = warpgroups * shares + 1
+    return launched(
+        plan, packed_expert_product_kernel, _scratch(plan, dtype), tiles, threads, interpret
     )
+
+
+def _scratch(plan: PackedExpertPlan, dtype: Any) -> dict[str, Any]:
+    """The memory of a CTA: the ring, what warpgroups that share sums hand over, rows of results."""
+    warpgroups, ring, shares = plan.config.warpgroups, plan.stages, plan.shares
+    copies = plan.parts * warpgroups * (1 + (plan.groups > 0) + plan.has_zeros) + 1
+    values = (ring, plan.parts, warpgroups, OUTPUTS, plan.row)
+    lines = swizzled(min(COLUMNS, plan.unit), 16)
+    scratch = {
+        "values": plgpu.SMEM(values, jnp.uint8, transforms=swizzled(plan.line, 8)),
+        "x": plgpu.SMEM((ring, plan.lanes, plan.block), dtype, transforms=lines),
+        "rows": plgpu.SMEM((warpgroups, plan.lanes, OUTPUTS), plan.dtype),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=ring),
+        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=ring),
+    }
+    if shares > 1:
+        sums = (shares - 1, plan.parts, warpgroups, OUTPUTS, plan.lanes)
+        scratch["sums"] = plgpu.SMEM(sums, jnp.float32)
+        scratch["summed"] = plgpu.Barrier(num_arrivals=(shares - 1) * warpgroups)
+    if plan.groups:
+        by_group = (ring, plan.parts, warpgroups, plan.groups, OUTPUTS)
+        scratch["scale"] = plgpu.SMEM(by_group, plan.scale_dtype)
+        if plan.has_zeros:
+            scratch["zero"] = plgpu.SMEM(by_group, jnp.bfloat16)
+    return scratch
 
 
 def _copy_blocks(
@@ -189,9 +193,7 @@ def _copy_blocks(
     scales [E * parts * groups, width], and zeros as them, if there are any
     """
     ring, slot, tile = plan.stages, kernel_axes.index("slot"), kernel_axes.index("tile")
-    # Shared lanes may be more than there are rows: a start that is not known keeps the slice from
-    # being checked, and the copy engine writes zeros for rows that are not there.
-    lanes = pl.ds(slot * (0 if plan.shared else plan.lanes), plan.lanes)
+    lanes = lanes_of(plan, slot)
     num_groups = plan.depth // plan.scaled[1]
 
     def copy(index: Array, carry: None) -> None:
@@ -358,8 +360,6 @@ def _brought_back(
     if plan.scales_weights:
         sums = [total * SUMS_OF_SCALED for total in sums]
     for factor in factors:
-        loads = [factor.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
-        values = [plgpu.load(ref, layout=OUTPUT_LAYOUT, optimized=False) for ref in loads]
-        wide = [lax.broadcast_in_dim(value, sums[0].shape, [0]) for value in values]
+        wide = by_output(plan, factor, sums, first)
         sums = [total * by for total, by in zip(sums, wide, strict=True)]
     return sums

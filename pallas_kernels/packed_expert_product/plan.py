@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.activations import Gating
+from pallas_kernels.expert_product.plan import SlotPlan
 from pallas_kernels.four_bits import ScaleCode
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
 from pallas_kernels.packed_experts import Code
@@ -15,26 +15,16 @@ from pallas_kernels.ring import ring_stages
 MOST_BYTES = 160  # of an output's weights in a block
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedExpertPlan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedExpertPlan(SlotPlan):
     """Sizes of the products of slots with experts of ``parts`` [width, depth]."""
 
-    num_experts: int
-    slots: int
-    lanes: int
-    shared: bool  # whether all slots have the same lanes
-    depth: int
-    parts: int  # 2: gate and up
-    width: int
     code: Code
     scaled: tuple[int, int]  # outputs and inputs that share a scale
     scale_dtype: Any
     scale_code: ScaleCode
     has_zeros: bool  # of groups
-    clamp: Gating | None
     config: PackedExpertTuning
-    dtype: Any  # of results
-    interpret: bool
 
     @property
     def bits(self) -> int:

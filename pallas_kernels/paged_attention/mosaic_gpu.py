@@ -19,6 +19,7 @@ output, in float32, the kernel then returns the log-sum-exp of each query's scor
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -157,31 +158,12 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
         warpgroup = kernel_axes.index("warpgroup")
 
         @pl.when(warpgroup == config.consumers)
-        def _produce():
-            if config.registers:
-                plgpu.set_max_registers(config.producer_registers, action="decrease")
-            produce = produce_wide_blocks if plan.float8 else produce_blocks
-            produce(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
-            if config.splits > 1:  # all threads must take part in both barriers of the merge
-                cluster.sync()
-                cluster.sync()
+        def _():
+            _produce(plan, work, table, (k_pages, v_pages), refs)
 
         @pl.when(warpgroup < config.consumers)
-        def _compute():
-            if config.registers:
-                plgpu.set_max_registers(config.registers, action="increase")
-            tile = kernel_axes.index("row_block") * config.warpgroups
-            tile += lax.rem(warpgroup, config.warpgroups)
-            load_queries(plan, work, q, tile, refs)
-            words = load_words(plan, work, row_words, tile)
-            seen_from = None
-            if plan.window is not None:
-                seen_from = row_load(windows[1].at[work.sequence, tile])
-            state = attend(plan, work, words, seen_from, refs)
-            if config.splits > 1:
-                merge_and_store(plan, work, state, tile, outputs, refs)
-            else:
-                store(plan, work, state, tile, outputs, refs)
+        def _():
+            _compute(plan, work, q, (row_words, windows), outputs, refs, warpgroup)
 
     return plgpu.kernel(
         paged_attention_kernel,
@@ -200,3 +182,44 @@ def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:
         ),
         interpret=interpret,
     )
+
+
+def _produce(
+    plan: AttentionPlan, work: Work, table: Any, pages: tuple[Any, Any], refs: Any
+) -> None:
+    """The producer's part: it copies blocks of keys and values."""
+    config, (k_pages, v_pages) = plan.config, pages
+    if config.registers:
+        plgpu.set_max_registers(config.producer_registers, action="decrease")
+    produce = produce_wide_blocks if plan.float8 else produce_blocks
+    produce(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
+    if config.splits > 1:  # all threads must take part in both barriers of the merge
+        cluster.sync()
+        cluster.sync()
+
+
+def _compute(
+    plan: AttentionPlan,
+    work: Work,
+    q: Any,
+    masks: tuple[Any, Sequence[Any]],
+    outputs: Sequence[Any],
+    refs: Any,
+    warpgroup: Array,
+) -> None:
+    """A compute warpgroup's part: one tile of query rows. ``masks``: see _row_masks."""
+    config, (row_words, windows) = plan.config, masks
+    if config.registers:
+        plgpu.set_max_registers(config.registers, action="increase")
+    tile = kernel_axes.index("row_block") * config.warpgroups
+    tile += lax.rem(warpgroup, config.warpgroups)
+    load_queries(plan, work, q, tile, refs)
+    words = load_words(plan, work, row_words, tile)
+    seen_from = None
+    if plan.window is not None:
+        seen_from = row_load(windows[1].at[work.sequence, tile])
+    state = attend(plan, work, words, seen_from, refs)
+    if config.splits > 1:
+        merge_and_store(plan, work, state, tile, outputs, refs)
+    else:
+        store(plan, work, state, tile, outputs, refs)

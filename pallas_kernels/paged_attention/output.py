@@ -99,23 +99,11 @@ def merge_and_store(
     log-sum-exp is repeated for each entry of a row, so that both are read in the same layout, and
     one cluster barrier is enough. Those that are returned are merged by the first CTA.
     """
-    acc, peak, total = state
     splits, warpgroup = plan.config.splits, kernel_axes.index("warpgroup")
     rows, width = refs["out_rows"].at[warpgroup], plan.merged_columns
     split_out = [part.at[warpgroup, :, pl.ds(0, width)] for part in refs["split_out"]]
     log_sums = refs["log_sums"].at[warpgroup, :, pl.ds(0, plan.log_sum_columns)]
-    _wait_for_others(plan, refs)
-    if plan.large:
-        plgpu.commit_smem()  # all warps have read keys and values
-    total = jnp.maximum(total, TINY)
-    normalized = acc / by_row(total, plan.head_dim)
-    for index, part in enumerate(split_out):
-        write(part, _entries(normalized, index * width, width))
-    log_sum = peak + jnp.log2(total)
-    write(log_sums, by_row(log_sum, plan.log_sum_columns))
-    if plan.partial:
-        write(refs["row_log_sums"].at[warpgroup], log_sum)
-    cluster.sync()
+    _show_others(plan, state, split_out, log_sums, refs, warpgroup)
     share = -(-plan.tokens // splits)
     first = work.split * share
     count = jnp.clip(plan.tokens - first, 0, share)
@@ -153,6 +141,30 @@ def merge_and_store(
         _store_tokens(plan, work, rows, tile, (begin, share), outputs[0])
 
     cluster.wait()  # no CTA may exit before all have read its shared memory
+
+
+def _show_others(
+    plan: AttentionPlan,
+    state: Any,
+    split_out: Sequence[Any],
+    log_sums: Any,
+    refs: Any,
+    warpgroup: Array,
+) -> None:
+    """Write a CTA's normalized output and its log-sum-exps to where the cluster's others read."""
+    (acc, peak, total), width = state, plan.merged_columns
+    _wait_for_others(plan, refs)
+    if plan.large:
+        plgpu.commit_smem()  # all warps have read keys and values
+    total = jnp.maximum(total, TINY)
+    normalized = acc / by_row(total, plan.head_dim)
+    for index, part in enumerate(split_out):
+        write(part, _entries(normalized, index * width, width))
+    log_sum = peak + jnp.log2(total)
+    write(log_sums, by_row(log_sum, plan.log_sum_columns))
+    if plan.partial:
+        write(refs["row_log_sums"].at[warpgroup], log_sum)
+    cluster.sync()
 
 
 def _merged_rows(plan: AttentionPlan, rows: int) -> int:
