@@ -49,38 +49,32 @@ class Crowds:
             self._gain = 0.0
             return True
         running, waiting = scheduler.running, scheduler.waiting
+        places = [(each.row, each) for each in running if each.is_unread]
         if not running:
             places = list(enumerate(waiting))
-            return bool(places) and not self._should_draft(places, load, policy, costs)
-        unread = [each for each in running if each.is_unread]
-        if not unread:
+        if not places:
             return False
-        if rows > crowd // 2:  # it might be a crowd again soon
+        if running and rows > crowd // 2:  # it might be a crowd again soon
             return True
-        if not (waiting or self._pays(unread, policy, costs)):
+        size = self.programs.sizes.size_for([row for row, _ in places])
+        shape, self._gain = policy.expect([each.request_id for _, each in places], costs, size)
+        if running and not waiting and not self._pays(places, costs, size):
             return True
-        places = [(each.row, each) for each in unread]
-        return not self._should_draft(places, load, policy, costs)
+        return not self._should_draft(places, load, shape)
 
-    def _pays(
-        self, unread: Sequence[scheduling.Sequence], policy: TreePolicy, costs: Costs
-    ) -> bool:
-        """Whether drafting is expected to save more than it costs to read these rows again."""
-        size = self.programs.sizes.size_for([each.row for each in unread])
-        _, self._gain = policy.expect([each.request_id for each in unread], costs, size)
-        saved = self._gain * costs.seconds(size, PLAIN) * max(map(_rounds_left, unread))
-        tokens = sum(len(each.tokens) for each in unread)
+    def _pays(self, unread: Sequence[Place], costs: Costs, size: int) -> bool:
+        """Whether drafting is expected to save more than it costs to read these rows again, in
+        programs of so many rows."""
+        left = max(_rounds_left(sequence) for _, sequence in unread)
+        saved = self._gain * costs.seconds(size, PLAIN) * left
+        tokens = sum(len(sequence.tokens) for _, sequence in unread)
         return saved > SURELY * tokens * costs.seconds(MANY, PLAIN) / MANY
 
-    def _should_draft(
-        self, places: Sequence[Place], load: Load, policy: TreePolicy, costs: Costs
-    ) -> bool:
+    def _should_draft(self, places: Sequence[Place], load: Load, shape: TreeShape) -> bool:
         """Whether the programs that draft for these are there, or must be waited for since no
         others are. Else the compiler begins with them if it is worth it, and with what serves
         meanwhile first."""
         programs, sequences = self.programs, [sequence for _, sequence in places]
-        size = programs.sizes.size_for([row for row, _ in places])
-        shape, self._gain = policy.expect([each.request_id for each in sequences], costs, size)
         drafting = self._keys(places, dataclasses.replace(load, undrafted=False), shape)
         missing = [key for key in drafting if programs.stand_in(key) is None]
         if not missing:

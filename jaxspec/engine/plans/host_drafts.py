@@ -34,7 +34,7 @@ class HostDrafts:
         sequences: Sequence[scheduling.Sequence | None],
         first_tokens: Mapping[int, list[int]],
     ) -> DraftTree:
-        """The trees [B] with the tokens that the host drafts.
+        """The trees [B], of their roots alone, with the tokens that the host drafts behind them.
 
         Args:
           rows: of the trees; ``sequences`` are in them, or None for padding.
@@ -47,15 +47,13 @@ class HostDrafts:
             if sequence is not None and not generation_of(sequence).done:
                 texts[sequence.request_id] = [*sequence.tokens, *first_tokens.get(row, [])]
         drafts = self._drafter.draft(texts, tree.max_depth) if texts else {}
-        tokens = np.zeros(tree.tokens.shape, np.int32)
-        num_nodes = np.ones(len(tokens), np.int32)
+        drafted = np.zeros((len(sequences), tree.max_depth), np.int32)
+        num_nodes = np.ones(len(drafted), np.int32)
         for place, sequence in enumerate(sequences):
-            name = None if sequence is None else sequence.request_id
-            if name in texts:
-                chain = [texts[name][-1], *drafts.get(name, ())][: tree.max_depth + 1]
-                tokens[place, : len(chain)], num_nodes[place] = chain, len(chain)
-        filled = make_tree(
-            jnp.asarray(tokens), tree.parents, num_nodes, tree.max_depth, is_chain=True
-        )
+            chain = () if sequence is None else drafts.get(sequence.request_id, ())
+            chain = chain[: tree.max_depth]
+            drafted[place, : len(chain)], num_nodes[place] = chain, 1 + len(chain)
+        tokens = jnp.concatenate([tree.tokens[:, :1], drafted], axis=1)
+        filled = make_tree(tokens, tree.parents, num_nodes, tree.max_depth, is_chain=True)
         # Placed as the device's own tree is: else the program that verifies would compile twice.
         return jax.device_put(filled, jax.tree.map(lambda leaf: leaf.sharding, tree))
