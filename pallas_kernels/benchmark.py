@@ -82,7 +82,7 @@ def beside_reference(
 
 
 def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-    """Standard normal numbers on the device; ``index`` tells the arrays of one seed apart.
+    """Standard normal numbers on the device; ``index`` is of the arrays of one seed.
 
     A CPU takes NumPy's: XLA would compile its generator for half a second for every shape. The
     largest arrays come from XLA: tests only trace them, and NumPy would take seconds to draw them.

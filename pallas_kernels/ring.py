@@ -9,7 +9,7 @@ def ring_stages(ctas: int, stage: int, results: int, most: int) -> int:
     """Blocks of ``stage`` bytes, at most ``most``, that fit the shared memory of a CTA beside its
     results, where so many CTAs share a multiprocessor and its memory.
 
-    Raises ValueError if it has no room for two.
+    Raises ValueError if it cannot hold two.
     """
     free = SHARED_BYTES // ctas - BARRIER_BYTES - results
     if free < 2 * stage:

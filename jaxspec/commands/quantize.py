@@ -41,7 +41,7 @@ from jaxspec.quantize.report import Report, perplexity_lines, write_report
 from jaxspec.quantize.rounding import Grid
 from jaxspec.quantize.run import Quantization, Text
 from jaxspec.quantize.scoring import score
-from jaxspec.quantize.writing import FORMATS, Activations, FormatName, Plan
+from jaxspec.quantize.writing import FORMATS, Activations, FormatName, QuantizationPlan
 from jaxspec.training.heads.data import Examples, read_examples
 from jaxspec.training.progress import counting, progress_bar
 
@@ -87,11 +87,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> QuantizationPlan:
     symmetric = args.method != "awq" if args.symmetric is None else args.symmetric
     if args.group != -1 and args.group < 1:
         raise ValueError(f"--group must be at least 1, or -1 for all inputs, got {args.group}")
-    return Plan(
+    return QuantizationPlan(
         method=args.method,
         grid=Grid(args.bits, None if args.group == -1 else args.group, symmetric),
         gptq=GptqConfig(args.order, args.damping),

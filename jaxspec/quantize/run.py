@@ -26,7 +26,13 @@ from jaxspec.quantize.layers import (
 from jaxspec.quantize.methods import QuantizedLayer, gptq_part, joined, quantize_layer, round_part
 from jaxspec.quantize.rounding import Grid, Rounded, round_to_float8, round_to_nearest
 from jaxspec.quantize.work_folder import WorkFolder
-from jaxspec.quantize.writing import Named, Plan, check_plan, module_tensors, write_checkpoint
+from jaxspec.quantize.writing import (
+    Named,
+    QuantizationPlan,
+    check_plan,
+    module_tensors,
+    write_checkpoint,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +74,9 @@ class Quantization:
     Raises ValueError for a plan that needs more than it has, or that the format cannot hold.
     """
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, text: Text | None, work: Path):
+    def __init__(
+        self, checkpoint: Checkpoint, plan: QuantizationPlan, text: Text | None, work: Path
+    ):
         if checkpoint.config is None and plan.method not in ("rtn", "fp8"):
             raise ValueError(
                 f"a draft head is rounded without calibration: take rtn or fp8, not {plan.method}"

@@ -30,7 +30,7 @@ Named = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class QuantizationPlan:
     """What is done to a checkpoint.
 
     Attributes:
@@ -53,7 +53,7 @@ class Plan:
         return self.method == "gptq" and self.gptq.order == "mixed" and self.grid.group is not None
 
 
-def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_plan(plan: QuantizationPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError for what a format cannot hold; ``shapes`` are [out, in] of projections."""
     grid, name = plan.grid, plan.format
     if plan.activations is not None:
@@ -101,7 +101,7 @@ def _check_groups(grid: Grid, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _check_activations(plan: Plan) -> None:
+def _check_activations(plan: QuantizationPlan) -> None:
     """Raise ValueError unless files can say that inputs are rounded."""
     if plan.method == "fp8":
         raise ValueError("method fp8 rounds activations by itself: no --activations")
@@ -115,7 +115,7 @@ def _check_activations(plan: Plan) -> None:
         )
 
 
-def awq_tensors(rounded: Rounded, plan: Plan) -> Named:
+def awq_tensors(rounded: Rounded, plan: QuantizationPlan) -> Named:
     half = -plan.grid.lowest
     return {
         "qweight": pack(_wide(rounded.values).T + half, 4, 1, ORDER),
@@ -124,7 +124,7 @@ def awq_tensors(rounded: Rounded, plan: Plan) -> Named:
     }
 
 
-def gptq_tensors(rounded: Rounded, plan: Plan) -> Named:
+def gptq_tensors(rounded: Rounded, plan: QuantizationPlan) -> Named:
     """Version 1: a stored zero is 1 less, and 0 becomes the largest."""
     bits, half = plan.grid.bits, -plan.grid.lowest
     size, groups = rounded.values.shape[1], rounded.scale.shape[1]
@@ -137,7 +137,7 @@ def gptq_tensors(rounded: Rounded, plan: Plan) -> Named:
     }
 
 
-def compressed_tensors(rounded: Rounded, plan: Plan) -> Named:
+def compressed_tensors(rounded: Rounded, plan: QuantizationPlan) -> Named:
     scale = np.asarray(rounded.scale)
     if plan.method == "fp8":
         return {"weight": np.asarray(rounded.values), "weight_scale": scale}
@@ -152,12 +152,12 @@ def compressed_tensors(rounded: Rounded, plan: Plan) -> Named:
     return tensors
 
 
-def dense_tensors(rounded: Rounded, plan: Plan) -> Named:
+def dense_tensors(rounded: Rounded, plan: QuantizationPlan) -> Named:
     """Float32, whatever the dtype of the other weights: every value is exact."""
     return {"weight": np.asarray(rounded.dense())}
 
 
-TENSORS: Mapping[FormatName, Callable[[Rounded, Plan], Named]] = MappingProxyType(
+TENSORS: Mapping[FormatName, Callable[[Rounded, QuantizationPlan], Named]] = MappingProxyType(
     {
         "awq": awq_tensors,
         "gptq": gptq_tensors,
@@ -167,7 +167,7 @@ TENSORS: Mapping[FormatName, Callable[[Rounded, Plan], Named]] = MappingProxyTyp
 )
 
 
-def quantization_config(plan: Plan) -> dict[str, Any] | None:
+def quantization_config(plan: QuantizationPlan) -> dict[str, Any] | None:
     """What config.json says of a format; None for dense weights."""
     grid, group = plan.grid, -1 if plan.grid.group is None else plan.grid.group
     match plan.format:
@@ -200,7 +200,7 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
     return _compressed_config(plan)
 
 
-def _compressed_config(plan: Plan) -> dict[str, Any]:
+def _compressed_config(plan: QuantizationPlan) -> dict[str, Any]:
     is_float, grid = plan.method == "fp8", plan.grid
     grouped = not is_float and grid.group is not None
     weights: dict[str, Any] = {
@@ -238,14 +238,18 @@ def _compressed_config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def module_tensors(module: str, rounded: Rounded, plan: Plan) -> Named:
+def module_tensors(module: str, rounded: Rounded, plan: QuantizationPlan) -> Named:
     """The tensors of one quantized projection, by their whole names."""
     tensors = TENSORS[plan.format](rounded, plan)
     return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
 def write_checkpoint(
-    source: Path, raw: Mapping[str, Any], tensors: Iterable[Named], plan: Plan, out: Path
+    source: Path,
+    raw: Mapping[str, Any],
+    tensors: Iterable[Named],
+    plan: QuantizationPlan,
+    out: Path,
 ) -> None:
     """Write a directory: tensors in files of at most about MAX_FILE_BYTES, a copy of everything in
     ``source`` that is no weight (the tokenizer), and config.json, which comes last.

@@ -102,25 +102,11 @@ EVENT = {  # one of a stream
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {EVENTS: {"itemSchema": EVENT}}}}
 
 
-def make_app(
-    service: Service,
-    metrics: Metrics,
-    *,
-    api_keys: Sequence[str] = (),
-    max_body: int = MOST_BYTES,
-    body_seconds: float = MOST_SECONDS,
-    rates: Rates | None = None,
-    cors_origins: Sequence[str] = (),
-    access_log: bool = False,
-    spans: Spans | None = None,
-    store: ResponseStore | None = None,
-    admin_key: str | None = None,
-) -> FastAPI:
-    """The application of a service.
+@dataclasses.dataclass(frozen=True)
+class AppOptions:
+    """What an application is told beside its service.
 
-    Args:
-      metrics: of the service; its ``observe`` must be the AsyncLLM's on_chunk. With replicas, it
-        has a member for each of them.
+    Attributes:
       api_keys: of which one must be given; none: everyone is served.
       max_body: most bytes of a request.
       body_seconds: most seconds until all of it has come.
@@ -132,39 +118,58 @@ def make_app(
       store: of responses; None: one of the usual size.
       admin_key: with which the server may be paused, and given other weights; None: it may not.
     """
-    rates = rates or Rates()
+
+    api_keys: Sequence[str] = ()
+    max_body: int = MOST_BYTES
+    body_seconds: float = MOST_SECONDS
+    rates: Rates | None = None
+    cors_origins: Sequence[str] = ()
+    access_log: bool = False
+    spans: Spans | None = None
+    store: ResponseStore | None = None
+    admin_key: str | None = None
+
+
+def make_app(service: Service, metrics: Metrics, options: AppOptions | None = None) -> FastAPI:
+    """The application of a service.
+
+    ``metrics``: of the service; its ``observe`` must be the AsyncLLM's on_chunk. With replicas, it
+    has a member for each of them.
+    """
+    options = options or AppOptions()
+    rates, store = options.rates or Rates(), options.store
     app = FastAPI(
         title="jaxspec", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
     )
     add_handlers(app, metrics.rejected)
     _add_status(app, service, metrics)
     _add_page(app)
-    keyed = APIRouter(dependencies=[Security(API_KEY)] if api_keys else [])
+    keyed = APIRouter(dependencies=[Security(API_KEY)] if options.api_keys else [])
     _add_models(keyed, service)
-    listeners = Listeners(rates, spans or Spans())
+    listeners = Listeners(rates, options.spans or Spans())
     _add_generation(keyed, service, listeners)
     _add_messages(keyed, service, listeners)
     _add_responses(keyed, service, listeners, ResponseStore() if store is None else store)
     _add_tokens(keyed, service)
     app.include_router(keyed)
-    app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
+    app.add_middleware(BodyLimit, most=options.max_body, seconds=options.body_seconds)
     app.add_middleware(RateLimit, rates=rates)
     app.add_middleware(Draining, service=service)
-    if api_keys:
-        app.add_middleware(ApiKeys, keys=api_keys)
-    if admin_key is not None:
-        app.add_middleware(Admin, admin=make_admin(service), key=admin_key)
-    if cors_origins:  # outside of the keys: browsers ask without one before they send it
+    if options.api_keys:
+        app.add_middleware(ApiKeys, keys=options.api_keys)
+    if options.admin_key is not None:
+        app.add_middleware(Admin, admin=make_admin(service), key=options.admin_key)
+    if options.cors_origins:  # outside of the keys: browsers ask without one before they send it
         methods = ("DELETE", "GET", "POST")
         headers = ("Authorization", "Content-Type", "X-Api-Key", HEADER)
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=cors_origins,
+            allow_origins=options.cors_origins,
             allow_methods=methods,
             allow_headers=headers,
             expose_headers=("Retry-After", HEADER),
         )
-    app.add_middleware(RequestIds, log=access_log)
+    app.add_middleware(RequestIds, log=options.access_log)
     return app
 
 

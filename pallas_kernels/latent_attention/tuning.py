@@ -35,7 +35,7 @@ def latent_tuning(batch: int, tiles: int, slots: int) -> LatentTuning:
     the longest context that the page table can hold.
 
     A CTA takes all of a multiprocessor's shared memory, so there are at most as many as
-    multiprocessors, if one part of each context leaves room for more.
+    multiprocessors, if one part of each context leaves some idle.
     """
     splits = min(MULTIPROCESSORS // (batch * tiles), slots // LEAST_SPLIT)
     return LatentTuning(splits=max(splits, 1))

@@ -5,7 +5,7 @@ fragment of matrix A): pairs of neighbors, inputs 2 t and 2 t + 1, and the same 
 thread finds its numbers of 16 bytes of a row in one word: 8 of 4 bits, or 4 of 8.
 
 - The numbers of a span are in the order of pallas_kernels/packed_product/order.py: pairs are 16
-  bits apart in the word.
+  bits further on in the word.
 - The bits of a word of floats are then moved to where few instructions bring each pair's to the
   bits that they have in two numbers of bfloat16 (see widening.py), or to the same ones rotated. The
   bits of e2m1 are there the sign, bit 15, and 8 to 6, those of e4m3 bits 15 and 10 to 4.

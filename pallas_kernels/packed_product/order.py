@@ -5,13 +5,13 @@ the fragment of matrix A). A thread's word has its 8 weights of a span of 32 inp
 which few instructions widen them:
 
 - For rows of bfloat16 a thread has pairs of neighbors: inputs 2 t and 2 t + 1, and the same 8, 16
-  and 24 further on. The weights of a pair are 16 bits apart in the word: place ``8 t + 4 e + j``
+  and 24 further on. The weights of a pair are 16 bits from each other: place ``8 t + 4 e + j``
   holds input ``8 j + 2 t + e``.
 - For rows of 8-bit floats it has four neighbors, 4 t to 4 t + 3, and the same 16 further on. The
-  weights of four are 8 bits apart: place ``8 t + 2 i + h`` holds input ``16 h + 4 t + i``.
+  weights of four follow at 8 bits: place ``8 t + 2 i + h`` holds input ``16 h + 4 t + i``.
 
-Weights of 8 bits that are widened for rows of bfloat16 have spans of 16, and words of two pairs, 16
-bits apart, too: place ``4 t + 2 e + j`` holds input ``8 j + 2 t + e``.
+Weights of 8 bits that are widened for rows of bfloat16 have spans of 16, and words of two pairs, at
+16 bits, too: place ``4 t + 2 e + j`` holds input ``8 j + 2 t + e``.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Sizes of the Hopper kernel's blocks, and how its products are split.
 
 Measured on an H100: docs/results/kernels.md has the tables. Small CTAs are best where registers
-leave room for several: one has data while others wait. Blocks of 128 inputs, whose lines of weights
-are 64 bytes, are slower by a fifth at 8 rows.
+leave memory for several: one has data while others wait. Blocks of 128 inputs, whose lines of
+weights are 64 bytes, are slower by a fifth at 8 rows.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def _tuning_of_sums(rows: int, *, is_small: bool, fills: bool, is_wide: bool) ->
     """The tuning of 17 to SUMMED_ROWS rows; of rows of 8 bits, of more than 32."""
     if fills and not is_wide:
         return PackedTuning(warpgroups=4, unit=128, ctas=1)
-    if fills and rows <= 48:  # registers have no room for more rows
+    if fills and rows <= 48:  # more rows do not fit registers
         return PackedTuning(warpgroups=4, unit=128 if rows <= 32 else 64, ctas=1)
     if rows > 32:  # longer products of the tensor cores, which wait less often
         return PackedTuning(unit=128, ctas=1, ahead=True)

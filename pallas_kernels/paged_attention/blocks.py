@@ -58,7 +58,7 @@ def copy_head(
 
 
 def wait_until_free(plan: Any, refs: Any, name: str, index: Array) -> None:
-    """Until the ring of ``name`` has room for its block number ``index``."""
+    """Wait until the ring of ``name`` can take its block number ``index``."""
 
     @pl.when(index >= plan.config.stages)
     def _():

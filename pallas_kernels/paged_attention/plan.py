@@ -101,8 +101,9 @@ class AttentionPlan:
 
     @property
     def num_edges(self) -> int:
-        """Blocks whose values are cleaned apart: the last of a context, and maybe the first, may
-        hold slots that no query sees. Those of bytes are cleaned when they are widened."""
+        """Blocks whose values are cleaned by themselves: the last of a context, and maybe the
+        first, may hold slots that no query sees. Those of bytes are cleaned when they are widened.
+        """
         if self.float8:
             return 0
         return 2 if self.has_left_edge else 1

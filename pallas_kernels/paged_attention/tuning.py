@@ -111,7 +111,7 @@ def float8_tuning(
     Rings of bytes and of what they become share the memory. The producer widens numbers: it keeps
     its registers, and there is no ping-pong scheduling. A compute warpgroup needs about as long for
     a block as its copy, so a multiprocessor should have two of them. A CTA of two heads has; its
-    rings then have room for one widened block.
+    rings then hold one widened block.
     """
     pairs = batch * kv_heads
     if row_tiles > 1:
@@ -157,8 +157,8 @@ def _shared(config: AttentionTuning, blocks: int, slots: int) -> AttentionTuning
 
 
 def of_parts(config: AttentionTuning) -> AttentionTuning:
-    """The tuning for parts of pages with heads of 256, whose rows leave as float32: memory has room
-    for those of one warpgroup."""
+    """The tuning for parts of pages with heads of 256, whose rows leave as float32: memory holds
+    those of one warpgroup."""
     return dataclasses.replace(config, warpgroups=1, parts=1, registers=None)
 
 

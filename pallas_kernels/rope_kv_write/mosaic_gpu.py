@@ -102,7 +102,7 @@ def rope_kv_write_mosaic(
 
 def _factors(rope: Array, head_dim: int) -> Array:
     """What entries of a head are multiplied with, and their partners, [B, T, 2 or 3, D]: the first
-    and the second half of the rotated entries have their partners' factors apart, if others follow.
+    and the second half of the rotated entries have partners' factors of their own if others follow.
     """
     *tokens, _, _, pairs = rope.shape
     if 2 * pairs == head_dim:

@@ -12,7 +12,7 @@ import openai
 from jaxspec import LLM
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
-from jaxspec.serving.app import make_app
+from jaxspec.serving.app import AppOptions, make_app
 from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.lifecycle import make_server
 from jaxspec.serving.metrics import Metrics
@@ -45,7 +45,7 @@ class Served:
         app_options = {name: options.pop(name) for name in APP_OPTIONS if name in options}
         options.setdefault("chat_template", TEMPLATE)
         self.service = Service(names=(MODEL,), **options)
-        self.app = make_app(self.service, self.metrics, **app_options)
+        self.app = make_app(self.service, self.metrics, AppOptions(**app_options))
         self.llm, self.others = llm, replicas
 
     async def __aenter__(self) -> "Served":

@@ -13,16 +13,24 @@ from jaxspec.quantize import writing
 from jaxspec.quantize.gptq import GptqConfig, Order
 from jaxspec.quantize.methods import Method
 from jaxspec.quantize.rounding import Grid, Rounded, round_to_float8
-from jaxspec.quantize.writing import FormatName, Plan, check_plan, module_tensors, write_checkpoint
+from jaxspec.quantize.writing import (
+    FormatName,
+    QuantizationPlan,
+    check_plan,
+    module_tensors,
+    write_checkpoint,
+)
 
 OUTPUTS, SIZE, GROUP = 24, 32, 8
 
 
 def plan_of(
     name: FormatName, method: Method = "rtn", bits: int = 4, order: Order = "inputs", **options: Any
-) -> Plan:
+) -> QuantizationPlan:
     grid = Grid(bits, options.pop("group", GROUP), options.pop("symmetric", False))
-    return Plan(method, grid, GptqConfig(order), name, options.pop("lm_head", False), **options)
+    return QuantizationPlan(
+        method, grid, GptqConfig(order), name, options.pop("lm_head", False), **options
+    )
 
 
 def random_module(bits: int = 4, *, zeros: bool = True, mixed: bool = False) -> Rounded:
@@ -182,7 +190,9 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (plan_of("gptq", group=None), (32, 36), "m is .32, 36.: format gptq packs 8 integers"),
     ],
 )  # fmt: skip
-def test_what_a_format_cannot_hold_is_refused(plan: Plan, shape: tuple[int, int], message: str):
+def test_what_a_format_cannot_hold_is_refused(
+    plan: QuantizationPlan, shape: tuple[int, int], message: str
+):
     with pytest.raises(ValueError, match=message):
         check_plan(plan, {"m": shape})
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import LLM
-from jaxspec.serving.app import make_app
+from jaxspec.serving.app import AppOptions, make_app
 from jaxspec.serving.errors import MOST_MESSAGE
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.security import OPEN
@@ -26,7 +26,7 @@ from tests.helpers.served import MODEL, Served
 
 @functools.cache
 def document(**options: Any) -> dict[str, Any]:
-    return make_app(Service((MODEL,)), Metrics(MODEL), **options).openapi()
+    return make_app(Service((MODEL,)), Metrics(MODEL), AppOptions(**options)).openapi()
 
 
 def secured(document: dict[str, Any]) -> dict[str, bool]:

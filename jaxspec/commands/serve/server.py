@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
@@ -34,7 +35,7 @@ from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.llm.request_length import length_text
 from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.parallel.processes import Processes
-from jaxspec.serving.app import make_app
+from jaxspec.serving.app import AppOptions, make_app
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.endpoint import Endpoint
 from jaxspec.serving.generation_config import FILE, as_text, sampling_defaults
@@ -224,23 +225,8 @@ async def _serve(
     metrics: Metrics,
     processes: Processes | None,
 ) -> None:
-    console = progress_console()
-    default_key = os.environ.get("JAXSPEC_API_KEY")
-    keys = arguments.api_key or ([default_key] if default_key else [])
-    spans = spans_of(arguments)
-    app = make_app(
-        service,
-        metrics,
-        api_keys=keys,
-        max_body=arguments.max_body,
-        body_seconds=arguments.body_timeout,
-        rates=Rates(arguments.requests_per_minute, arguments.tokens_per_minute),
-        cors_origins=arguments.cors_origin,
-        access_log=arguments.access_log,
-        spans=spans,
-        store=ResponseStore(arguments.max_stored_responses, arguments.max_stored_bytes),
-        admin_key=arguments.admin_key or os.environ.get("JAXSPEC_ADMIN_KEY"),
-    )
+    console, spans = progress_console(), spans_of(arguments)
+    app = make_app(service, metrics, app_options(arguments, spans))
     if arguments.access_log:
         show_lines(access_logger)
     show_lines(programs_logger)
@@ -256,44 +242,11 @@ async def _serve(
 
         def ready(address: str) -> None:
             status.stop()
-            engines = f"{len(meshes)} engines of " if len(meshes) > 1 else ""
-            rows = f"{engines}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
-            console.print(f"serving {service.name} ({rows}) at {address}/v1")
-            config = service.llm.llm.params.target.config
-            console.print(length_text(arguments.max_length, service.max_length, config))
-            if service.sampling_defaults:
-                text = as_text(service.sampling_defaults)
-                console.print(f"requests are sampled with {text}, as {FILE} says, unless they ask")
-            background.append(asyncio.create_task(tell_of_tools()))
+            tell_of_service(arguments, service, len(meshes), address, console)
+            background.append(asyncio.create_task(tell_of_tools(service, console)))
             if arguments.warm_up == "background":
-                background.extend(map(asyncio.create_task, map(compile_rest, service.llm.replicas)))
-
-        async def tell_of_tools() -> None:
-            def use() -> ToolUse | None:
-                try:
-                    return None if service.template() is None else service.tool_use
-                except ValueError:  # there is no tokenizer
-                    return None
-
-            found = await asyncio.to_thread(use)
-            if found is not None and not found.shown:
-                console.print(
-                    "requests with tools are refused: the chat template does not show them to the "
-                    "model; see --chat-template"
-                )
-            elif found is not None and not (service.tool_format or found.form):
-                console.print(
-                    "requests with tools are refused: the chat template writes calls in a format "
-                    "that is not known; see --tool-format"
-                )
-
-        async def compile_rest(llm: AsyncLLM) -> None:
-            try:
-                if await warm_in_background(llm, lambda: service.state == "ready", service.warm_up):
-                    console.print("all programs are ready")
-            except RuntimeError as error:
-                if service.state == "ready":  # else its engine was closed
-                    console.print(f"no more programs are compiled ahead: {error}")
+                rest = (compile_rest(llm, service, console) for llm in service.llm.replicas)
+                background.extend(map(asyncio.create_task, rest))
 
         background: list[asyncio.Task[None]] = []
         try:
@@ -308,3 +261,64 @@ async def _serve(
         finally:
             await asyncio.gather(*background)
             await asyncio.to_thread(spans.close)
+
+
+def app_options(arguments: argparse.Namespace, spans: Spans) -> AppOptions:
+    default_key = os.environ.get("JAXSPEC_API_KEY")
+    return AppOptions(
+        api_keys=arguments.api_key or ([default_key] if default_key else []),
+        max_body=arguments.max_body,
+        body_seconds=arguments.body_timeout,
+        rates=Rates(arguments.requests_per_minute, arguments.tokens_per_minute),
+        cors_origins=arguments.cors_origin,
+        access_log=arguments.access_log,
+        spans=spans,
+        store=ResponseStore(arguments.max_stored_responses, arguments.max_stored_bytes),
+        admin_key=arguments.admin_key or os.environ.get("JAXSPEC_ADMIN_KEY"),
+    )
+
+
+def tell_of_service(
+    arguments: argparse.Namespace, service: Service, engines: int, address: str, console: Console
+) -> None:
+    """Prints what is served, where, and how requests are sampled."""
+    several = f"{engines} engines of " if engines > 1 else ""
+    rows = f"{several}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
+    console.print(f"serving {service.name} ({rows}) at {address}/v1")
+    config = service.llm.llm.params.target.config
+    console.print(length_text(arguments.max_length, service.max_length, config))
+    if service.sampling_defaults:
+        text = as_text(service.sampling_defaults)
+        console.print(f"requests are sampled with {text}, as {FILE} says, unless they ask")
+
+
+async def tell_of_tools(service: Service, console: Console) -> None:
+    """Prints why requests with tools are refused, if they are."""
+
+    def use() -> ToolUse | None:
+        try:
+            return None if service.template() is None else service.tool_use
+        except ValueError:  # there is no tokenizer
+            return None
+
+    found = await asyncio.to_thread(use)
+    if found is not None and not found.shown:
+        console.print(
+            "requests with tools are refused: the chat template does not show them to the model; "
+            "see --chat-template"
+        )
+    elif found is not None and not (service.tool_format or found.form):
+        console.print(
+            "requests with tools are refused: the chat template writes calls in a format that is "
+            "not known; see --tool-format"
+        )
+
+
+async def compile_rest(llm: AsyncLLM, service: Service, console: Console) -> None:
+    """Compiles the programs that are left while the server serves, and says how that ended."""
+    try:
+        if await warm_in_background(llm, lambda: service.state == "ready", service.warm_up):
+            console.print("all programs are ready")
+    except RuntimeError as error:
+        if service.state == "ready":  # else its engine was closed
+            console.print(f"no more programs are compiled ahead: {error}")

@@ -99,20 +99,7 @@ def make_controls(
     elif np.shape(bias) not in (shape, shape[1:]):
         raise ValueError(f"bias must be {list(shape)}, not {list(np.shape(bias))}")
     check_range("bias", bias, lambda x: x < np.inf, "finite, or -inf")
-    check_range(
-        "repetition_penalty",
-        repetition_penalty,
-        lambda x: (x >= 1 / LARGEST_REPETITION_PENALTY) & (x <= LARGEST_REPETITION_PENALTY),
-        f"in [{1 / LARGEST_REPETITION_PENALTY}, {LARGEST_REPETITION_PENALTY}]",
-    )
-    check_size("repetition_penalty", repetition_penalty, batch)
-    for name, value in (
-        ("presence_penalty", presence_penalty),
-        ("frequency_penalty", frequency_penalty),
-    ):
-        rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
-        check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
-        check_size(name, value, batch)
+    _check_penalties(batch, repetition_penalty, presence_penalty, frequency_penalty)
     for name, value in (("prompt_lens", prompt_lens), ("min_tokens", min_tokens)):
         check_size(name, value, batch)
         check_integers(name, value)
@@ -141,6 +128,20 @@ def make_controls(
     )
     masked = (least > 0) | jnp.any(bias != 0, axis=1) | controls.forbids_sequences
     return controls.replace(used=controls.penalized | masked)
+
+
+def _check_penalties(
+    batch: int, repetition: ArrayLike, presence: ArrayLike, frequency: ArrayLike
+) -> None:
+    """See make_controls."""
+    name, largest = "repetition_penalty", LARGEST_REPETITION_PENALTY
+    rule = f"in [{1 / largest}, {largest}]"
+    check_range(name, repetition, lambda x: (x >= 1 / largest) & (x <= largest), rule)
+    check_size(name, repetition, batch)
+    for name, value in (("presence_penalty", presence), ("frequency_penalty", frequency)):
+        rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
+        check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
+        check_size(name, value, batch)
 
 
 def with_budgets(controls: Controls, budgets: Budgets) -> Controls:
