@@ -1,7 +1,7 @@
-"""Inputs of a gated delta rule on Hopper GPUs: a warpgroup per node, key head and 128 channels.
+"""Inputs of a gated delta rule on Hopper GPUs: a warpgroup per node and key head.
 
-XLA takes a launch for the convolution, for each of the two norms and for the decays. Sums are in
-the order of the reference.
+XLA takes a launch for the convolution, for each of the two norms and for the decays. The sums are
+those of the reference, in its order.
 """
 
 import functools
@@ -41,43 +41,37 @@ def delta_inputs_mosaic(
         qkvz_ref, before_ref, rows_ref, places_ref, taps_ref, ba_ref, bias_ref, log_ref,
         q_ref, k_ref, v_ref, g_ref, beta_ref,
     ):  # fmt: skip
-        sequence, node, group, part = map(kernel_axes.index, ("sequence", "node", "group", "part"))
+        sequence, node, group = map(kernel_axes.index, ("sequence", "node", "group"))
         row = jnp.minimum(rows_ref[sequence], len(before) - 1)
-        columns, at = pl.ds(part * ENTRIES, ENTRIES), (sequence, node, group)
+        earlier = [places_ref[sequence, node, tap] for tap in range(past)]
 
-        total = 0.0
-        for tap in range(past):
-            place = places_ref[sequence, node, tap]
-            old = _load(before_ref.at[row, jnp.minimum(place, past - 1), group, columns])
-            new = _load(qkvz_ref.at[sequence, jnp.maximum(place - past, 0), group, columns])
-            taken = jnp.where(place < past, old, new)
-            total = total + taken * _load(taps_ref.at[tap, group, columns])
-        own = _load(qkvz_ref.at[*at, columns])
-        total = total + own * _load(taps_ref.at[past, group, columns])
-        channels = total / (1 + jnp.exp(-total))  # SiLU
-        length = lax.rsqrt(jnp.sum(channels * channels) + NORM_EPS)
+        def convolved(first: int) -> Array:
+            """The channels from ``first`` on, after SiLU."""
+            part, total = pl.ds(first, ENTRIES), 0.0
+            for tap, place in enumerate(earlier):
+                old = _load(before_ref.at[row, jnp.minimum(place, past - 1), group, part])
+                of_node = jnp.maximum(place - past, 0)
+                new = _load(qkvz_ref.at[sequence, of_node, group, part])
+                taken = jnp.where(place < past, old, new)
+                total = total + taken * _load(taps_ref.at[tap, group, part])
+            own = _load(qkvz_ref.at[sequence, node, group, part])
+            total = total + own * _load(taps_ref.at[past, group, part])
+            return total / (1 + jnp.exp(-total))
 
-        @pl.when(part == 0)
-        def _query():
-            q_ref[*at] = channels * length / ENTRIES**0.5
-
-        @pl.when(part == 1)
-        def _key():
-            k_ref[*at] = channels * length
-
-        @pl.when(part >= 2)
-        def _value():
-            v_ref[*at, pl.ds((part - 2) * ENTRIES, ENTRIES)] = channels
-
-        @pl.when(part == 0)
-        def _strengths():
-            for value in range(values):
-                strength = ba_ref[*at, value].astype(jnp.float32)
-                decay = ba_ref[*at, values + value].astype(jnp.float32) + bias_ref[group, value]
-                # softplus, which does not overflow
-                step = jnp.maximum(decay, 0) + jnp.log(1 + jnp.exp(-jnp.abs(decay)))
-                g_ref[*at, value] = -jnp.exp(log_ref[group, value]) * step
-                beta_ref[*at, value] = 1 / (1 + jnp.exp(-strength))
+        q_ref[sequence, node, group] = _unit_length(convolved(0)) / ENTRIES**0.5
+        k_ref[sequence, node, group] = _unit_length(convolved(ENTRIES))
+        for first in range(0, wide, ENTRIES):
+            part = pl.ds(first, ENTRIES)
+            v_ref[sequence, node, group, part] = convolved(2 * ENTRIES + first)
+        for value in range(values):
+            at = sequence, node, group
+            strength = ba_ref[*at, value].astype(jnp.float32)
+            decay = ba_ref[*at, values + value].astype(jnp.float32) + bias_ref[group, value]
+            rate = jnp.exp(log_ref[group, value])
+            # softplus, which does not overflow
+            step = jnp.maximum(decay, 0) + jnp.log(1 + jnp.exp(-jnp.abs(decay)))
+            g_ref[*at, value] = -rate * step
+            beta_ref[*at, value] = 1 / (1 + jnp.exp(-strength))
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, size, groups, *shape), jnp.dtype(jnp.float32))
@@ -88,8 +82,8 @@ def delta_inputs_mosaic(
             *(float32(ENTRIES), float32(ENTRIES), float32(wide)),
             *(float32(values), float32(values)),
         ),
-        grid=(2 + wide // ENTRIES, groups, size, batch),
-        grid_names=kernel_axes.names("part", "group", "node", "sequence"),
+        grid=(groups, size, batch),
+        grid_names=kernel_axes.names("group", "node", "sequence"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
@@ -99,3 +93,7 @@ def delta_inputs_mosaic(
 
 def _load(ref: Any) -> Array:
     return plgpu.load(ref, layout=LAYOUT, optimized=False).astype(jnp.float32)
+
+
+def _unit_length(x: Array) -> Array:
+    return x * lax.rsqrt(jnp.sum(x * x) + NORM_EPS)
