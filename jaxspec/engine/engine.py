@@ -99,14 +99,14 @@ class Engine:
         self.on_launch: Callable[[list[LaunchedCall]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
-        self._host_drafter = host_drafter
+        self.host_drafter = host_drafter
         self._requests = Requests(self.programs, make_matcher)
         self.weights = WeightChanges(self.programs, self.shapes, self.watch, self._requests)
         self._start()
 
     def _start(self) -> None:
         self.scheduler = Scheduler(self.limits, self.preemption_costs)
-        self._runner = PlanRunner(self.programs, self.preemption_costs, self._host_drafter)
+        self._runner = PlanRunner(self.programs, self.preemption_costs, self.host_drafter)
         self._in_flight: Launched | None = None
 
     @property

@@ -3,9 +3,12 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from jaxspec.checkpoints.block import save_block_head
+from jaxspec.checkpoints.safetensors_io import save_decoder
 from jaxspec.commands.bench import drafters as bench_drafters
 from jaxspec.commands.bench.drafter_plot import draw_depths, draw_speedups, styles_of
 from jaxspec.commands.bench.drafter_tables import (
@@ -17,8 +20,16 @@ from jaxspec.commands.bench.drafter_tables import (
 )
 from jaxspec.commands.shared.shell import table_console
 from tests.helpers.block_checkpoints import published_head
-from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head
+from tests.helpers.block_heads import EXTRAS, block_target, random_head
+from tests.helpers.checkpoints import (
+    changed_copy,
+    normal,
+    save_byte_tokenizer,
+    tiny_byte_llama,
+    tiny_eagle3_head,
+)
 from tests.helpers.json_lines import joined
+from tests.helpers.random_models import tiny_config
 
 
 @pytest.mark.slow
@@ -84,6 +95,40 @@ def test_all_kinds_of_drafters_stand_in_one_table(sources, tmp_path, capsys):
         assert row["identical"] == row["texts"] == 2
         has_weights = name not in ("plain", "suffix chain:2")
         assert (row["weight_bytes"] > 0) == (row["token_bytes"] > 0) == has_weights
+
+
+@pytest.mark.slow
+def test_all_block_heads_and_drafts_of_text_stand_in_one_table(sources, tmp_path, capsys):
+    model, target = tmp_path / "model", block_target(tiny_config(vocab_size=257, num_layers=3))
+    save_decoder(target, model)
+    save_byte_tokenizer(model)
+    kinds = [*EXTRAS, "windowed", "causal"]
+    for kind in kinds:
+        save_block_head(random_head(target.config, kind), tmp_path / kind, target)
+    eagle3 = tiny_eagle3_head(tmp_path / "eagle3", model)
+    mask = normal(np.random.default_rng(0), 1, 1, 3 * target.config.hidden_size)
+    config = {"architectures": ["PEagleDraftModel"], "mask_token_id": 95}
+    changed_copy(eagle3, tmp_path / "p-eagle", config, mask_hidden=mask)
+    text = f"text:{tiny_byte_llama(tmp_path / 'writer', seed=1)}"
+    drafters = [text, *(str(tmp_path / kind) for kind in ("p-eagle", *kinds))]
+    chains = [word for name in drafters for word in ("--run", name, "chain:4")]
+    trees = [word for kind in ("dflash2", "lilicorr") for word in ("--run", str(tmp_path / kind),
+             "12:4:3")]  # fmt: skip
+    code = bench_drafters.main(
+        ["--model", str(model), "--data", str(sources), "--batch", "2", "--batches", "1",
+         "--prompt-tokens", "8", "--max-tokens", "8", "--json", *chains, *trees]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    measured = joined(printed.out, "rows")["rows"]
+    names = run_names(measured)
+    assert [names[run_of(row)] for row in measured] == [
+        "plain", *(f"{name} chain:4" for name in ("text:writer", "p-eagle", *kinds)),
+        "dflash2 12:4:3", "lilicorr 12:4:3",
+    ]  # fmt: skip
+    for row in measured:
+        assert row["identical"] == row["texts"] == 2
+        assert (row["weight_bytes"] > 0) == (row["token_bytes"] > 0) == (row["mode"] != "plain")
 
 
 def made_row(batch: int, drafter: str, mode: str, speedup: float = 1.0) -> dict[str, Any]:
@@ -194,6 +239,10 @@ def test_other_files_are_not_shown(text, tmp_path, capsys):
             ["a/x/h", "b/x/h", "suffix+b/x/h", "dflash"],
         ),
         (["/x/h", "/y/x/h"], ["/x/h", "y/x/h"]),
+        (
+            ["text:/x/h", "/x/g", "text:http://127.0.0.1:8000"],
+            ["text:h", "g", "text:127.0.0.1:8000"],
+        ),
     ],
 )
 def test_a_run_is_named_by_the_end_of_its_path_that_no_other_has(drafters, names):

@@ -10,6 +10,7 @@ from rich.table import Table
 from jaxspec.commands.shared.shell import left_table
 from jaxspec.decoding.drafters.names import split_mixed
 from jaxspec.evaluation.number_format import with_interval
+from jaxspec.llm.text_drafts.opening import PREFIX
 
 Row = Mapping[str, Any]
 Run = tuple[str, str]  # drafter and mode
@@ -26,11 +27,18 @@ def run_names(rows: Sequence[Row]) -> dict[Run, str]:
     """What each run is called: of a drafter's path the last part, or as many of the last parts as
     no other drafter's path ends with."""
     names = {}
-    drafters = {run: split_mixed(run[0]) for run in dict.fromkeys(map(run_of, rows))}
+    drafters = {run: _split(run[0]) for run in dict.fromkeys(map(run_of, rows))}
     tails = distinct_tails([path for _, path in drafters.values()])
-    for run, (mixed, path) in drafters.items():
-        names[run] = "plain" if run[1] == "plain" else f"{mixed}{tails[path]} {run[1]}"
+    for run, (prefix, path) in drafters.items():
+        names[run] = "plain" if run[1] == "plain" else f"{prefix}{tails[path]} {run[1]}"
     return names
+
+
+def _split(drafter: str) -> tuple[str, str]:
+    """What stands before a drafter's path (``ngram+``, ``text:``), and the path."""
+    if drafter.startswith(PREFIX):
+        return PREFIX, drafter.removeprefix(PREFIX)
+    return split_mixed(drafter)
 
 
 def distinct_tails(paths: Iterable[str]) -> dict[str, str]:

@@ -44,6 +44,8 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.memory import bytes_of_token
 from jaxspec.evaluation.prepare_race import prepare_race
 from jaxspec.evaluation.speedup import race
+from jaxspec.llm.text_drafts.drafter import TextDrafter
+from jaxspec.llm.text_drafts.model_source import ModelSource
 from jaxspec.llm.tokenizer.text import TextTokenizer
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel.bytes import local_bytes
@@ -153,9 +155,18 @@ def load_entrants(args: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> 
             llm,
             str(choose_drafter(args.model, drafter)),
             mode,
-            local_bytes(llm.params.drafter),
-            bytes_of_token(llm.params)[1],
+            *bytes_of_drafter(llm),
         )
+
+
+def bytes_of_drafter(llm: LLM) -> tuple[int, float]:
+    """Of its weights, and of its cache for each token. A model that drafts text has both in an
+    engine of its own."""
+    host = llm.engine.host_drafter
+    if isinstance(host, TextDrafter) and isinstance(host.source, ModelSource):
+        writer = host.source.engine.params
+        return local_bytes(writer.target), bytes_of_token(writer)[0]
+    return local_bytes(llm.params.drafter), bytes_of_token(llm.params)[1]
 
 
 def make_llm(
