@@ -33,6 +33,8 @@ from jaxspec.training.heads.loss import DraftBatch, Loss, target_states
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
 
+KEPT = "kept"
+
 
 class Blocks(NamedTuple):
     """What a head and its target have computed at the places of A blocks of T drafted tokens.
@@ -52,9 +54,11 @@ class Blocks(NamedTuple):
 
     def each_depth[T](self, run: Callable[[Array, Array, Array], T]) -> T:
         """``run`` of the outputs, hidden states and tokens of each depth, [T, ...]: one depth after
-        the other, as the logits of all would not fit in memory."""
+        the other, as the logits of all would not fit in memory. For gradients all but what has the
+        name KEPT is computed again."""
         by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in (self.outputs, self.wanted, self.before))
-        return jax.lax.map(lambda x: jax.checkpoint(run)(*x), by_depth)
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        return jax.lax.map(lambda x: jax.checkpoint(run, policy=policy)(*x), by_depth)
 
 
 @dataclasses.dataclass(frozen=True)

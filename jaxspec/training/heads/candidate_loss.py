@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.corrections import Lattice, PairCorrection, PairScores
-from jaxspec.training.heads.block_loss import BlockLoss, Blocks
+from jaxspec.training.heads.block_loss import KEPT, BlockLoss, Blocks
 from pallas_kernels.top_k.reference import local_top_k
 
 BlockMethod = Literal["dflash", "dspark", "dflash2", "lilicorr"]
@@ -88,6 +89,7 @@ def known_candidates(head: BlockHead, target: Decoder, blocks: Blocks, count: in
         log_q = jax.nn.log_softmax(head.logits(target, outputs))  # [B, A, V]
         log_p = jax.nn.log_softmax(decoder.logits(target, wanted))
         _, tokens = local_top_k(jax.lax.stop_gradient(log_q), count)
+        tokens = checkpoint_name(tokens, KEPT)
         log_probs, known = (jnp.take_along_axis(x, tokens, axis=-1) for x in (log_q, log_p))
         entropy = -(jnp.exp(log_p) * log_q).sum(axis=-1)
         best, likeliest = log_p.max(axis=-1), jnp.argmax(log_p, axis=-1)
