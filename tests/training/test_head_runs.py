@@ -195,7 +195,7 @@ def test_a_log_cut_short_by_a_kill_is_mended(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "dspark", "lilicorr"])
 def test_devices_share_a_batch(whole_run: Runs, method: str, tmp_path: Path):
     run = start(tmp_path, method, data_parallel=4)
     list(run.run())
