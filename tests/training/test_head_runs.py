@@ -21,9 +21,12 @@ from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.functional import EngineParams, admit, init_state, prefill
 from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.heads import DraftHead, default_block_capture
+from jaxspec.models.heads.convolutions import ConvolutionConfig
+from jaxspec.models.heads.corrections import LiLiCorrConfig, SelectorConfig
 from jaxspec.parallel import DATA_AXIS, make_mesh
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.block_init import default_mask
+from jaxspec.training.heads.correction_sizes import CorrectionSizes, extra_of
 from jaxspec.training.heads.data import Examples
 from jaxspec.training.heads.loss import DraftBatch, LossConfig
 from jaxspec.training.heads.run import DraftData, DraftTraining
@@ -225,6 +228,20 @@ def test_what_block_heads_read():
     assert default_block_capture(16) == (2, 5, 8, 11, 14)
     assert default_block_capture(8) == (2, 3, 4, 5, 6)
     assert [default_block_capture(layers) for layers in (1, 2, 3)] == [(0,), (1,), (2,)]
+
+
+def test_what_heads_have_beside_layers():
+    """Of a head that is a quarter as wide as published ones, a quarter."""
+    layers = tiny_config(hidden_size=1024)
+    selector, convolution = extra_of("dflash2", layers, 8, CorrectionSizes())
+    assert (selector, convolution) == (SelectorConfig(256, 16), ConvolutionConfig(2, 16))
+    lattice, convolution = extra_of("lilicorr", layers, 16, CorrectionSizes(candidates=4))
+    assert isinstance(lattice, LiLiCorrConfig) and convolution is None
+    assert (lattice.hidden, lattice.factor, lattice.depths) == (256, 256, 15)
+    assert (lattice.candidates, lattice.layers, lattice.units) == (4, 2, 512)
+    assert extra_of("dspark", layers, 7, CorrectionSizes(rank=0)) == (None, None)
+    with pytest.raises(ValueError, match="a dflash head takes no rank and no taps"):
+        extra_of("dflash", layers, 8, CorrectionSizes(rank=3, taps=2))
 
 
 def test_the_mask_is_a_token_that_no_text_has_before_a_draft():
