@@ -128,7 +128,7 @@ def loss_of(args: argparse.Namespace) -> Loss:
 
 
 def correction_sizes(args: argparse.Namespace) -> CorrectionSizes:
-    """Of a block head; a method has one of the two ranks."""
+    """Sizes of a block head; a method takes at most one of the two ranks."""
     rank = args.selector_rank if args.markov_rank is None else args.markov_rank
     return CorrectionSizes(rank, args.candidates, args.lattice_width, args.taps)
 

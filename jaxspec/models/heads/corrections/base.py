@@ -114,7 +114,7 @@ class PairCorrection(Protocol):
         ...
 
     def scores(self, target: Decoder, lattice: Lattice, roots: Array) -> PairScores:
-        """Of a lattice of ``candidates`` tokens behind the tokens ``roots``, int32 [B]."""
+        """Scores in a lattice of ``candidates`` tokens, behind the tokens ``roots``, int32 [B]."""
         ...
 
     def bytes_read(self, steps: int) -> int:
