@@ -51,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(PartOfGpuTests(part))
     if is_default(config):
         jax.config.update("jax_disable_most_optimizations", True)
+    if config.option.markexpr != "gpu":
+        # PyTorch's threads wait for work by turning round, on cores that compile. Workers inherit it.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def is_default(config: pytest.Config) -> bool:

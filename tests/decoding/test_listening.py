@@ -70,14 +70,15 @@ def test_it_hears_what_it_would_have_drafted():
     np.testing.assert_array_equal(again.rows.draft.heard, np.zeros((2, 2)))
 
 
-def test_texts_do_not_depend_on_it():
+@pytest.mark.parametrize("chain", [ONE, slow(CHAIN)], ids=str)
+def test_texts_do_not_depend_on_it(chain: TreeShape):
     """Plain rounds that leave more pending tokens than a chain reads, then chains, and so on."""
     whole, _ = run(PARAMS, begun(PARAMS), 60, PLAIN)
     state, accepted = begun(PARAMS), 0
-    for rounds, shape in ((12, PLAIN), (4, CHAIN), (2, PLAIN), (3, ONE), (20, PLAIN), (2, CHAIN)):
+    for rounds, shape in ((12, PLAIN), (4, chain), (2, PLAIN), (3, ONE), (20, PLAIN), (2, chain)):
         state, emitted = run(PARAMS, state, rounds, shape)
         accepted += int(emitted.accepted.sum())
-    assert accepted > 5
+    assert accepted > 3
     for text, reference in zip(texts(state), texts(whole), strict=True):
         assert text == reference[: len(text)]
 

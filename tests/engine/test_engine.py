@@ -162,6 +162,7 @@ def test_the_first_tokens_come_before_the_rounds_are_compiled():
     assert traces(own.programs.decode) == before + 1
 
 
+@pytest.mark.slow  # by default: after any history, below
 def test_the_shape_may_change_between_calls():
     own = engine()
     generations = start(own)
