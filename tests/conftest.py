@@ -52,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_default(config):
         jax.config.update("jax_disable_most_optimizations", True)
     if config.option.markexpr != "gpu":
-        # PyTorch's threads wait for work by turning round, on cores that compile. Workers inherit it.
+        # PyTorch's threads wait for work by turning round, on cores that compile. Workers of
+        # pytest-xdist inherit this.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

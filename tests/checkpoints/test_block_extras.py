@@ -18,6 +18,7 @@ from jaxspec.models.json.values import read_json
 from jaxspec.models.linear import Linear
 from tests.helpers.block_heads import CORRECTED, arrays_equal, block_target, random_head
 from tests.helpers.checkpoints import changed_copy, save_byte_tokenizer, save_tensors
+from tests.helpers.marks import slow
 from tests.helpers.random_models import tiny_config
 
 FLOAT32 = jnp.dtype("float32")
@@ -181,7 +182,7 @@ def test_scales_of_logits_are_the_heads_or_the_targets(heads: dict[str, Path]):
         block_config(said, targets)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [slow(8), 4])
 def test_corrections_are_not_rounded(bits: int, heads: dict[str, Path], tmp_path: Path):
     save_decoder(TARGET, tmp_path)
     chain = SpeculationConfig.chain(4)

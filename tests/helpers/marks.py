@@ -1,7 +1,7 @@
 """Marks for single cases of a parametrized test."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,15 @@ def slow_by_name(
     """Cases (name, *values) of a table by name; all but those listed are slow."""
     cases = [(name, *values) for name, rows in table.items() for values in rows]
     return [case if case in fast else slow(*case) for case in cases]
+
+
+def first_of_each(cases: Sequence[Any], kind: Callable[[Any], Any]) -> list[Any]:
+    """Cases of which the first of each ``kind`` is fast; those that follow are slow."""
+    kinds, marked = set(), []
+    for case in cases:
+        marked.append(slow(case) if kind(case) in kinds else case)
+        kinds.add(kind(case))
+    return marked
 
 
 def first_is_fast(cases: Sequence[Any], count: int = 1) -> pytest.MarkDecorator:

@@ -67,7 +67,7 @@ def test_the_reference_is_the_product(case: Case):
 
 
 @first_is_fast(TEST_CASES)
-@pytest.mark.parametrize("config", [None, INTERPRETED[0], slow(INTERPRETED[1])], ids=str)
+@pytest.mark.parametrize("config", [INTERPRETED[0], slow(None), slow(INTERPRETED[1])], ids=str)
 def test_interpreted_it_is_the_product(case: Case, config: ExpertTuning | None):
     arguments = arguments_of(case)
     assert_exact(run_interpreted(arguments, case, config), case, arguments)
@@ -96,7 +96,14 @@ def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
 
 
 @pytest.mark.parametrize(
-    "case", [*TEST_CASES, *BENCHMARK_CASES, Case(512, 8, 128, 2048, 768)], ids=str
+    "case",
+    [
+        *TEST_CASES,
+        Case(512, 8, 128, 2048, 768),
+        *BENCHMARK_CASES[::3],
+        *map(slow, [case for case in BENCHMARK_CASES if case not in BENCHMARK_CASES[::3]]),
+    ],
+    ids=str,
 )
 def test_it_lowers_for_cuda(case: Case):
     function = functools.partial(expert_product, clamp=case.clamp, implementation="mosaic_gpu")

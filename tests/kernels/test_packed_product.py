@@ -42,7 +42,7 @@ from pallas_kernels.packed_product.widening import (
 )
 from pallas_kernels.selection import Kernels
 from tests.helpers.kernels import interpreted, lowered
-from tests.helpers.marks import first_is_fast, slow
+from tests.helpers.marks import first_is_fast, first_of_each, slow
 
 FLOAT32 = jnp.dtype("float32")
 # Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
@@ -98,7 +98,12 @@ def assert_exact(
     assert (np.abs(np.asarray(found, np.float64) - wanted) <= share * terms).all()
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def kind_of(case: Case) -> tuple[bool, ...]:
+    """The reference computes cases of a kind alike."""
+    return case.float8, case.rounds, case.zeros, case.num_splits > 1
+
+
+@pytest.mark.parametrize("case", first_of_each(TEST_CASES, kind_of), ids=str)
 def test_the_reference_is_the_product(case: Case):
     function = jax.jit(functools.partial(packed_product, num_splits=case.num_splits))
     assert_exact(function(*arguments_of(case)), case, of_kernel=False)
@@ -134,7 +139,11 @@ def run_interpreted(case: Case, config: PackedTuning | None) -> jax.Array:
 
 @pytest.mark.parametrize(
     "case",
-    [*TEST_CASES, *BENCHMARK_CASES[::15], *map(slow, BENCHMARK_CASES[5::15])],
+    [
+        *first_of_each(TEST_CASES, kind_of),
+        *BENCHMARK_CASES[::15],
+        *map(slow, BENCHMARK_CASES[5::15]),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])  # of the result alone

@@ -24,9 +24,8 @@ from tests.helpers.sampling_reference import plain_logits
 WAYS = (None, (3, 1), (7, LENGTH), (5, 10), (1, 1))
 # Without a cache: every kind of heads, biases, ropes and experts that is not among those in pages.
 FAST_DENSE = (
-    *("llama-mha", "llama-gqa", "llama-mqa", "llama-tied", "llama-biases", "llama-head-dim"),
-    *("llama3-rope", "qwen2-windows", "qwen3", "mistral-window"),
-    *("mixtral", "qwen3_moe", "glm4_moe", "falcon_h1", "nemotron_h", "kimi_linear"),
+    *("llama-mha", "llama-gqa", "llama-mqa", "llama-tied", "llama3-rope", "qwen2-windows"),
+    *("mixtral", "qwen3_moe", "falcon_h1", "nemotron_h", "kimi_linear"),
     *("qwen3_next", "step3p7"),  # in pages they take many times as long
 )
 # Names and orders of tensors that other families do not have.
@@ -106,7 +105,7 @@ def test_longrope_on_both_sides_of_the_original_length(tmp_path: Path):
 
     short = load(directory)
     assert short.config.max_position == ORIGINAL
-    assert_close(paged_logits(short, tokens[:, :ORIGINAL], 5, 8), expected[0])
+    assert_close(plain_logits(short, tokens[:, :ORIGINAL]), expected[0])
 
     raw = read_json(directory / "config.json")
     factors = raw["rope_parameters"]
@@ -114,6 +113,6 @@ def test_longrope_on_both_sides_of_the_original_length(tmp_path: Path):
     (directory / "config.json").write_text(json.dumps(raw))
     long = load(directory)
     assert long.config.max_position == TINY["max_position_embeddings"]
-    found = paged_logits(long, tokens, 5, 8)
+    found = np.asarray(plain_logits(long, tokens))
     assert_close(found, expected[1])
     assert np.abs(found[:, :ORIGINAL] - expected[0]).max() > 0.01  # else the factors say nothing

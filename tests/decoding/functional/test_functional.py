@@ -24,7 +24,9 @@ from tests.helpers.random_models import (
     jit_decode,
     jit_prefill,
     make_params,
+    random_target,
     read_prompts,
+    tiny_config,
 )
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 320
@@ -114,7 +116,8 @@ def test_many_rows_draft_where_a_shape_is_asked_for():
 
 
 def test_a_pass_padded_for_the_kernels_sake_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    params = make_params("ngram", SpeculationConfig.chain(3))
+    target = random_target(tiny_config(num_layers=1))
+    params = make_params("ngram", SpeculationConfig.chain(3), target)
     prompts = [np.array([5, 9, 5, 9, 5]), np.array([7, 1])]
     state = admit_prompts(params, empty_state(params, 2, 48), prompts)
     state = read_prompts(params, state, greedy=True)

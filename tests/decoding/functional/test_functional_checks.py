@@ -411,7 +411,7 @@ def test_whole_prompts_are_read_in_chunks():
 
 def test_whole_prompts_of_some_rows_and_of_known_states():
     before = admitted()
-    state, emitted = in_a_program(lambda: read_all(PARAMS, before, [0, -1], width=7))
+    state, emitted = in_a_program(lambda: read_all(PARAMS, before, [0, -1], width=7, greedy=True))
     assert state.rows.status.tolist() == [Status.DECODING, Status.READING]
     assert emitted.counts.tolist() == [[1, 0]]
     np.testing.assert_array_equal(state.rows.tokens[0], whole()[0].rows.tokens[0])
@@ -420,7 +420,7 @@ def test_whole_prompts_of_some_rows_and_of_known_states():
 def test_whole_prompts_are_read_under_vmap():
     def sample(params: EngineParams, prompt: Any, length: Any) -> Any:
         state = admit(params, init_state(params, 1, LENGTH), [0], prompt[None], length[None])
-        state, emitted = read_all(params, state, width=5)
+        state, emitted = read_all(params, state, width=5, greedy=True)
         return state.rows.tokens[0], emitted.counts[0, 0]
 
     mapped = jax.vmap(sample, in_axes=(None, 0, 0))
