@@ -27,9 +27,9 @@ from jaxspec.serving.errors import (
     ascii_json,
     is_anthropic,
 )
+from jaxspec.serving.list_pages import page
 from jaxspec.serving.listeners import Listeners
 from jaxspec.serving.metrics import Metrics
-from jaxspec.serving.pages import page
 from jaxspec.serving.protocol.base import ErrorResponse, FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse

@@ -7,7 +7,7 @@ PLANS = Path(__file__).resolve().parents[2] / "jaxspec" / "engine" / "plans"
 # What is waited for: what a plan emitted; copies that were started a plan before; the first swap,
 # which is timed; the trees of requests that the host restricts or drafts for.
 WAITS = {
-    "runner.wait_for_device",
+    "wait_for_device.wait_for_device",
     "host_copies.finish_saving",
     "host_copies.finish",
     "host_copies.move",

@@ -1,10 +1,8 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
 import time
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxspec.config.speculation import TreeShape
@@ -18,6 +16,7 @@ from jaxspec.engine.plans.past_outputs import PastOutputs
 from jaxspec.engine.plans.sequences import generation_of, kind_of, reads_of
 from jaxspec.engine.plans.structured_rounds import StructuredRounds
 from jaxspec.engine.plans.timer import PlanTimer
+from jaxspec.engine.plans.wait_for_device import wait_for_device
 from jaxspec.engine.programs.arguments import NewRow
 from jaxspec.engine.programs.call import LaunchedCall, joined
 from jaxspec.engine.programs.programs import Programs
@@ -36,16 +35,6 @@ class Launched(NamedTuple):
     plan: Plan
     calls: list[LaunchedCall]
     shape: TreeShape
-
-
-def wait_for_device(calls: Collection[LaunchedCall]) -> tuple[list[LaunchedCall], bool]:
-    """Calls with what they emitted, read from the device, and whether the host had to wait.
-
-    Of an engine whose requests are neither structured nor swapped, only this waits for the device.
-    """
-    statuses: list[Any] = [call.emitted.status for call in calls]
-    is_running = not all(status.is_ready() for status in statuses)
-    return jax.device_get(list(calls)), is_running
 
 
 class PlanRunner:
