@@ -12,7 +12,7 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.config.experts import ExpertsConfig, RoutingConfig, SquaredRelu
+from jaxspec.config.experts import ExpertsConfig, SquaredRelu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
@@ -30,6 +30,7 @@ from jaxspec.models.families.family import (
 )
 from jaxspec.models.families.mamba_hybrid import MAMBA_FIXED
 from jaxspec.models.families.rope import rope_of, without_rope
+from jaxspec.models.families.routed import sigmoid_routing
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import is_positive_integer, shown
 
@@ -99,19 +100,9 @@ def _experts(hf: Keys) -> ExpertsConfig:
     latent = hf["moe_latent_size"]
     if latent is not None and not is_positive_integer(latent):
         raise ValueError(f"moe_latent_size must be a positive integer or null, got {shown(latent)}")
-    routing = RoutingConfig(
-        hf["n_routed_experts"],
-        hf["num_experts_per_tok"],
-        "sigmoid",
-        normalize=hf["norm_topk_prob"],
-        scale=float(hf["routed_scaling_factor"]),
-        num_groups=hf["n_group"],
-        top_groups=hf["topk_group"],
-        correction=True,
-    )
     return ExpertsConfig(
         hf["moe_intermediate_size"],
-        routing,
+        sigmoid_routing(hf, hf["n_routed_experts"]),
         shared_size=hf["moe_shared_expert_intermediate_size"],
         activation=SquaredRelu(),
         shared_activation=SquaredRelu(),

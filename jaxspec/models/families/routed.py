@@ -67,10 +67,10 @@ def every_few(hf: Keys) -> Callable[[int], bool]:
     return lambda layer: layer not in dense and (layer + 1) % step == 0
 
 
-def sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
-    """Experts as DeepSeek-V3 has them; ``num_experts`` if the config does not say how many."""
-    routing = RoutingConfig(
-        under_either_name(hf, "n_routed_experts", "num_local_experts", num_experts),
+def sigmoid_routing(hf: Keys, num_experts: int) -> RoutingConfig:
+    """A router of so many experts as DeepSeek-V3 has it."""
+    return RoutingConfig(
+        num_experts,
         hf["num_experts_per_tok"],
         "sigmoid",
         normalize=hf["norm_topk_prob"],
@@ -79,6 +79,12 @@ def sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
         top_groups=hf["topk_group"],
         correction=True,
     )
+
+
+def sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
+    """Experts as DeepSeek-V3 has them; ``num_experts`` if the config does not say how many."""
+    count = under_either_name(hf, "n_routed_experts", "num_local_experts", num_experts)
+    routing = sigmoid_routing(hf, count)
     width = hf["moe_intermediate_size"]
     return ExpertsConfig(width, routing, shared_size=hf["n_shared_experts"] * width)
 
