@@ -54,8 +54,8 @@ def delta_inputs_mosaic(
                 new = _load(qkvz_ref.at[sequence, of_node, group, part])
                 taken = jnp.where(place < past, old, new)
                 total = total + taken * _load(taps_ref.at[tap, group, part])
-            own = _load(qkvz_ref.at[sequence, node, group, part])
-            total = total + own * _load(taps_ref.at[past, group, part])
+            last = _load(qkvz_ref.at[sequence, node, group, part])
+            total = total + last * _load(taps_ref.at[past, group, part])
             return total / (1 + jnp.exp(-total))
 
         q_ref[sequence, node, group] = _unit_length(convolved(0)) / ENTRIES**0.5

@@ -74,7 +74,7 @@ def delta_read_mosaic(
             key, query = (_load(ref.at[sequence, node, group], BY_KEY) for ref in (k_ref, q_ref))
 
             def products(above: Any) -> tuple[Array, ...]:
-                """Of this node's key and query, with the key of a node above."""
+                """Products of this node's key and query with the key of a node above."""
                 if gram_refs:
                     [gram] = gram_refs
                     return tuple(gram[sequence, group, x, node, above] for x in range(2))
@@ -322,7 +322,7 @@ def _read(tile: Array, x: Array) -> Array:
 
 
 def _product(x: Array, y: Array) -> Array:
-    """Of two keys [Dk], the same for every column: [COLUMNS]."""
+    """The product of two keys [Dk], the same for every column: [COLUMNS]."""
     return _read(lax.broadcast_in_dim(x, (COLUMNS, len(x)), (1,)), y)
 
 

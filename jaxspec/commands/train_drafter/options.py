@@ -128,7 +128,7 @@ def loss_of(args: argparse.Namespace) -> Loss:
 
 
 def correction_sizes(args: argparse.Namespace) -> CorrectionSizes:
-    """Sizes of a block head; a method takes at most one of the two ranks."""
+    """The sizes of a block head's correction; a method has one of the two ranks."""
     rank = args.selector_rank if args.markov_rank is None else args.markov_rank
     return CorrectionSizes(rank, args.candidates, args.lattice_width, args.taps)
 

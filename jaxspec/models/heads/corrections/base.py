@@ -114,7 +114,7 @@ class PairCorrection(Protocol):
         ...
 
     def scores(self, target: Decoder, lattice: Lattice, roots: Array) -> PairScores:
-        """Scores in a lattice of ``candidates`` tokens, behind the tokens ``roots``, int32 [B]."""
+        """Scores of a lattice of ``candidates`` tokens behind the tokens ``roots``, int32 [B]."""
         ...
 
     def bytes_read(self, steps: int) -> int:
