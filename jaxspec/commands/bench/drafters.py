@@ -160,7 +160,7 @@ def load_entrants(args: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> 
 
 
 def bytes_of_drafter(llm: LLM) -> tuple[int, float]:
-    """Of its weights, and of its cache for each token. A model that drafts text has both in an
+    """Bytes of its weights, and of its cache for each token. A model that drafts text has both in an
     engine of its own."""
     host = llm.engine.host_drafter
     if isinstance(host, TextDrafter) and isinstance(host.source, ModelSource):
