@@ -14,15 +14,14 @@ from jax import Array
 from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters.base import (
-    Drafter,
     DraftState,
     PendingRows,
     PrefillChunk,
     Proposed,
 )
 from jaxspec.decoding.drafters.paged import (
+    KeepsFeatures,
     entry_at,
-    keep_features,
     make_proposer,
     prompt_tokens,
 )
@@ -58,7 +57,7 @@ class BlockRows(PendingRows):
 
 
 @pytree
-class BlockDrafter(Drafter, Pytree):
+class BlockDrafter(KeepsFeatures, Pytree):
     """Drafts a chain or a tree from one pass of a block head.
 
     A call whose trees are less deep than a block runs a shorter one, with fewer masks. A tree holds
@@ -201,18 +200,6 @@ class BlockDrafter(Drafter, Pytree):
 
         logits, carry = correction.step(target, block, roots[:, None], 0, correction.start(block))
         return grow(proposer, roots, logits[:, 0], step, carry)[0]
-
-    def commit(
-        self,
-        state: EngineState,
-        features: Array | None,
-        path: Array,
-        counts: Array,
-        options: RoundOptions,
-    ) -> DraftState:
-        assert features is not None
-        rows = keep_features(state, features, path, counts, options)
-        return DraftState(pool=state.pool.draft, rows=rows)
 
 
 def _draft_state(state: EngineState) -> tuple[ModelState, BlockRows]:

@@ -15,18 +15,17 @@ from jax import Array, lax
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters.base import (
-    Drafter,
     DraftState,
     PendingRows,
     PrefillChunk,
     Proposed,
 )
 from jaxspec.decoding.drafters.paged import (
+    KeepsFeatures,
     TokenRun,
     beam_positions,
     causal_attend,
     entry_at,
-    keep_features,
     level_attend,
     make_proposer,
     pending_tokens,
@@ -67,7 +66,7 @@ class HeadRows(PendingRows):
 
 
 @pytree
-class EagleDrafter(Drafter, Pytree):
+class EagleDrafter(KeepsFeatures, Pytree):
     """Drafts a chain or a dynamic tree with a draft head, or with one for each step.
 
     Attributes:
@@ -320,11 +319,12 @@ class EagleDrafter(Drafter, Pytree):
         counts: Array,
         options: RoundOptions,
     ) -> DraftState:
-        assert features is not None
-        rows = keep_features(state, features, path, counts, options)
-        if not options.speculation.is_plain:
-            rows = rows.replace(before=_where(state.rows.active, rows.at_root, rows.before))
-        return DraftState(pool=state.pool.draft, rows=rows)
+        draft = super().commit(state, features, path, counts, options)
+        if options.speculation.is_plain:
+            return draft
+        rows = draft.rows
+        before = _where(state.rows.active, rows.at_root, rows.before)
+        return draft.replace(rows=rows.replace(before=before))
 
 
 def _draft_state(state: EngineState) -> tuple[ModelState, HeadRows]:

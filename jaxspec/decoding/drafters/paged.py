@@ -7,12 +7,12 @@ past the root as scratch.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import page_slots
+from jaxspec.decoding.drafters.base import Drafter, DraftState
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, Proposer
@@ -71,34 +71,36 @@ def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
     return TokenRun(tokens, positions, valid, valid)
 
 
-def keep_features(
-    state: EngineState,
-    features: Array,
-    path: Array,
-    counts: Array,
-    options: RoundOptions,
-) -> Any:
-    """The drafter's rows after a round: with the captured states [R, A, C] that pending tokens are
-    read with, and their number [R].
+class KeepsFeatures(Drafter):
+    """A drafter whose rows (PendingRows) keep the captured states, ``features`` [R, A, C], that
+    pending tokens are read with."""
 
-    The states of the tokens that the round committed replace those that the drafter's rows keep;
-    after plain rounds, that of the new token is added to them. The arguments are those of
-    Drafter.commit.
-    """
-    kept, pending = state.rows.draft.features, state.rows.draft.pending
-    active, features = state.rows.active, features.astype(kept.dtype)
-    if options.speculation.is_plain:  # one more token is pending
-        place = jnp.arange(kept.shape[1]) == pending[:, None]
-        waiting = jnp.where(place[..., None], features[:, :1], kept)
-        counts = pending + counts
-    else:
-        waiting = jnp.take_along_axis(features, path[..., None], axis=1)
-        padding = kept.shape[1] - waiting.shape[1]
-        waiting = jnp.pad(waiting, ((0, 0), (0, padding), (0, 0)))
-    return state.rows.draft.replace(
-        features=jnp.where(active[:, None, None], waiting, kept),
-        pending=jnp.where(active, counts, pending),
-    )
+    def commit(
+        self,
+        state: EngineState,
+        features: Array | None,
+        path: Array,
+        counts: Array,
+        options: RoundOptions,
+    ) -> DraftState:
+        """See Drafter.commit. The states of the tokens that the round committed replace those that
+        the rows keep; after plain rounds, that of the new token is added to them."""
+        assert features is not None
+        rows = state.rows.draft
+        active, features = state.rows.active, features.astype(rows.features.dtype)
+        if options.speculation.is_plain:  # one more token is pending
+            place = jnp.arange(rows.features.shape[1]) == rows.pending[:, None]
+            waiting = jnp.where(place[..., None], features[:, :1], rows.features)
+            counts = rows.pending + counts
+        else:
+            waiting = jnp.take_along_axis(features, path[..., None], axis=1)
+            padding = rows.features.shape[1] - waiting.shape[1]
+            waiting = jnp.pad(waiting, ((0, 0), (0, padding), (0, 0)))
+        rows = rows.replace(
+            features=jnp.where(active[:, None, None], waiting, rows.features),
+            pending=jnp.where(active, counts, rows.pending),
+        )
+        return DraftState(pool=state.pool.draft, rows=rows)
 
 
 def entry_at(x: Array, index: Array) -> Array:
