@@ -14,7 +14,7 @@ take the same steps.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -35,6 +35,7 @@ LOWEST_KEY, HIGHEST_KEY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)  # of -in
 MIN_MASS = 1e-30  # above 0, so that a tiny top_p keeps the likeliest entry
 ROUNDING = 1e-3  # far above the rounding errors of the sums, relative to the mass
 LOG2_E = 1 / math.log(2)
+LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 # Traced once for all call sites.
@@ -57,10 +58,7 @@ def truncation_threshold_mosaic(
     does not support clusters.
     """
     batch, nodes, size = logits.shape
-    shares = truncate_shares(size) if shares is None else shares
-    chunks = size // THREADS
-    places = range(-(-chunks // shares))  # of a block's chunks
-    layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+    plan = _Plan(size, truncate_shares(size) if shares is None else shares, held)
 
     @fixed_name(interpret)
     def truncate_kernel(x_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, out_ref, *scratch):
@@ -69,87 +67,12 @@ def truncation_threshold_mosaic(
         k, p, m = (ref[request] for ref in (top_k_ref, top_p_ref, min_p_ref))
         wants_count = (k > 0) & (k <= size)
         wants_weight = (p < 1) | (m > 0)
+        part = _RowPart(plan, x_ref, scratch, row, share)
 
         def store(threshold: Array | float) -> None:
             @pl.when(share == 0)
             def _store():
                 out_ref[row] = jnp.float32(threshold)
-
-        def filled(value: float) -> Array:
-            return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), layout)
-
-        def load(place: int) -> Array:
-            """One of the block's chunks: one entry per thread, -inf past the end of the row."""
-            chunk = share + place * shares
-            if (place + 1) * shares <= chunks:
-                return plgpu.load(x_ref.at[row, pl.ds(chunk * THREADS, THREADS)], layout=layout)
-            start = jnp.minimum(chunk, chunks - 1) * THREADS
-            entries = plgpu.load(x_ref.at[row, pl.ds(start, THREADS)], layout=layout)
-            lane = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout)
-            return jnp.where(lane + chunk * THREADS < size, entries, -jnp.inf)
-
-        def exchange(
-            number: Array | int, values: Sequence[Array], merges: Sequence[Callable]
-        ) -> list[Array]:
-            """Each of ``values`` [128] merged over all blocks, in the same order in every block.
-
-            ``number`` counts the exchanges of a row. Even and odd exchanges use different slots of
-            shared memory. Before a slot is written again, the barrier of the exchange between has
-            shown that every block has read it.
-            """
-            if shares == 1:
-                return list(values)
-            (slots,) = scratch
-            slot = number % 2
-            for place, value in enumerate(values):
-                slots[slot, place] = value
-            cluster.sync()
-            everyone = [
-                plgpu.cluster_ref(slots, {kernel_axes.name("share"): jnp.int32(i)})
-                for i in range(shares)
-            ]
-            return [
-                functools.reduce(
-                    merge,
-                    [plgpu.load(ref.at[slot, place], layout=layout) for ref in everyone],
-                )
-                for place, merge in enumerate(merges)
-            ]
-
-        def search(
-            entries_of_row: Callable[[], Iterator[Array]],
-            exchanges: Array | int,
-            bounds: tuple[Array, Array],
-            wanted: Array,
-            weigh: Callable[[Array], Array | float],
-        ) -> tuple[Array, Array]:
-            """The largest key in ``bounds`` such that entries at or above it weigh ``wanted``.
-
-            The entries at or above the lower bound must weigh enough, those above the upper bound
-            must not. Returns the number of exchanges so far, and the key.
-            """
-
-            def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                exchanges, low, high = state
-                width = ((high - low) >> 2) + 1
-                pivots = [_number(low + np.uint32(i) * width) for i in range(1, PIVOTS + 1)]
-                sums = [filled(0.0)] * PIVOTS
-                for entries in entries_of_row():
-                    weights = weigh(entries)
-                    sums = [
-                        total + jnp.where(entries >= pivot, weights, 0.0)
-                        for total, pivot in zip(sums, pivots, strict=True)
-                    ]
-                sums = exchange(exchanges, sums, (jnp.add,) * PIVOTS)
-                for weight in sums:  # sums fall as the pivots rise: count those that are enough
-                    enough = jnp.sum(weight) >= wanted
-                    low = jnp.where(enough, low + width, low)
-                return exchanges + 1, low, jnp.minimum(high, low + (width - 1))
-
-            exchanges, low, _ = lax.while_loop(
-                lambda state: state[1] < state[2], step, (jnp.int32(exchanges), *bounds)
-            )
-            return exchanges, low
 
         @pl.when(jnp.logical_not(wants_count | wants_weight))
         def _keep_all():
@@ -157,23 +80,8 @@ def truncation_threshold_mosaic(
 
         @pl.when(wants_count | wants_weight)
         def _truncate():
-            in_registers = [load(place) for place in places[:held]]
-
-            def entries_of_row() -> Iterator[Array]:
-                yield from in_registers
-                yield from (load(place) for place in places[held:])
-
-            largest = functools.reduce(jnp.maximum, entries_of_row())
-            (largest,) = exchange(0, (largest,), (jnp.maximum,))
-            peak = jnp.max(largest)
-            highest = jnp.minimum(_key(peak), HIGHEST_KEY)
-            # ``largest`` holds the maxima of 128 groups of entries. At least 128 entries, and so
-            # at least k if k <= 128, are no smaller than the smallest of them.
-            low = _key(jnp.where(k <= THREADS, jnp.min(largest), -math.inf))
-            low = jnp.where(wants_count, jnp.minimum(low, highest), LOWEST_KEY)
-            high = jnp.where(wants_count, highest, LOWEST_KEY)
-            count = k.astype(jnp.float32)
-            exchanges, low = search(entries_of_row, 1, (low, high), count, lambda _: 1.0)
+            held = part.held_entries()
+            peak, highest, low, exchanges = _least_by_count(part, held, k, wants_count)
             least = _number(low)
 
             @pl.when(jnp.logical_not(wants_weight))
@@ -182,38 +90,20 @@ def truncation_threshold_mosaic(
 
             @pl.when(wants_weight)
             def _top_p_and_min_p():
-                temperature = temperature_ref[request]
+                softmax = _Softmax(peak, temperature_ref[request])
+                keys = low, least, highest
+                store(_least_by_weight(part, held, softmax, keys, (p, m), exchanges))
 
-                def weigh(entries: Array) -> Array:
-                    return jnp.exp2((entries - peak) * (LOG2_E / temperature))
-
-                total, lowest = filled(0.0), filled(math.inf)
-                for entries in entries_of_row():
-                    weights = jnp.where(entries >= least, weigh(entries), 0.0)
-                    total += weights
-                    lowest = jnp.minimum(lowest, jnp.where(weights >= m, entries, math.inf))
-                total, lowest = exchange(exchanges, (total, lowest), (jnp.add, jnp.minimum))
-                mass = jnp.maximum(p * jnp.sum(total), MIN_MASS)
-                # All entries below this bound together weigh less than what top-p may leave out.
-                outside = jnp.maximum(1 - p, ROUNDING)
-                bound = peak + temperature * (jnp.log(outside / size) - 1)
-                start = jnp.maximum(low, _key(jnp.where(1 - p > ROUNDING, bound, -math.inf)))
-                end = jnp.where(p < 1, highest, low)
-                bounds = (jnp.minimum(start, end), end)
-                _, nucleus = search(entries_of_row, exchanges + 1, bounds, mass, weigh)
-                likely = jnp.where(m > 0, jnp.min(lowest), -math.inf)
-                store(jnp.maximum(_number(nucleus), likely))
-
-            if shares > 1:
+            if plan.shares > 1:
                 cluster.sync()  # no block may exit before all have read its slots
 
     kernel = plgpu.kernel(
         truncate_kernel,
         out_type=jax.ShapeDtypeStruct((batch * nodes,), jnp.float32),
-        scratch_types=[plgpu.SMEM((2, PIVOTS, THREADS), jnp.float32)] * (shares > 1),
+        scratch_types=[plgpu.SMEM((2, PIVOTS, THREADS), jnp.float32)] * (plan.shares > 1),
         grid=(batch * nodes,),
         grid_names=kernel_axes.names("row"),
-        cluster=(shares,),
+        cluster=(plan.shares,),
         cluster_names=kernel_axes.names("share"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -222,6 +112,180 @@ def truncation_threshold_mosaic(
     )
     rows = logits.reshape(batch * nodes, size)
     return kernel(rows, temperature, top_k, top_p, min_p).reshape(batch, nodes)
+
+
+class _Plan(NamedTuple):
+    """How a row of ``size`` logits is divided: among ``shares`` blocks, each of whose threads holds
+    up to ``held`` entries."""
+
+    size: int
+    shares: int
+    held: int
+
+    @property
+    def chunks(self) -> int:
+        return self.size // THREADS
+
+    @property
+    def places(self) -> range:
+        """Those of a block's chunks."""
+        return range(-(-self.chunks // self.shares))
+
+
+class _Softmax(NamedTuple):
+    """What weights are relative to."""
+
+    peak: Array
+    temperature: Array
+
+    def weigh(self, entries: Array) -> Array:
+        return jnp.exp2((entries - self.peak) * (LOG2_E / self.temperature))
+
+
+class _RowPart(NamedTuple):
+    """A block's share of a row: its entries, and what it exchanges with the row's other blocks."""
+
+    plan: _Plan
+    x: Any
+    scratch: Sequence[Any]
+    row: Array
+    share: Array
+
+    def load(self, place: int) -> Array:
+        """One of the block's chunks: one entry per thread, -inf past the end of the row."""
+        size, shares, _ = self.plan
+        chunk, chunks = self.share + place * shares, self.plan.chunks
+        if (place + 1) * shares <= chunks:
+            return plgpu.load(self.x.at[self.row, pl.ds(chunk * THREADS, THREADS)], layout=LAYOUT)
+        start = jnp.minimum(chunk, chunks - 1) * THREADS
+        entries = plgpu.load(self.x.at[self.row, pl.ds(start, THREADS)], layout=LAYOUT)
+        lane = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LAYOUT)
+        return jnp.where(lane + chunk * THREADS < size, entries, -jnp.inf)
+
+    def held_entries(self) -> list[Array]:
+        """Those that stay in registers."""
+        return [self.load(place) for place in self.plan.places[: self.plan.held]]
+
+    def entries(self, held: Sequence[Array]) -> Iterator[Array]:
+        """All of the block's, some from registers."""
+        yield from held
+        yield from (self.load(place) for place in self.plan.places[self.plan.held :])
+
+    def exchange(
+        self, number: Array | int, values: Sequence[Array], merges: Sequence[Callable]
+    ) -> list[Array]:
+        """Each of ``values`` [128] merged over all blocks, in the same order in every block.
+
+        ``number`` counts the exchanges of a row. Even and odd exchanges use different slots of
+        shared memory. Before a slot is written again, the barrier of the exchange between has
+        shown that every block has read it.
+        """
+        shares = self.plan.shares
+        if shares == 1:
+            return list(values)
+        (slots,) = self.scratch
+        slot = number % 2
+        for place, value in enumerate(values):
+            slots[slot, place] = value
+        cluster.sync()
+        everyone = [
+            plgpu.cluster_ref(slots, {kernel_axes.name("share"): jnp.int32(i)})
+            for i in range(shares)
+        ]
+        return [
+            functools.reduce(
+                merge, [plgpu.load(ref.at[slot, place], layout=LAYOUT) for ref in everyone]
+            )
+            for place, merge in enumerate(merges)
+        ]
+
+    def search(
+        self,
+        held: Sequence[Array],
+        exchanges: Array | int,
+        bounds: tuple[Array, Array],
+        wanted: Array,
+        weigh: Callable[[Array], Array | float],
+    ) -> tuple[Array, Array]:
+        """The largest key in ``bounds`` such that entries at or above it weigh ``wanted``.
+
+        The entries at or above the lower bound must weigh enough, those above the upper bound must
+        not. Returns the number of exchanges so far, and the key.
+        """
+
+        def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            exchanges, low, high = state
+            width = ((high - low) >> 2) + 1
+            pivots = [_number(low + np.uint32(i) * width) for i in range(1, PIVOTS + 1)]
+            sums = [_filled(0.0)] * PIVOTS
+            for entries in self.entries(held):
+                weights = weigh(entries)
+                sums = [
+                    total + jnp.where(entries >= pivot, weights, 0.0)
+                    for total, pivot in zip(sums, pivots, strict=True)
+                ]
+            sums = self.exchange(exchanges, sums, (jnp.add,) * PIVOTS)
+            for weight in sums:  # sums fall as the pivots rise: count those that are enough
+                enough = jnp.sum(weight) >= wanted
+                low = jnp.where(enough, low + width, low)
+            return exchanges + 1, low, jnp.minimum(high, low + (width - 1))
+
+        exchanges, low, _ = lax.while_loop(
+            lambda state: state[1] < state[2], step, (jnp.int32(exchanges), *bounds)
+        )
+        return exchanges, low
+
+
+def _least_by_count(
+    part: _RowPart, held: Sequence[Array], k: Array, wants_count: Array
+) -> tuple[Array, Array, Array, Array]:
+    """The row's largest entry, its key, the key of the least entry that top-k keeps, and the number
+    of exchanges so far."""
+    largest = functools.reduce(jnp.maximum, part.entries(held))
+    (largest,) = part.exchange(0, (largest,), (jnp.maximum,))
+    peak = jnp.max(largest)
+    highest = jnp.minimum(_key(peak), HIGHEST_KEY)
+    # ``largest`` holds the maxima of 128 groups of entries. At least 128 entries, and so at least k
+    # if k <= 128, are no smaller than the smallest of them.
+    low = _key(jnp.where(k <= THREADS, jnp.min(largest), -math.inf))
+    low = jnp.where(wants_count, jnp.minimum(low, highest), LOWEST_KEY)
+    high = jnp.where(wants_count, highest, LOWEST_KEY)
+    count = k.astype(jnp.float32)
+    exchanges, low = part.search(held, 1, (low, high), count, lambda _: 1.0)
+    return peak, highest, low, exchanges
+
+
+def _least_by_weight(
+    part: _RowPart,
+    held: Sequence[Array],
+    softmax: _Softmax,
+    keys: tuple[Array, Array, Array],
+    limits: tuple[Array, Array],
+    exchanges: Array,
+) -> Array:
+    """The least entry that top-p and min-p (``limits``) keep of those that top-k keeps; ``keys``:
+    the lowest of these, its entry, and the highest."""
+    (low, least, highest), (p, m), (peak, temperature) = keys, limits, softmax
+    total, lowest = _filled(0.0), _filled(math.inf)
+    for entries in part.entries(held):
+        weights = jnp.where(entries >= least, softmax.weigh(entries), 0.0)
+        total += weights
+        lowest = jnp.minimum(lowest, jnp.where(weights >= m, entries, math.inf))
+    total, lowest = part.exchange(exchanges, (total, lowest), (jnp.add, jnp.minimum))
+    mass = jnp.maximum(p * jnp.sum(total), MIN_MASS)
+    # All entries below this bound together weigh less than what top-p may leave out.
+    outside = jnp.maximum(1 - p, ROUNDING)
+    bound = peak + temperature * (jnp.log(outside / part.plan.size) - 1)
+    start = jnp.maximum(low, _key(jnp.where(1 - p > ROUNDING, bound, -math.inf)))
+    end = jnp.where(p < 1, highest, low)
+    bounds = (jnp.minimum(start, end), end)
+    _, nucleus = part.search(held, exchanges + 1, bounds, mass, softmax.weigh)
+    likely = jnp.where(m > 0, jnp.min(lowest), -math.inf)
+    return jnp.maximum(_number(nucleus), likely)
+
+
+def _filled(value: float) -> Array:
+    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), LAYOUT)
 
 
 def truncate_shares(size: int) -> int:
