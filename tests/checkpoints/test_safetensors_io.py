@@ -35,6 +35,7 @@ from tests.helpers.checkpoints import (
     tiny_qwen2,
     tiny_qwen3,
 )
+from tests.helpers.marks import slow
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
@@ -79,8 +80,7 @@ def test_the_layout(llama: Path):
 
 @pytest.mark.parametrize(
     ("tensor_parallel", "data_parallel"),
-    [(4, 1), (2, 2), ((2, 2), 1)],
-    ids=["tp4", "tp2-dp2", "tp2x2"],
+    [pytest.param(4, 1, id="tp4"), pytest.param(2, 2, id="tp2-dp2"), slow((2, 2), 1, id="tp2x2")],
 )
 def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: Any, data_parallel: int):
     mesh = make_mesh(tensor_parallel, data_parallel)

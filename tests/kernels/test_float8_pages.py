@@ -17,6 +17,7 @@ from pallas_kernels.rope_kv_write import cases as rope_cases
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
 from tests.helpers.kernels import interpreted, lowered
+from tests.helpers.marks import first_is_fast
 from tests.helpers.programs import FAST_COMPILE
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -92,7 +93,7 @@ def test_interpreted_the_kernel_writes_the_same(case: Any):
         assert (one != other).mean() < 0.01, "more than a rare rounding differs"
 
 
-@pytest.mark.parametrize("case", rope_cases.TEST_CASES, ids=str)
+@first_is_fast(rope_cases.TEST_CASES, 3)
 def test_writing_lowers_for_cuda(case: Any):
     arguments = jax.eval_shape(lambda: rope_cases.make_float8_arguments(case, jnp.bfloat16))
     kernel = functools.partial(

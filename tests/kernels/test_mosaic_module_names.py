@@ -36,7 +36,7 @@ MODULES = (
 
 # Those that are lowered most quickly. Of the others test_every_kernel_has_a_fixed_name finds the
 # names, which are what makes the bytes the same.
-FAST = (packed_product, rope_kv_write, top_k)
+FAST = (rope_kv_write, top_k)
 
 
 @pytest.mark.parametrize(

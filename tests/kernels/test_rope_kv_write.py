@@ -65,7 +65,7 @@ def test_interpreted_it_is_the_reference(case: Case):
     assert_same(interpreted(rope_kv_write_mosaic, *arguments, eps=EPS), case)
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@first_is_fast(TEST_CASES, 3)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     lowered(kernel, *arguments)

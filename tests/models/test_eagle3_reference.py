@@ -139,7 +139,7 @@ FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_captured", [1, 3, 5])
+@pytest.mark.parametrize("num_captured", [slow(1), 3, slow(5)])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_heads_of_eagle_31_agree_with_jaxspec(
     flags, num_captured, target_dir: Path, target, tmp_path: Path

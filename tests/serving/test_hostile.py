@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from jaxspec import LLM
+from tests.helpers.marks import slow
 from tests.helpers.served import Served, run
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -51,6 +52,7 @@ CALL = {"type": "function", "function": {"name": "f"}}
 # A path, how the body is made (collecting tests makes none), and the status.
 CASES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "50 MB": (TEXT, lambda: b"x" * 50 * 10**6, 413),
+    "9 MB": (TEXT, lambda: b"x" * 9 * 10**6, 413),
     "a million tokens": (TEXT, lambda: body(prompt=[1] * MANY), 400),
     "a million words": (TEXT, lambda: body(prompt="ab " * MANY), 400),
     "a million prompts": (TEXT, lambda: body(prompt=["a"] * MANY), 400),
@@ -172,7 +174,7 @@ def ready(llm: LLM) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [slow(name) if name == "50 MB" else name for name in CASES])
 def test_it_is_refused_at_once(ready: LLM, case: str):
     path, make_content, status = CASES[case]
     content = make_content()
