@@ -78,7 +78,7 @@ class XPress(Pytree):
         assert (
             block.root_output is not None and block.before is not None
         )  # see BlockHead.reads_root
-        first = self._vector(block, block.root_output[:, None], block.before[:, None])
+        first = self._vector(block, block.before[:, None], place=0)
         depths = block.outputs.shape[1]
         return jnp.pad(first[:, :, None], ((0, 0), (0, 0), (0, depths), (0, 0)))
 
@@ -86,9 +86,8 @@ class XPress(Pytree):
     def step(
         self, target: Decoder, block: Block, tokens: Array, depth: int | Array, carry: Array
     ) -> tuple[Array, Array]:
-        outputs = block.outputs[:, depth, None]
-        outputs = jnp.broadcast_to(outputs, (*tokens.shape, outputs.shape[-1]))
-        vector, place = self._vector(block, outputs, tokens), depth + 1
+        place = depth + 1
+        vector = self._vector(block, tokens, place)
         carry = carry.at[:, :, place].set(vector)
         # Vectors of later positions are zero, so the row's upper part is not read.
         weights = jnp.tril(self.mix)[:, place, : carry.shape[2]]
@@ -97,15 +96,17 @@ class XPress(Pytree):
         added = einsum_f32("bkr,vr->bkv", mixed, local_rows(target, self.after))
         return block.logits[:, depth, None] + added, carry
 
-    def _vector(self, block: Block, outputs: Array, tokens: Array) -> Array:
-        """What a position reads [B, k, r]: its output [B, k, H], the mean output of the block, and
-        the token before it [B, k]."""
+    def _vector(self, block: Block, tokens: Array, place: int | Array) -> Array:
+        """What the position ``place`` of the block reads [B, k, r]: its output, the mean output of
+        the block, and the token before it [B, k]."""
         assert block.root_output is not None
         whole = jnp.concatenate([block.root_output[:, None], block.outputs], axis=1)
         mean = whole.mean(axis=1, keepdims=True, dtype=jnp.float32).astype(whole.dtype)
         read = self.before[tokens]
+        outputs = self.down_output(whole)  # of all positions, so that steps share one product
+        outputs = jnp.broadcast_to(outputs[:, place, None], read.shape)
         mean = jnp.broadcast_to(self.down_mean(mean), read.shape)
-        return self.join(jnp.concatenate([self.down_output(outputs), mean, read], axis=-1))
+        return self.join(jnp.concatenate([outputs, mean, read], axis=-1))
 
     def bytes_read(self, steps: int) -> int:
         """Bytes of weights that draft steps read; of ``before`` only a few rows."""
