@@ -161,7 +161,7 @@ def load_entrants(args: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> 
 
 def bytes_of_drafter(llm: LLM) -> tuple[int, float]:
     """Bytes of its weights, and of its cache for each token. A model that drafts text has both in
-    an engine of its own."""
+    its engine."""
     host = llm.engine.host_drafter
     if isinstance(host, TextDrafter) and isinstance(host.source, ModelSource):
         writer = host.source.engine.params
