@@ -10,6 +10,8 @@ from jaxspec.models.json.values import read_json
 from tests.helpers.checkpoints import tiny_byte_llama
 
 BLOCKS = ["--block-size", "5", "--layers", "1", "--ff", "32", "--anchors", "6", "--method"]
+MANY_PROBLEMS = ["--method", "dflash2", "--block-size", "1", "--anchors", "0", "--length", "4096"]
+MANY_PROBLEMS += ["--draft-vocab", "9", "--keep-text"]
 # Arguments, and what the card says.
 RUNS = {
     "eagle3": (["--unroll", "2", "--draft-vocab", "60"], ["EAGLE3 draft head", "60 tokens"]),
@@ -37,8 +39,11 @@ RUNS = {
         (["--model", "/no/such/model"], "no directory"),
         (["--resume"], "no checkpoint to resume from"),
         (["--steps", "0"], "must be at least 1"),
-        (["--unroll", "0"], "steps must be at least 1"),
-        (["--layers", "0"], "num_layers must be above 0"),
+        (["--unroll", "0"], "--unroll must be at least 1, got 0"),
+        (
+            ["--layers", "0", "--ff", "0"],
+            "--layers must be at least 1, got 0; --ff must be at least 1",
+        ),
         (["--draft-vocab", "0"], "1 to 4096 tokens"),
         (["--capture", "1", "99"], "distinct, of 0 to 8"),
         (["--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
@@ -72,24 +77,28 @@ RUNS = {
         (
             ["--method", "lilicorr", "--candidates", "5", "--lattice-width", "20", "--taps", "9"],
             "among 2, 4, 8 or 16 candidates, got 5; the lattice's width must be a multiple of 8, "
-            "got 20; lilicorr has from 0 to 8 taps in such blocks, got 9",
+            "got 20; in blocks of 8 lilicorr has 0 to 8 taps, got 9",
         ),
         (
             ["--method", "dflash2", "--candidates", "1", "--taps", "0", "--selector-rank", "0"],
             "rank must be at least 1, got 0; dflash2 chooses among 2 to 4096 candidates, got 1; "
-            "dflash2 has from 1 to 8 taps in such blocks, got 0",
+            "in blocks of 8 dflash2 has 1 to 8 taps, got 0",
         ),
-        (["--method", "dflash", "--block-size", "1"], "block_size must be an integer from 2"),
         (
             ["--method", "dflash", "--capture", "4", "9"],
-            "increasing layers from -1 to 7, got [3, 8]",
+            "--capture must be increasing, from 0 to 8, got 4 9",
+        ),
+        (
+            [*MANY_PROBLEMS, "--mask-token", "-1", "--capture", "4", "4"],
+            "--length 4096 exceeds the model's 2048; --method dflash2 does not take --draft-vocab; "
+            "--keep-text would do nothing: add --regenerate; --anchors must be at least 1, got 0; "
+            "--block-size must be at least 2, got 1; --mask-token -1 is no id of the model's 4096 "
+            "tokens; --capture must be increasing, from 0 to 8, got 4 4",
         ),
         (["--method", "dflash", "--block-size", "65"], "leave nothing to learn to 64 steps"),
-        (["--method", "dspark", "--anchors", "0"], "one or more places of a row"),
-        (["--method", "dspark", "--markov-rank", "-1"], "is at least 1, got -1"),
         (
-            ["--method", "dspark", "--mask-token", "4096"],
-            "4096 is no id of the target's 4096 tokens",
+            ["--method", "dspark", "--markov-rank", "-1", "--mask-token", "4096"],
+            "--markov-rank must be at least 0, got -1; --mask-token 4096 is no id of the model's",
         ),
     ],
     ids=str,

@@ -1,7 +1,10 @@
 """Options of `jaxspec train-drafter`: the parser, and what applies to which method."""
 
 import argparse
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jaxspec.commands.shared.shell import add_model_option, command_parser
 from jaxspec.commands.shared.training_options import (
@@ -10,8 +13,9 @@ from jaxspec.commands.shared.training_options import (
     add_suffixes_option,
 )
 from jaxspec.config.model import ModelConfig
+from jaxspec.models.json.values import Problems
 from jaxspec.training.heads.candidate_loss import block_loss_for
-from jaxspec.training.heads.correction_sizes import CorrectionSizes
+from jaxspec.training.heads.correction_sizes import CorrectionSizes, extra_of
 from jaxspec.training.heads.loss import Loss, LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import resolve_precision
@@ -37,6 +41,21 @@ METHODS_OF = {
     "--candidates": CHOOSING,
     "--taps": CHOOSING,
     "--anchors": BLOCK,
+}
+OF_ANSWERS = (
+    *("--prompt-tokens", "--regenerate-rows", "--regenerate-batch"),
+    *("--regenerate-temperatures", "--keep-text", "--answers"),
+)
+# The least values of numbers, where they are given.
+LEAST = {
+    "--prompt-tokens": 1,
+    "--regenerate-rows": 1,
+    "--regenerate-batch": 1,
+    "--layers": 1,
+    "--ff": 1,
+    "--unroll": 1,
+    "--anchors": 1,
+    "--markov-rank": 0,
 }
 
 
@@ -101,7 +120,7 @@ def _add_block_options(parser: argparse.ArgumentParser) -> None:
     add("--markov-rank", type=int, help="rank of dspark's Markov head; 0: none "
         "(default: a quarter of the hidden size, at most 256 as published)")  # fmt: skip
     add("--candidates", type=int, help="tokens of each depth that dflash2 or lilicorr chooses "
-        "among by the token before (default, as published: 16, 8)")  # fmt: skip
+        "among by the token before (default: 16, 8 as published)")  # fmt: skip
     add("--selector-rank", type=int, help="rank of dflash2's selector (default: that of a Markov "
         "head)")  # fmt: skip
     add("--lattice-width", type=int, help="width of lilicorr's transformer over candidates "
@@ -152,30 +171,53 @@ def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
 
 
 def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
-    """Raise ValueError for rows longer than the model allows, and for options without effect."""
+    """Raise ValueError for rows longer than the model allows, for options without effect, and for
+    numbers that do not fit: all of them in one."""
+    problems, idle = Problems(), _given(args, _not_of(args.method))
     if args.length > model.max_position:
-        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
-    values = vars(args)
-    given = [
-        name
-        for name, methods in METHODS_OF.items()
-        if args.method not in methods and values[name[2:].replace("-", "_")] is not None
-    ]
-    if given:
-        raise ValueError(f"--method {args.method} does not take {' and '.join(given)}")
-    counts = {
-        "--prompt-tokens": args.prompt_tokens,
-        "--regenerate-rows": args.regenerate_rows,
-        "--regenerate-batch": args.regenerate_batch,
-    }
-    others = {
-        "--regenerate-temperatures": args.regenerate_temperatures,
-        "--keep-text": args.keep_text or None,
-        "--answers": args.answers,
-    }
-    given = [name for name, value in (counts | others).items() if value is not None]
-    if given and not args.regenerate:
-        raise ValueError(f"{' and '.join(given)} would do nothing: add --regenerate")
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+        problems.add(f"--length {args.length} exceeds the model's {model.max_position}")
+    if idle:
+        problems.add(f"--method {args.method} does not take {' and '.join(idle)}")
+    if not args.regenerate and (others := _given(args, OF_ANSWERS)):
+        problems.add(f"{' and '.join(others)} would do nothing: add --regenerate")
+    for name in _given(args, LEAST):
+        if _value(args, name) < LEAST[name]:
+            problems.add(f"{name} must be at least {LEAST[name]}, got {_value(args, name)}")
+    if args.method in BLOCK:
+        _check_block(args, model, problems)
+    # What a method does not take would be told twice.
+    if args.method in CHOOSING and not idle and block_size(args) > 1:
+        with problems.caught():
+            extra_of(args.method, model, block_size(args), correction_sizes(args))
+    problems.raise_all()
+
+
+def _check_block(args: argparse.Namespace, model: ModelConfig, problems: Problems) -> None:
+    least = 1 if args.method == "dspark" else 2
+    if block_size(args) < least:
+        problems.add(f"--block-size must be at least {least}, got {args.block_size}")
+    if args.mask_token is not None and not 0 <= args.mask_token < model.vocab_size:
+        problems.add(
+            f"--mask-token {args.mask_token} is no id of the model's {model.vocab_size} tokens"
+        )
+    layers = args.capture or [0]
+    increasing = all(a < b for a, b in itertools.pairwise(layers))
+    if not increasing or layers[0] < 0 or layers[-1] > model.num_layers:
+        given = " ".join(map(str, layers))
+        problems.add(f"--capture must be increasing, from 0 to {model.num_layers}, got {given}")
+
+
+def _not_of(method: str) -> list[str]:
+    """The options that a method does not take."""
+    return [name for name, methods in METHODS_OF.items() if method not in methods]
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of the options that are given, be it as 0."""
+    values = ((name, _value(args, name)) for name in names)
+    return [name for name, value in values if value is not None and value is not False]
+
+
+def _value(args: argparse.Namespace, name: str) -> Any:
+    """What an option was given; None, or of a flag False: it was not."""
+    return vars(args)[name[2:].replace("-", "_")]

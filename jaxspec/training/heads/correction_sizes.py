@@ -92,7 +92,7 @@ def _check_selector(rank: int, candidates: int, taps: int, vocab: int, block_siz
     if not 2 <= candidates <= vocab:
         problems.add(f"dflash2 chooses among 2 to {vocab} candidates, got {candidates}")
     if not 1 <= taps <= block_size:
-        problems.add(f"dflash2 has from 1 to {block_size} taps in such blocks, got {taps}")
+        problems.add(f"in blocks of {block_size} dflash2 has 1 to {block_size} taps, got {taps}")
     problems.raise_all()
 
 
@@ -107,7 +107,7 @@ def _lattice(
     if width < 1 or width % LATTICE_HEADS:
         problems.add(f"the lattice's width must be a multiple of {LATTICE_HEADS}, got {width}")
     if not 0 <= taps <= block_size:
-        problems.add(f"lilicorr has from 0 to {block_size} taps in such blocks, got {taps}")
+        problems.add(f"in blocks of {block_size} lilicorr has 0 to {block_size} taps, got {taps}")
     problems.raise_all()
     return LiLiCorrConfig(
         candidates=candidates,
