@@ -41,6 +41,12 @@ CASES = [
     ("bench engine", "--modes plain --drafter-quantization fp8", "give a mode that drafts, such"),
     ("bench engine", "--modes chain:3+int8 --drafter-quantization fp8", "exclude each other"),
     (
+        *("bench engine", "--draft-head lilicorr --modes chain:16@2,chain:3,16:4:9"),
+        "mode 'chain:16@2': this block drafter writes 15 tokens at once, and the draft tree has a "
+        "max_depth of 16: choose one of at most 15; mode '16:4:9@4': a draft tree of top_k 9 is "
+        "wider than this drafter's choice among 8 candidates: choose a smaller top_k",
+    ),
+    (
         *("bench engine", "--context 4096 --new-tokens 8 --modes plain"),
         "--context 4096 needs 4106 positions with what is generated, and the model has 4096: give "
         "at most 4086",
@@ -86,6 +92,7 @@ CASES = [
     ("eval-drafter", "--data /no/such/data", "no such file or folder"),
     ("profile-round", "--mode chain", "not plain, chain:K"),
     ("profile-round", "--mode plain --draft-head dspark", "--draft-head would do nothing"),
+    ("profile-round", "--mode chain:8@2 --draft-head dspark", "mode 'chain:8@2': this block draft"),
     ("profile-round", "--rounds 1", "--rounds must be at least 2"),
     ("profile-round", "--sp 0", "parallel sizes must be >= 1"),
     ("profile-round", "--sp 3", "--page-size 16 cannot be split over 3 devices; it can over 1, 2"),

@@ -14,8 +14,8 @@ from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.shell import given_option
 from jaxspec.config.quantization import EXPERT_FORMATS
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
-from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode
-from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode, check_trees
+from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,8 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 def check_head_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace, modes: Sequence[Mode]
 ) -> None:
-    """Raise ValueError for an option of the head that would do nothing in ``modes``, and for a head
-    that is to be quantized twice."""
+    """Raise ValueError for an option of the head that would do nothing in ``modes``, for a head
+    that is to be quantized twice, and for trees that it does not draft."""
     option = given_option(parser, args, ("draft_head", "drafter_quantization"))
     if option is not None and not any(mode.speculation for mode in modes):
         raise ValueError(
@@ -52,3 +52,5 @@ def check_head_options(
         raise ValueError(
             f"--drafter-quantization and modes with {EIGHT_BITS} exclude each other: take one"
         )
+    if any(mode.speculation for mode in modes):
+        check_trees(modes, args.draft_head, model_shape(args.shape, args.layers))

@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.acceptance import Synthetic
 from jaxspec.decoding.all_reduce_buffers import with_exchanges
@@ -18,9 +21,16 @@ from jaxspec.decoding.drafters import (
     ParallelEagleDrafter,
 )
 from jaxspec.decoding.functional import EngineParams
-from jaxspec.evaluation.benchmarks.draft_heads import rounded_but_correction
+from jaxspec.decoding.trees.grow import check_top_k
+from jaxspec.evaluation.benchmarks.draft_heads import (
+    HeadKind,
+    head_shapes_for,
+    rounded_but_correction,
+)
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.heads.corrections import PairCorrection
+from jaxspec.models.json.values import Problems
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
 from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
@@ -96,6 +106,27 @@ def _mode(shape: str, tree: SpeculationConfig, length: float) -> Mode:
         )
     speculation = dataclasses.replace(tree, acceptance=Synthetic(length))
     return Mode(f"{shape}@{length:g}", speculation, length)
+
+
+def check_trees(modes: Sequence[Mode], kind: HeadKind, target: ModelConfig) -> None:
+    """Raise ValueError for trees that a target's heads of a kind do not draft, all of them in
+    one."""
+    problems, head = Problems(), head_shapes_for(target, jnp.dtype("bfloat16"), None, kind=kind)
+    for mode in modes:
+        try:
+            if mode.speculation is not None:
+                _check_tree(mode.speculation, head, target)
+        except ValueError as error:
+            problems.add(f"mode {mode.name!r}: {error}")
+    problems.raise_all()
+
+
+def _check_tree(tree: SpeculationConfig, head: DraftHead | BlockHead, target: ModelConfig) -> None:
+    if isinstance(head, BlockHead):
+        head.check_depth(tree.max_depth)
+        if isinstance(head.correction, PairCorrection):
+            check_top_k(tree, head.correction.candidates, "candidates")
+    check_top_k(tree, target.vocab_size if head.token_ids is None else head.token_ids.size)
 
 
 def make_params(
