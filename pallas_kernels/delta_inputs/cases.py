@@ -50,17 +50,25 @@ def make_arguments(case: Case, seed: int = 0) -> tuple[ConvolvedNodes, Strengths
     """Positional arguments of delta_inputs, but for the size of keys."""
     rng, past, bf16 = np.random.default_rng(seed), case.taps - 1, jnp.bfloat16
     rows, shape = case.batch + 2, (case.batch, case.nodes, case.groups)
-    # Each node follows the one before it: earlier nodes, or tokens before the tree.
-    places = np.arange(case.nodes)[:, None] + np.arange(past)
+    trees = [_places(rng, case.nodes, past) for _ in range(case.batch)]
     nodes = ConvolvedNodes(
         qkvz=noise(seed, 0, (*shape, case.wide + case.values * case.v_dim), bf16),
         before=noise(seed, 1, (rows, past, case.groups, case.wide), bf16),
         rows=jnp.asarray(rng.permutation(rows)[: case.batch], jnp.int32),
-        places=jnp.asarray(np.broadcast_to(places, (case.batch, *places.shape)), jnp.int32),
+        places=jnp.asarray(trees, jnp.int32),
         taps=noise(seed, 2, (case.taps, case.groups, case.wide), bf16),
     )
     weights = (noise(seed, part, (case.groups, case.values), jnp.float32) for part in (3, 4))
     return nodes, Strengths(noise(seed, 5, (*shape, 2 * case.values), bf16), *weights)
+
+
+def _places(rng: np.random.Generator, nodes: int, past: int) -> np.ndarray:
+    """The tokens before each node of a random tree, as in ConvolvedNodes."""
+    places = [np.arange(past)]  # of the root: all are before the tree
+    for node in range(1, nodes):
+        parent = int(rng.integers(node))
+        places.append(np.append(places[parent][1:], past + parent))
+    return np.stack(places)
 
 
 def benchmarks() -> Sequence[Benchmark]:
