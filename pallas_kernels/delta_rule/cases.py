@@ -79,7 +79,7 @@ TEST_CASES = (
     Case(1, 1),
     Case(2, 6),
     Case(3, 16, groups=1, v_dim=64),
-    Case(2, 2, groups=1, values=4, capacity=32),
+    Case(2, 4, groups=1, values=4, capacity=32),
 )
 
 
