@@ -37,6 +37,10 @@ CASES = [
     ("bench drafters", "--run /no/such/head chain:3", "no directory"),
     ("bench drafters", "--run none chain:3", "names another drafter"),
     ("bench engine", "--modes plain,chain", "not plain, chain:K"),
+    (
+        *("bench engine", "--modes chain:7,plain@2"),
+        "mode 'chain:7': say which acceptance length, as in chain:4@3.2; mode 'plain@2': plain",
+    ),
     ("bench engine", "--modes plain --draft-head dflash", "--draft-head would do nothing"),
     ("bench engine", "--modes plain --drafter-quantization fp8", "give a mode that drafts, such"),
     ("bench engine", "--modes chain:3+int8 --drafter-quantization fp8", "exclude each other"),

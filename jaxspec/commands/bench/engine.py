@@ -38,7 +38,7 @@ from jaxspec.commands.shared.shell import (
 )
 from jaxspec.config.model import ModelConfig
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
-from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_mode
+from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_modes
 from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
 from jaxspec.evaluation.benchmarks.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.evaluation.benchmarks.shapes import model_shape
@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
     """The workloads and modes to time. Raises ValueError for options that do not go together."""
     config = model_shape(args.shape, args.layers)
-    modes = [parse_mode(text) for text in args.modes.split(",")]
+    modes = parse_modes(args.modes)
     check_head_options(make_parser(), args, modes)
     chosen = []
     for batch, mode in itertools.product(args.batch, modes):

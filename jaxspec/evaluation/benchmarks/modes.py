@@ -90,6 +90,17 @@ def parse_mode(text: str) -> Mode:
         raise ValueError(f"mode {text!r}: {error}") from None
 
 
+def parse_modes(text: str) -> list[Mode]:
+    """The modes of a list with commas: see parse_mode. Raises ValueError for those that are none,
+    all of them in one."""
+    problems, modes = Problems(), []
+    for part in text.split(","):
+        with problems.caught():
+            modes.append(parse_mode(part))
+    problems.raise_all()
+    return modes
+
+
 def _default_length(tree: SpeculationConfig) -> float:
     if not tree.is_chain:
         return TREE_LENGTH
