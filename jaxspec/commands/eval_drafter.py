@@ -32,6 +32,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import with_distinct_seeds
 from jaxspec.evaluation.acceptance import summarize, summarize_kinds
 from jaxspec.evaluation.number_format import with_interval
+from jaxspec.models.json.values import Problems
 
 RULES = ("coupled", "top_k", "rejection")
 
@@ -66,6 +67,15 @@ def speculation_of(mode: str, rule: str) -> SpeculationConfig:
     return dataclasses.replace(tree, proposal=rule)
 
 
+def check_modes(modes: Sequence[str]) -> None:
+    """Raise ValueError for modes that are no trees, all of them in one."""
+    problems = Problems()
+    for mode in modes:
+        with problems.caught():
+            SpeculationConfig.parse(mode)
+    problems.raise_all()
+
+
 def load(args: argparse.Namespace, drafter: str, speculation: SpeculationConfig) -> LLM:
     return LLM(
         args.model,
@@ -81,6 +91,7 @@ def load(args: argparse.Namespace, drafter: str, speculation: SpeculationConfig)
 
 
 def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    check_modes(args.modes.split(","))  # fails now, not after those before were measured
     prompts, kinds = read_prompts(args, args.prompts, args.prompt_tokens, args.max_tokens, progress)
     drafter = str(choose_drafter(args.model, args.drafter))
     if args.drafter == "auto":  # of the default mixture the head is measured alone

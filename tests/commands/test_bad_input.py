@@ -90,7 +90,11 @@ CASES = [
     ("compile-ahead", "--tpu v6e:2x2 --libtpu {empty}", "lacks libtpu; run: pip install --target"),
     ("compile-ahead", "--tpu v6e:2x2 --libtpu {old}", "has libtpu 0.1.2, but this jax needs 0.0."),
     ("eval-drafter", "--modes chain", "not plain, chain:K or NODES:DEPTH:TOPK"),
-    ("eval-drafter", "--modes tree:4:8:2", "must exceed max_depth"),
+    (
+        *("eval-drafter", "--modes chain:1,tree:4:8:2,5:7:2"),
+        "tree 'tree:4:8:2': num_nodes (4) must exceed max_depth (8): the root counts as a node; "
+        "tree '5:7:2': num_nodes (5) must exceed",
+    ),
     ("eval-drafter", "--prompts 0", "must be at least 1"),
     ("eval-drafter", "--drafter /no/such/head", "no directory"),
     ("eval-drafter", "--data /no/such/data", "no such file or folder"),
