@@ -100,7 +100,7 @@ LONGEST = (
     "test_run", "test_float8_pages", "test_delta_rule_kernel", "test_pipeline",
     "test_float8_attention", "test_layers", "test_eagle3_reference",
     "test_paged_attention_kernel", "test_scripts", "test_tunix", "test_from_nnx",
-    "test_smollm2",  # of the real ones
+    "test_smollm2", "test_smollm2_scores",  # of the real ones
 )  # fmt: skip
 
 # Files whose tests run the same programs: those of byte_llm, and of engines of one shape
