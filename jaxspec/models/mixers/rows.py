@@ -85,10 +85,9 @@ class RowsOfPass(NamedTuple):
         kept."""
         if state is None:
             return new.inputs.sequences(q), None
-        rows, lens, counts, ancestors, depth = self
-        if ancestors is not None and depth is not None:
-            return state.read_tree(rows, lens, q, new, ancestors, depth, kernels)
-        return state.read_run(rows, lens, counts, q, new, kernels)
+        if self.tree is not None:
+            return state.read_tree(self.rows, self.lens, q, new, *self.tree, kernels)
+        return state.read_run(self.rows, self.lens, self.counts, q, new, kernels)
 
 
 def rows_of_pass(
