@@ -10,30 +10,18 @@ import numpy as np
 
 from pallas_kernels.benchmark import Benchmark, beside_reference, noise
 from pallas_kernels.delta_inputs import ConvolvedNodes, Strengths, delta_inputs
+from pallas_kernels.delta_rule import cases as delta_rule
 
 KEY_DIM = 128
 SMALL = 1e-12  # share of an output that the next projections get
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """``batch`` trees of ``nodes`` nodes; key heads with values as in the kernel."""
-
-    batch: int
-    nodes: int
-    groups: int = 2
-    values: int = 2
-    v_dim: int = 128
-    taps: int = 4
+class Case(delta_rule.Case):
+    """Trees and heads as of the delta rule; windows do not matter."""
 
     def __str__(self) -> str:
-        heads = f"{self.groups} x {self.values} heads of {self.v_dim}"
-        return f"{self.batch} x {self.nodes} nodes, {heads}"
-
-    @property
-    def wide(self) -> int:
-        """Channels of a key head."""
-        return 2 * KEY_DIM + self.values * self.v_dim
+        return self.sizes
 
     @property
     def num_bytes(self) -> int:

@@ -28,8 +28,13 @@ class Case:
     taps: int = 4
 
     def __str__(self) -> str:
+        return f"{self.sizes}, windows of {self.capacity}"
+
+    @property
+    def sizes(self) -> str:
+        """Trees and heads, in words."""
         heads = f"{self.groups} x {self.values} heads of {self.v_dim}"
-        return f"{self.batch} x {self.nodes} nodes, {heads}, windows of {self.capacity}"
+        return f"{self.batch} x {self.nodes} nodes, {heads}"
 
     @property
     def wide(self) -> int:
