@@ -27,6 +27,7 @@ from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.add_rms_norm.reference import followed_by
+from pallas_kernels.products import total_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 Side = Literal[0, 1]  # what is read, what is given
@@ -75,8 +76,16 @@ class Convolution(Pytree):
     @jax.named_scope("convolution")
     def taps(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """Taps of block tokens by their normed input [B, T, H]: float32 [B, T, 2, taps, H]."""
-        said = self.said.float32(x, kernels).reshape(*x.shape[:2], *self.base.shape[:2], -1)
+        said = self._said(x, kernels).reshape(*x.shape[:2], *self.base.shape[:2], -1)
         return self.base + jnp.repeat(said, self.config.group, axis=-1)
+
+    def _said(self, x: Array, kernels: Kernels) -> Array:
+        """The product of ``said``, float32 [B, T, units]. On a GPU it is split, since it is narrow,
+        and the launch that reads it adds up its parts."""
+        splits = self.said.best_num_splits(x, kernels) if "add_rms_norm" in kernels else 1
+        if splits == 1:
+            return self.said.float32(x, kernels)
+        return total_f32(list(self.said.partial_sums(x, splits, kernels)[:, : len(x)]))
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Convolution":
         """The same, with every array replaced by ``tensor_map``'s result."""
@@ -115,7 +124,7 @@ class ConvolvedMixer(Pytree):
             beside = x[:, size:]
         read = followed_by(convolved(block, taps, 0), beside)
         product, state = self.mixer(read, state, step)
-        return Computed(convolved(step.normed(block, product, None), taps, 1)), state
+        return Computed(convolved(step.summed(block, product), taps, 1)), state
 
     @property
     def reader(self) -> None:
@@ -143,7 +152,7 @@ class ConvolvedMlp(Pytree):
     def __call__(self, x: Array, step: ForwardPass) -> Computed:
         taps = self.convolution.taps(x, step.kernels)
         product = self.mlp(convolved(x, taps, 0), step)
-        return Computed(convolved(step.normed(x, product, None), taps, 1))
+        return Computed(convolved(step.summed(x, product), taps, 1))
 
     @property
     def reader(self) -> None:
