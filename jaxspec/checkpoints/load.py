@@ -20,6 +20,7 @@ from jaxspec.checkpoints.load_drafter import (
     load_drafter,
     platform_of,
     with_lm_head_in_bits,
+    with_node_costs,
 )
 from jaxspec.checkpoints.load_options import LoadOptions, takes_fields_of
 from jaxspec.checkpoints.safetensors_io import load_decoder, load_pipeline
@@ -86,8 +87,11 @@ def load_params(options: LoadOptions, config: ModelConfig | None = None) -> Engi
         drafter = load_drafter(choose_drafter(options.model, drafter), drafted)
     drafter = in_bits(drafter, options.drafter_bits, meshes[-1])
     stages, target = _load_target(options, drafted, drafter, meshes)
+    drafter = with_lm_head_in_bits(drafter, options.drafter_bits, target, meshes[-1])
+    if not stages:  # the costs are of a target whose layers are all here
+        drafter = with_node_costs(drafter, target, speculation.max_depth, kernels)
     params = EngineParams(
-        drafter=with_lm_head_in_bits(drafter, options.drafter_bits, target, meshes[-1]),
+        drafter=drafter,
         target=target,
         speculation=speculation,
         kernels=kernels,

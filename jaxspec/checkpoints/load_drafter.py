@@ -37,17 +37,19 @@ from jaxspec.decoding.drafters import (
     VocabularyMap,
 )
 from jaxspec.decoding.drafters.names import check_name, lookup_drafter, mixed_lookup, split_mixed
+from jaxspec.decoding.prior_costs import prior_costs
 from jaxspec.decoding.trees.grow import check_top_k
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.corrections import PairCorrection
-from jaxspec.models.nodes import map_nodes
+from jaxspec.models.mlps import Experts
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.models.quantized.float8 import Float8Linear, as_linear
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
 from jaxspec.models.quantized.schemes import in_four_bits, to_four_bits
-from pallas_kernels.selection import default_device
+from pallas_kernels.selection import Kernels, default_device
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
 LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and docs/benchmarks.md
@@ -272,3 +274,19 @@ def with_lm_head_in_bits(
         return drafter
     rounding = to_four_bits if bits == 4 else in_eight_bits
     return with_lm_head_copy(drafter, target, rounding, mesh)
+
+
+def with_node_costs(drafter: Drafter, target: Decoder, depth: int, kernels: Kernels) -> Drafter:
+    """The drafter, in which chains of a head with a confidence head end where the next token is not
+    worth verifying (see BlockDrafter.costs): where a kernel reads only the experts that tokens
+    choose. ``depth``: of its chains."""
+    is_packed = any(layer.gate_up.packed is not None for layer in nodes_of(target.layers, Experts))
+    if ("packed_expert_product" if is_packed else "expert_product") not in kernels:
+        return drafter
+
+    def changed(block: BlockDrafter) -> BlockDrafter:
+        if block.head.confidence is None:
+            return block
+        return block.replace(costs=prior_costs(target, block).node_costs(depth))
+
+    return map_nodes(drafter, changed, BlockDrafter)

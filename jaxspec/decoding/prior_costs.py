@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxspec.config.speculation import TreeShape
 from jaxspec.decoding.draft_bytes import draft_weight_bytes
 from jaxspec.decoding.drafters import Drafter
+from jaxspec.decoding.trees.worth_verifying import NodeCosts
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
@@ -71,13 +72,15 @@ class RoundWork:
     """What the rounds of a model and its drafter read and compute, on each device.
 
     Attributes:
-      weights: bytes of the target that a pass reads.
+      weights: bytes of the target that a pass reads, all experts included.
       operations: additions and multiplications of the target for a token.
       layers: of the target.
       width: its hidden size.
       vocab: its logits of a token.
       element: bytes of one of its numbers.
       draft_bytes: bytes that so many draft steps read.
+      experts: bytes of the target's experts that tokens choose among.
+      chosen: share of these that a token chooses.
     """
 
     weights: int
@@ -87,6 +90,13 @@ class RoundWork:
     vocab: int
     element: int
     draft_bytes: Callable[[int], int]
+    experts: int = 0
+    chosen: float = 1.0
+
+    def read(self, tokens: float) -> float:
+        """Bytes of the target that a pass over so many tokens reads, if they choose all experts
+        alike often and independently of each other."""
+        return self.weights - self.experts * (1 - self.chosen) ** tokens
 
 
 class PriorCosts:
@@ -103,23 +113,41 @@ class PriorCosts:
         share = min(1.0, work.width / speed.full_width)
         self._operations = speed.operations * math.sqrt(share)  # that the model reaches a second
 
-    def seconds(self, rows: int, shape: TreeShape) -> float:
-        """Seconds of a round of so many rows on each device."""
+    def seconds(self, rows: int, shape: TreeShape, drafted: float | None = None) -> float:
+        """Seconds of a round of so many rows on each device.
+
+        ``drafted``: tokens of a tree that are verified on average; None: all. The others are
+        computed, too, as the program has one width, but choose no experts.
+        """
         work, speed, tokens = self.work, self.speed, rows * shape.num_nodes
-        verify = self._pass(work.weights, work.operations, tokens) + work.layers * speed.layer
+        read = work.read(tokens if drafted is None else rows * (1 + drafted))
+        verify = self._pass(read, work.operations, tokens) + work.layers * speed.layer
         verify += tokens * work.vocab * LOGIT_BYTES * speed.logit_passes / speed.bandwidth
         if shape.is_plain:
             return verify
-        read = work.draft_bytes(shape.max_depth)
-        computed = 2 * read / work.element  # each step computes with what it reads
+        draft = work.draft_bytes(shape.max_depth)
+        computed = 2 * draft / work.element  # each step computes with what it reads
         steps = shape.max_depth * speed.draft_step
-        return verify + self._pass(read, computed, rows * shape.top_k) + steps
+        return verify + self._pass(draft, computed, rows * shape.top_k) + steps
 
     def tokens_as_long_as(self, seconds: float) -> int:
         """Tokens for which the target computes as long as it reads its weights, and ``seconds``
         more."""
         reading = self.work.weights / self.speed.bandwidth
         return round((seconds + reading) * self._operations / self.work.operations)
+
+    def node_costs(self, depth: int) -> NodeCosts | None:
+        """What verified tokens cost in rounds that draft so many, by the experts that they choose;
+        None: there are none to choose among."""
+        work, speed = self.work, self.speed
+        if not work.experts:
+            return None
+        read = work.weights - work.experts + work.draft_bytes(depth)
+        return NodeCosts(
+            fixed=read / speed.bandwidth + work.layers * speed.layer + depth * speed.draft_step,
+            experts=work.experts / speed.bandwidth,
+            chosen=work.chosen,
+        )
 
     def _pass(self, read: float, operations: float, tokens: int) -> float:
         speed = self.speed
@@ -142,6 +170,10 @@ def round_work(target: Decoder, drafter: Drafter) -> RoundWork:
     if target.tokens is not None:
         tables.append(target.tokens.embed)
     operations = 2 * (_elements(target) - _idle_elements(target.layers) - _elements(tables))
+    layers = nodes_of(target.layers, Experts)
+    sizes = [local_bytes((experts.gate_up, experts.down)) for experts in layers]
+    shares = [experts.share_read(experts.config.routing.top_k) for experts in layers]
+    chosen = sum(size * share for size, share in zip(sizes, shares, strict=True))
     return RoundWork(
         weights=local_bytes(target) - local_bytes(tables),
         operations=operations,
@@ -151,6 +183,8 @@ def round_work(target: Decoder, drafter: Drafter) -> RoundWork:
         element=jnp.dtype(target.dtype).itemsize,
         # Every call of an engine asks for its costs.
         draft_bytes=functools.cache(lambda depth: draft_weight_bytes(shapes, depth, lm_head)),
+        experts=sum(sizes),
+        chosen=chosen / sum(sizes) if sizes else 1.0,
     )
 
 

@@ -32,6 +32,7 @@ from jaxspec.decoding.sampling import Sampling, make_sampling, process_logits
 from jaxspec.decoding.sampling.noise import Stream
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow
 from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.decoding.trees.worth_verifying import cut, worth_verifying
 from jaxspec.parallel import WHOLE
 from tests.helpers.marks import slow
 
@@ -207,7 +208,36 @@ def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
     assert abs(depth + 1 - mean_length) < 0.02
 
 
+# A confidence head's word for what follows each token; chains end where it is worth too little.
+SURE = jnp.asarray(np.random.default_rng(1).uniform(0.1, 1, VOCAB), jnp.float32)
+
+
+def ended_by(tokens: Array, tree: DraftTree) -> DraftTree:
+    """The chain with the tokens that are worth verifying: by the confidence after ``tokens``."""
+    return cut(tree, worth_verifying(SURE[tokens], np.array([0.5, 0.3])))
+
+
+@pytest.mark.parametrize("name", ["rejection, drawn chain", slow("match, coupled chain")])
+def test_chains_that_end_by_what_was_drafted_before_change_nothing(name: str):
+    (spec, rule), options = RIGHT_RULES[name], SAMPLINGS["truncated"]
+    pairs, depth = commit_pairs(
+        spec, rule, options, distort=lambda tree: ended_by(tree.tokens[:, :-1], tree)
+    )
+    assert 0.1 < depth < 1
+    assert p_value(pairs, options) > P_VALUE
+
+
 # Wrong rules, which the test above must detect.
+
+
+@pytest.mark.slow
+def test_the_chi_square_test_detects_chains_that_end_by_the_drawn_token_itself():
+    options = SAMPLINGS["plain"]
+    spec, rule = RIGHT_RULES["rejection, drawn chain"]
+    pairs, _ = commit_pairs(
+        spec, rule, options, distort=lambda tree: ended_by(tree.tokens[:, 1:], tree)
+    )
+    assert p_value(pairs, options) < 1e-9
 
 
 def claim_flat_draws(tree: DraftTree) -> DraftTree:

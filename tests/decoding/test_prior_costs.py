@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
@@ -35,6 +36,20 @@ SMOLLM2 = RoundWork(
     draft_bytes=lambda steps: 1_000_000 + steps * 9_000_000,
 )
 
+# Qwen3.6-35B-A3B, with experts in FP8: a token goes through 8 of 256 and a shared one.
+EXPERTS = 40 * 257 * 3 * 2048 * 512
+QWEN = RoundWork(
+    weights=EXPERTS + 2_500_000_000,
+    operations=6_000_000_000,
+    layers=40,
+    width=2048,
+    vocab=248_320,
+    element=2,
+    draft_bytes=lambda steps: 1_500_000_000,
+    experts=EXPERTS,
+    chosen=9 / 257,
+)
+
 
 @pytest.mark.parametrize(
     ("work", "chain", "measured"),
@@ -49,6 +64,29 @@ def test_what_chains_cost_is_that_of_the_table(work: RoundWork, chain: int, meas
         expected = costs.seconds(rows, TreeShape(chain + 1, chain, 1)) / costs.seconds(rows, PLAIN)
         assert expected == pytest.approx(chained / plain, rel=0.125)
         assert 1e3 * costs.seconds(rows, PLAIN) == pytest.approx(plain, rel=0.2)
+
+
+def test_more_rows_read_more_experts_as_they_did_on_an_h200():
+    """Plain rounds, of two machines (docs/results/experts.md)."""
+    costs = PriorCosts(QWEN, ACCELERATOR)
+    for rows, measured in {8: 5.62 / 3.38, 32: 12.4 / 3.55}.items():
+        expected = costs.seconds(rows, PLAIN) / costs.seconds(1, PLAIN)
+        assert expected == pytest.approx(measured, rel=0.2)
+
+
+def test_what_verified_tokens_cost_is_what_rounds_cost_more():
+    """Where reading takes longer than computing."""
+    costs = PriorCosts(QWEN, ACCELERATOR)
+    nodes = costs.node_costs(4)
+    assert nodes is not None
+    chain = TreeShape(5, 4, 1)
+    seconds = np.array([costs.seconds(1, chain, drafted) for drafted in range(5)])
+    assert seconds[4] == costs.seconds(1, chain)
+    added = (seconds[4] / seconds[:4] - 1) / (4 - np.arange(4))
+    np.testing.assert_allclose(nodes.growth(1, 4), added, rtol=0.1)
+    dense = PriorCosts(LLAMA, ACCELERATOR)
+    assert dense.node_costs(4) is None
+    assert dense.seconds(1, chain, 1.5) == dense.seconds(1, chain)
 
 
 def test_experts_of_4_bits_multiply_as_others_and_are_read_as_an_eighth():
@@ -68,3 +106,4 @@ def test_experts_of_4_bits_multiply_as_others_and_are_read_as_an_eighth():
     assert ours.weights - outputs == theirs.weights - 4 * experts + experts // 2
     scales = 2 * outputs * mlp.config.routing.top_k / count
     assert ours.operations == pytest.approx(theirs.operations + scales, abs=2)
+    assert theirs.experts == 4 * experts and theirs.read(1) == theirs.weights - 3 * experts

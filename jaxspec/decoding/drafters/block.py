@@ -30,13 +30,14 @@ from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.grow import Beams, Proposer, grow, of_parents
 from jaxspec.decoding.trees.lattice import lattice_tree, pair_tree
 from jaxspec.decoding.trees.tree import DraftTree
+from jaxspec.decoding.trees.worth_verifying import NodeCosts, cut, worth_verifying
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.block_context import BlockAttend, Causality, Context
 from jaxspec.models.heads.corrections import Block, PairCorrection, lattice_of
 from jaxspec.models.linear import ReadsRounded
-from jaxspec.parallel.pytree import Pytree, array, pytree
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 # Tokens of blocks and their context that one product takes: more take as long as two products. Of
 # weights that round their rows fewer: with 8 bits their kernel takes 64 rows, and with 4 bits more
@@ -62,9 +63,14 @@ class BlockDrafter(KeepsFeatures, Pytree):
 
     A call whose trees are less deep than a block runs a shorter one, with fewer masks. A tree holds
     the likeliest paths; with a correction, the likeliest of those that ``top_k`` beams find.
+
+    Attributes:
+      costs: of the tokens that are verified. A chain then ends where its confidence head does not
+        hold the next token for worth its cost. None: chains are whole.
     """
 
     head: BlockHead
+    costs: NodeCosts | None = static(default=None)
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -175,9 +181,17 @@ class BlockDrafter(KeepsFeatures, Pytree):
             before = jnp.take_along_axis(state.rows.tokens, before, axis=1)[:, 0]
             read = read._replace(root_output=normed[:, 0], before=before)
         tree = self._tree(target, proposer, roots, read)
-        if options.confidence:
-            tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))
+        if tree.is_chain and (options.confidence or self.costs is not None):
+            confidence = head.confidence_of(outputs, tree.tokens[:, :-1])
+            tree = self._worth_verifying(tree, confidence)
+            tree = tree.replace(confidence=confidence if options.confidence else None)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
+
+    def _worth_verifying(self, chain: DraftTree, confidence: Array) -> DraftTree:
+        if self.costs is None:
+            return chain
+        growth = self.costs.growth(*confidence.shape)
+        return cut(chain, worth_verifying(confidence, growth))
 
     def _reads_beside(self, tokens: int) -> bool:
         """Whether one pass reads so many tokens of blocks and their context."""
