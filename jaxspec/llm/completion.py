@@ -14,8 +14,9 @@ class TextChunk:
 
     ``index`` is the request's place in the caller's list. ``token_ids`` may reach further than
     ``text``, as text that ends inside a character, or may begin a stop string, is held back.
-    ``logprobs`` are those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if
-    they are asked for. ``version`` is that of the weights (see Engine.use_target).
+    ``logprobs`` and ``policy_logprobs`` are those of ``token_ids``, and ``trees`` of the rounds
+    since the last chunk, if they are asked for. ``version`` is that of the weights (see
+    Engine.use_target).
     """
 
     index: int
@@ -25,6 +26,7 @@ class TextChunk:
     logprobs: list[TokenLogprob] | None = None
     trees: list[RoundTree] | None = None
     version: int = 0
+    policy_logprobs: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,13 +167,21 @@ class GrowingText:
         ids = self.token_ids
         if len(ids) == tokens and not self.done:
             return None
-        known_logprobs = self.generation.logprobs  # at least as many as tokens
-        logprobs = None if known_logprobs is None else known_logprobs[tokens : len(ids)]
-        known = self.generation.trees
+        generation, new = self.generation, slice(tokens, len(ids))
+        raw, of_policy = generation.logprobs, generation.policy_logprobs  # of these and maybe more
+        known = generation.trees
         trees = None if known is None else known[rounds:]
         self._told = len(ids), len(self.text), rounds + len(trees or ())
-        text, version = self.text[characters:], self.generation.version
-        return TextChunk(index, text, ids[tokens:], self.done, logprobs, trees, version)
+        return TextChunk(
+            index,
+            self.text[characters:],
+            ids[new],
+            self.done,
+            logprobs=None if raw is None else raw[new],
+            trees=trees,
+            version=generation.version,
+            policy_logprobs=None if of_policy is None else of_policy[new],
+        )
 
     def completion(self) -> Completion:
         """Once it is done, and its request has ended."""

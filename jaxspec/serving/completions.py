@@ -65,12 +65,12 @@ class PreparedCompletion(PreparedRequest[CompletionRequest, CompletionChoice, Co
         """Without the token that the engine wrote for a request of none."""
         if self.request.max_tokens != 0 or completion.finish_reason not in ("stop", "length"):
             return completion
-        logprobs = None if completion.logprobs is None else []
         return dataclasses.replace(
             completion,
             text="",
             token_ids=[],
-            logprobs=logprobs,
+            logprobs=None if completion.logprobs is None else [],
+            policy_logprobs=None if completion.policy_logprobs is None else [],
             finish_reason="length",
             stop_string=None,
         )

@@ -79,6 +79,7 @@ class PreparedRequest[R: SamplingFields, C: Choice, A: GeneratedResponse](abc.AB
         choice.stop_reason = self.stop_reason(completion)
         if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
             choice.prompt_logprobs = self.service.texts.prompt_logprobs(completion.prompt_logprobs)
+        choice.policy_logprobs = completion.policy_logprobs
         if request.return_token_ids:
             choice.token_ids = completion.token_ids
             choice.prompt_token_ids = completion.prompt_token_ids
@@ -135,6 +136,7 @@ class ChoiceWriter[C: Choice](abc.ABC):
         if event.logprobs is not None:
             entries = self.prepared.text_logprobs(event.logprobs, event.token_ids)
             choice.logprobs = self.logprobs(entries)
+        choice.policy_logprobs = event.policy_logprobs
         if self.prepared.request.return_token_ids:
             choice.token_ids = event.token_ids
         if event.trees is not None:

@@ -19,7 +19,7 @@ MOST_CHARACTERS = 128  # of a token; longer texts need not be tokenized to see t
 _SAME = (
     *("temperature", "top_p", "min_p", "n", "min_tokens", "ignore_eos", "priority"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt"),
-    *("allowed_token_ids", "prompt_logprobs", "plain"),
+    *("allowed_token_ids", "prompt_logprobs", "policy_logprobs", "plain"),
 )
 
 

@@ -134,6 +134,7 @@ class SamplingFields(SamplingControls):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    policy_logprobs: bool = False  # of tokens as they were sampled, see SamplingParams
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     truncation_side: Literal["left", "right"] | None = None  # which is cut off; left by default
     structured_outputs: StructuredOutputs | None = None
@@ -199,11 +200,12 @@ class Choice(ResponseBody):
     """What a choice has beside its text.
 
     ``stop_reason`` is the stop string or the token of ``stop_token_ids`` that has ended it, as vLLM
-    has it; None: a stop token of the model, or the limit.
+    has it; None: a stop token of the model, or the limit. ``policy_logprobs`` has an entry for each
+    of ``token_ids``.
     """
 
     optional: ClassVar = frozenset(
-        {"token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
+        {"token_ids", "prompt_token_ids", "prompt_logprobs", "policy_logprobs", "speculation"}
     )
 
     index: int
@@ -211,6 +213,7 @@ class Choice(ResponseBody):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    policy_logprobs: list[float] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     speculation: Speculation | None = None
