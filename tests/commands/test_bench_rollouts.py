@@ -39,6 +39,12 @@ def test_all_engines_write_the_same_samples(
         (["--steps", "2"], "--steps must be at least 3: the first step compiles"),
         (["--engines", "other"], "invalid choice: 'other'"),
         (["--temperature", "0"], "--temperature must be above 0"),
+        (
+            ["--deterministic", "--steps", "2", "--tree", "16"],
+            "--steps must be at least 3: the first step compiles; --deterministic cannot be with "
+            "repair, as old texts are not read there: give --engines plain speculative "
+            "'learning head'; --tree: ",
+        ),
     ],
 )
 def test_bad_options_are_refused(

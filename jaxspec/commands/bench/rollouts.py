@@ -14,6 +14,7 @@ The texts of all engines are compared: in float32 they are the same.
 
 import argparse
 import dataclasses
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -234,12 +235,7 @@ class Bench:
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """One part for each step."""
-    if args.steps < 3:
-        raise ValueError("--steps must be at least 3: the first step compiles")
-    if args.temperature <= 0:
-        raise ValueError("--temperature must be above 0: a gradient needs samples that differ")
-    if args.tree is not None:
-        SpeculationConfig.parse(args.tree)  # fails now, not after loading
+    check(args)
     count = args.steps * args.prompts
     prompts, _ = read_prompts(args, count, args.prompt_tokens, args.tokens, console)
     with console.status("loading"):
@@ -275,6 +271,28 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
             + ", ".join(f"{row['engine']} {row['seconds']:.2f} s" for row in rows)
         )
         yield facts | {"rows": [{**row, "learned": learned} for row in rows]}
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot work, all at once, before anything is loaded."""
+    problems = []
+    if args.steps < 3:
+        problems.append("--steps must be at least 3: the first step compiles")
+    if args.temperature <= 0:
+        problems.append("--temperature must be above 0: a gradient needs samples that differ")
+    if args.deterministic and REPAIR in args.engines:
+        others = " ".join(shlex.quote(name) for name in args.engines if name != REPAIR)
+        problems.append(
+            "--deterministic cannot be with repair, as old texts are not read there: give "
+            f"--engines {others or SPECULATIVE}"
+        )
+    if args.tree is not None:
+        try:
+            SpeculationConfig.parse(args.tree)
+        except ValueError as error:
+            problems.append(f"--tree: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def plainly(value: Any) -> Any:
