@@ -199,7 +199,7 @@ class Engine:
         """Queue requests, all or none of them; see add.
 
         Each gives as many generations as it has samples, one after the other; ``drafts``: for each
-        of these.
+        of these. Equal prompts are read once, and share their pages.
         """
         self.check(prompts, sampling, drafts)
         added: list[Generation] = []

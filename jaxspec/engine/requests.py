@@ -1,5 +1,6 @@
 """The requests of an engine: what they begin with, and those that have not ended."""
 
+import collections
 import dataclasses
 import itertools
 import time
@@ -72,10 +73,16 @@ class Requests:
         streams: bool,
         drafts: Sequence[Sequence[int]] | None,
     ) -> Iterator[tuple[Generation, str | None]]:
-        """The same for every sample of each prompt, with the group of those that share one."""
+        """The same for every sample of each prompt, with the group of those that share one.
+
+        Trainers give a prompt as often as it has samples.
+        """
         texts = itertools.repeat(()) if drafts is None else iter(drafts)
-        for prompt, params in zip(prompts, sampling, strict=True):
-            group = next(self._ids) if params.num_samples > 1 else None
+        known = [tuple(map(int, prompt)) for prompt in prompts]
+        several = {prompt for prompt, count in collections.Counter(known).items() if count > 1}
+        groups = {prompt: next(self._ids) for prompt in several}
+        for prompt, params in zip(known, sampling, strict=True):
+            group = groups.get(prompt) or (next(self._ids) if params.num_samples > 1 else None)
             for sample in params.samples(self._next_seed()):
                 yield self.new(prompt, sample, streams, next(texts)), group
 

@@ -99,12 +99,7 @@ class PolicyEngine:
         engine = self.engine
         engine.check(prompts, sampling)
         self._warm_up(len(prompts), sampling[0])
-        groups: dict[tuple[int, ...], str] = {}
-        generations = [
-            engine.add(prompt, each, group=groups.setdefault(tuple(prompt), f"prompt {row}"))
-            for row, (prompt, each) in enumerate(zip(prompts, sampling, strict=True))
-        ]
-        engine.finish(generations)
+        engine.finish(generations := engine.add_all(prompts, sampling))
         for row, generation in enumerate(generations):
             if generation.error is not None:
                 raise RuntimeError(f"row {row} of the rollouts has failed: {generation.error}")

@@ -145,3 +145,18 @@ def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
     assert len({tuple(generation.token_ids) for generation in generations}) == 4
     with pytest.raises(ValueError, match="add starts one sample"):
         own.add(PROMPT, sampling)
+
+
+def test_equal_prompts_of_a_call_are_read_once():
+    """As trainers give them: a prompt as often as it has samples."""
+    own = engine()
+    own.forget_texts()
+    before = own.scheduler.cache_statistics()
+    sampling = [SamplingParams(temperature=1.0, seed=seed, max_tokens=9) for seed in range(3)]
+    generations = own.add_all([PROMPT, list(PROMPT), PROMPT], sampling)
+    own.finish(generations)
+    queries, hits = np.subtract(own.scheduler.cache_statistics(), before)
+    assert (queries, hits) == (len(PROMPT), 0), "more than one of them read the prompt"
+    assert [each.cached_tokens for each in generations] == [0, *[len(PROMPT)] * 2]
+    for params, generation in zip(sampling, generations, strict=True):
+        assert generation.token_ids == run(own, PROMPT, params).token_ids
