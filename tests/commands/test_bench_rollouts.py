@@ -25,6 +25,8 @@ def test_all_engines_write_the_same_samples(
     assert all(row["equal"] == row["samples"] == 4 for row in rows)
     for row in rows:
         assert row["seconds"] > 0 and row["tokens_per_round"] > 0
+        assert sum(row["trees"].values()) >= row["slowest"]["rounds"]
+        assert (set(row["trees"]) == {"plain"}) >= (row["engine"] == "plain")
         assert 0 < row["tokens"] <= 4 * 16
         assert (row["sync_seconds"] > 0) == (row["step"] > 0)
         assert 0 <= row["learned"]["reward"] <= 1 and row["learned"]["kl_per_token"] >= 0

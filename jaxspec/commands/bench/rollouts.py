@@ -95,11 +95,13 @@ class Rollouts:
     Attributes:
       seconds: until all samples were there, the weight sync included.
       sync_seconds: of the weight sync.
+      trees: rounds of the engine by draft tree, whatever the number of rows.
     """
 
     generations: list[Generation]
     seconds: float
     sync_seconds: float
+    trees: dict[str, int]
 
     @property
     def written(self) -> int:
@@ -168,7 +170,7 @@ class Bench:
         """Compile an engine's programs for all rows and a few; returns the seconds that it took."""
         _, sampling = self.requests(0)
         rows = len(sampling)
-        fewer = [max(1, rows // 4**power) for power in range(4)]
+        fewer = [max(1, rows // 2**power) for power in range(4)]  # most samples end together
         return self.llms[name].engine.warm_up(
             sampling[:1],
             tokens=self.length,
@@ -189,6 +191,7 @@ class Bench:
     def write(self, name: str, step: int) -> Rollouts:
         """The samples of a step, under the weights of that step."""
         engine, began = self.llms[name].engine, self.began.pop(name, None)
+        rounds_before = engine.shapes.rounds.copy()
         started = time.perf_counter()
         sync = self.sync(name) if step else 0.0
         if began is None:
@@ -196,7 +199,9 @@ class Bench:
         else:
             generations = [self._verified(engine, each) for each in began]
         engine.finish(generations)
-        return Rollouts(generations, time.perf_counter() - started, sync)
+        seconds = time.perf_counter() - started
+        rounds = engine.shapes.rounds - rounds_before
+        return Rollouts(generations, seconds, sync, {each.name: rounds[each] for each in rounds})
 
     def _verified(self, engine: Engine, generation: Generation) -> Generation:
         """A rollout under the weights in use; one that had ended before is a draft of it."""
@@ -314,6 +319,7 @@ def figures(name: str, step: int, rollouts: Rollouts, plain: Rollouts) -> dict[s
         "tokens": rollouts.written,
         "kept": sum(each.kept_tokens for each in rollouts.generations),  # of old texts
         "tokens_per_round": rollouts.written / max(1, sum(rollouts.rounds)),
+        "trees": rollouts.trees,
         "equal": sum(a.token_ids == b.token_ids for a, b in pairs),
         "samples": len(rollouts.generations),
         "slowest": {
@@ -328,7 +334,7 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
     """A row for each engine, over all steps but the first."""
     names = dict.fromkeys(row["engine"] for row in results["rows"])
     columns = ("rollouts", "of all steps", "speed-up of a step", "sync", "tokens a round",
-               "slowest sample", "equal to plain")  # fmt: skip
+               "rounds of a step", "slowest sample", "equal to plain")  # fmt: skip
     table = left_table(device_line(results), results["command"], left=("engine",), right=columns)
     totals = {}
     for name in names:
@@ -346,6 +352,10 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
             f"{speedup:.2f}x ({low:.2f} to {high:.2f})",
             f"{1000 * float(np.median(syncs)):.1f} ms",
             f"{np.mean([row['tokens_per_round'] for row in rows]):.2f}",
+            ", ".join(
+                f"{tree} {np.mean([row['trees'].get(tree, 0) for row in rows]):.0f}"
+                for tree in sorted({tree for row in rows for tree in row["trees"]})
+            ),
             f"{slowest['tokens']} tokens, {slowest['rounds']} rounds",
             f"{sum(row['equal'] for row in rows)} of {sum(row['samples'] for row in rows)}",
         )
