@@ -1,4 +1,5 @@
-"""Inputs of a gated delta rule on Hopper GPUs: a warpgroup per node and key head.
+"""Inputs of a gated delta rule on Hopper GPUs: a warpgroup per node and key head, of few nodes one
+per 128 channels of them.
 
 XLA takes a launch for the convolution, for each of the two norms and for the decays. The sums are
 those of the reference, in its order.
@@ -21,20 +22,30 @@ from pallas_kernels.mosaic_module_names import fixed_name
 
 ENTRIES = 128  # channels that a warpgroup has at once, an entry a thread
 LAYOUT = plgpu.Layout.WG_STRIDED((ENTRIES,), vec_size=1)
+AT_ONCE = 132 * 16  # thread blocks of a warpgroup that run at the same time on an H100 or H200
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("by_parts", "interpret"))
 def delta_inputs_mosaic(
-    nodes: ConvolvedNodes, strengths: Strengths, *, interpret: Any = None
+    nodes: ConvolvedNodes,
+    strengths: Strengths,
+    *,
+    by_parts: bool | None = None,
+    interpret: Any = None,
 ) -> tuple[Array, Tokens]:
     """See pallas_kernels.delta_inputs.delta_inputs; only for arguments that ``misfit`` accepts.
 
-    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    Args:
+      by_parts: whether each part of a node's channels has a warpgroup; None: by how many there are.
+      interpret: plgpu.InterpretGPUParams, for tests.
     """
     qkvz, before, _, _, taps = nodes
     batch, size, groups, _ = qkvz.shape
     past, wide, values = before.shape[1], taps.shape[-1] - 2 * ENTRIES, strengths.bias.shape[-1]
+    parts = taps.shape[-1] // ENTRIES
+    if by_parts is None:
+        by_parts = parts * groups * size * batch <= AT_ONCE
 
     @fixed_name(interpret)
     def delta_inputs_kernel(
@@ -42,36 +53,50 @@ def delta_inputs_mosaic(
         q_ref, k_ref, v_ref, g_ref, beta_ref,
     ):  # fmt: skip
         sequence, node, group = map(kernel_axes.index, ("sequence", "node", "group"))
-        row = jnp.minimum(rows_ref[sequence], len(before) - 1)
-        earlier = [places_ref[sequence, node, tap] for tap in range(past)]
+        row, at = jnp.minimum(rows_ref[sequence], len(before) - 1), (sequence, node, group)
 
-        def convolved(first: int) -> Array:
-            """The channels from ``first`` on, after SiLU."""
-            part, total = pl.ds(first, ENTRIES), 0.0
-            for tap, place in enumerate(earlier):
-                old = _load(before_ref.at[row, jnp.minimum(place, past - 1), group, part])
+        def convolved(part: Any) -> Array:
+            """So many channels of the node's, after SiLU."""
+            columns, total = pl.ds(part * ENTRIES, ENTRIES), 0.0
+            for tap in range(past):
+                place = places_ref[sequence, node, tap]
+                old = _load(before_ref.at[row, jnp.minimum(place, past - 1), group, columns])
                 of_node = jnp.maximum(place - past, 0)
-                new = _load(qkvz_ref.at[sequence, of_node, group, part])
+                new = _load(qkvz_ref.at[sequence, of_node, group, columns])
                 taken = jnp.where(place < past, old, new)
-                total = total + taken * _load(taps_ref.at[tap, group, part])
-            last = _load(qkvz_ref.at[sequence, node, group, part])
-            total = total + last * _load(taps_ref.at[past, group, part])
+                total = total + taken * _load(taps_ref.at[tap, group, columns])
+            last = _load(qkvz_ref.at[*at, columns])
+            total = total + last * _load(taps_ref.at[past, group, columns])
             return total / (1 + jnp.exp(-total))
 
-        q_ref[sequence, node, group] = _unit_length(convolved(0)) / ENTRIES**0.5
-        k_ref[sequence, node, group] = _unit_length(convolved(ENTRIES))
-        for first in range(0, wide, ENTRIES):
-            part = pl.ds(first, ENTRIES)
-            v_ref[sequence, node, group, part] = convolved(2 * ENTRIES + first)
-        for value in range(values):
-            at = sequence, node, group
-            strength = ba_ref[*at, value].astype(jnp.float32)
-            decay = ba_ref[*at, values + value].astype(jnp.float32) + bias_ref[group, value]
-            rate = jnp.exp(log_ref[group, value])
-            # softplus, which does not overflow
-            step = jnp.maximum(decay, 0) + jnp.log(1 + jnp.exp(-jnp.abs(decay)))
-            g_ref[*at, value] = -rate * step
-            beta_ref[*at, value] = 1 / (1 + jnp.exp(-strength))
+        def write(part: Any) -> None:
+            channels = convolved(part)
+
+            @pl.when(part == 0)
+            def _query():
+                q_ref[*at] = _unit_length(channels) / ENTRIES**0.5
+
+            @pl.when(part == 1)
+            def _key():
+                k_ref[*at] = _unit_length(channels)
+
+            @pl.when(part >= 2)
+            def _value():
+                v_ref[*at, pl.ds((part - 2) * ENTRIES, ENTRIES)] = channels
+
+        first, *others = [kernel_axes.index("part")] if by_parts else range(parts)
+        for part in (first, *others):
+            write(part)
+
+        @pl.when(first == 0)
+        def _strengths():
+            for value in range(values):
+                strength = ba_ref[*at, value].astype(jnp.float32)
+                decay = ba_ref[*at, values + value].astype(jnp.float32) + bias_ref[group, value]
+                # softplus, which does not overflow
+                step = jnp.maximum(decay, 0) + jnp.log(1 + jnp.exp(-jnp.abs(decay)))
+                g_ref[*at, value] = -jnp.exp(log_ref[group, value]) * step
+                beta_ref[*at, value] = 1 / (1 + jnp.exp(-strength))
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, size, groups, *shape), jnp.dtype(jnp.float32))
@@ -82,8 +107,8 @@ def delta_inputs_mosaic(
             *(float32(ENTRIES), float32(ENTRIES), float32(wide)),
             *(float32(values), float32(values)),
         ),
-        grid=(groups, size, batch),
-        grid_names=kernel_axes.names("group", "node", "sequence"),
+        grid=(parts if by_parts else 1, groups, size, batch),
+        grid_names=kernel_axes.names("part", "group", "node", "sequence"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )

@@ -13,7 +13,7 @@ from pallas_kernels.delta_inputs import delta_inputs
 from pallas_kernels.delta_inputs.cases import KEY_DIM, TEST_CASES, Case, make_arguments
 from pallas_kernels.delta_inputs.mosaic_gpu import delta_inputs_mosaic
 from tests.helpers.kernels import interpreted, lowered
-from tests.helpers.marks import first_is_fast
+from tests.helpers.marks import first_is_fast, slow
 
 by_kernel = functools.partial(delta_inputs, k_dim=KEY_DIM, implementation="mosaic_gpu")
 
@@ -54,7 +54,15 @@ def test_it_is_written_out_in_numpy(case: Case):
     assert_close(interpreted(delta_inputs_mosaic, *arguments, detect_races=True), arguments)
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@pytest.mark.parametrize("by_parts", [False, slow(True)])
+def test_both_grids_are_written_out_in_numpy(by_parts: bool):
+    """True: guarded by the first case above, which is small."""
+    arguments = make_arguments(Case(2, 2))
+    found = interpreted(delta_inputs_mosaic, *arguments, by_parts=by_parts, detect_races=True)
+    assert_close(found, arguments)
+
+
+@pytest.mark.parametrize("case", [*TEST_CASES, Case(1, 64, 16)], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     lowered(by_kernel, *jax.eval_shape(functools.partial(make_arguments, case)))
 
