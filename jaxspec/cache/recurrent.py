@@ -133,10 +133,8 @@ class DeltaState(Pytree):
         window = self._window(rows, held)
         return window.tree(self.s[rows], q, nodes.inputs, ancestors, depth), after
 
-    def _has_kernel(
-        self, operation: str, kernels: Kernels, num_nodes: int = 1, longest_path: int = 1
-    ) -> bool:
-        fits = misfit(self.s, self.folded, num_nodes, longest_path) is None
+    def _has_kernel(self, operation: str, kernels: Kernels, num_nodes: int = 1) -> bool:
+        fits = misfit(self.s, num_nodes) is None
         return self.window.has_kernels and fits and operation in kernels
 
     def read_run(
@@ -209,8 +207,7 @@ class DeltaState(Pytree):
         assert self.nodes is not None, "a commit follows the verification of a tree"
         rows, counts = committed.rows, committed.counts
         held = committed.context_lens % self.folded
-        sizes = self.nodes.channels.shape[1], committed.path.shape[1]
-        if self._has_kernel("delta_rule", kernels, *sizes):
+        if self._has_kernel("delta_rule", kernels, self.nodes.channels.shape[1]):
             return self._committed_by_kernel(committed, held)
         nodes = jax.tree.map(lambda x: take_tokens(x, committed.path), self.nodes)
         inputs, total = self._aligned(rows, held, nodes.inputs, counts), held + counts

@@ -21,7 +21,7 @@ class GatedDeltaConfig:
     key_dim: int
     value_dim: int
     taps: int = 4
-    folded: int = 32
+    folded: int = 16
     by_head: bool = False
 
     def __post_init__(self):

@@ -40,7 +40,7 @@ def delta_read(
 
     Returns float32 [B, N, G, r, Dv].
     """
-    problem = misfit(states.s, states.window.k.shape[1], q.shape[1], 1)
+    problem = misfit(states.s, q.shape[1])
     mosaic = kernel_module("delta_rule", implementation, problem)
     read = delta_read_reference if mosaic is None else mosaic.delta_read_mosaic
     return read(states, q, nodes, ancestors, depth)
@@ -66,7 +66,7 @@ def delta_run(
     donates it: after the last token that makes held + tokens a multiple of C, if one does. The
     window stays as it is.
     """
-    problem = misfit(states.s, states.window.k.shape[1], 1, 1)
+    problem = misfit(states.s, 1)
     mosaic = kernel_module("delta_rule", implementation, problem)
     run = delta_run_reference if mosaic is None else mosaic.delta_run_mosaic
     return run(states, counts, q, tokens)
@@ -93,13 +93,13 @@ def delta_commit(
 
     Returns s, window and channels, written in place where the caller donates them.
     """
-    problem = misfit(states.s, states.window.k.shape[1], nodes.k.shape[1], path.shape[1])
+    problem = misfit(states.s, nodes.k.shape[1])
     mosaic = kernel_module("delta_rule", implementation, problem)
     commit = delta_commit_reference if mosaic is None else mosaic.delta_commit_mosaic
     return commit(states, channels, nodes, node_channels, path, counts)
 
 
-def misfit(s: Array, capacity: int, num_nodes: int, longest_path: int) -> str | None:
+def misfit(s: Array, num_nodes: int) -> str | None:
     """Why the kernels cannot take these states and trees, None if they can."""
     _, _, values, v_dim, k_dim = s.shape
     if s.dtype != jnp.float32 or k_dim != KEY_DIM or v_dim % VALUE_STEP:
@@ -114,6 +114,4 @@ def misfit(s: Array, capacity: int, num_nodes: int, longest_path: int) -> str | 
         )
     if num_nodes > MAX_NODES:
         return f"trees of {num_nodes} nodes: at most {MAX_NODES}"
-    if longest_path > capacity:
-        return f"paths of {longest_path} tokens: at most {capacity}, the window's size"
     return None

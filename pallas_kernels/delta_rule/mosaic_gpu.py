@@ -222,6 +222,7 @@ def delta_commit_mosaic(
         value, columns = _part(part, values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), counts_ref[sequence]
         first = held_ref[sequence]
+        until = jnp.maximum((first + count) // capacity * capacity - first, 0)
         window = Tokens(wk_ref, wv_ref, wg_ref, wb_ref)
         nodes = Tokens(k_ref, v_ref, g_ref, b_ref)
 
@@ -232,11 +233,11 @@ def delta_commit_mosaic(
             node = path_ref[sequence, place]
             return _applied(tile, _token(nodes, sequence, node, group, value, columns))
 
-        @pl.when((count > 0) & (first + count >= capacity))
+        @pl.when(until > 0)  # up to the last multiple of the window's size
         def _fold():
             tile = _load(s_ref.at[row, group, value, columns], TILE)
             tile = lax.fori_loop(0, first, old, tile)
-            s_ref[row, group, value, columns] = lax.fori_loop(0, capacity - first, new, tile)
+            s_ref[row, group, value, columns] = lax.fori_loop(0, until, new, tile)
 
         # The window's first tokens are overwritten once every part has applied them.
         plgpu.barrier_arrive(folded)

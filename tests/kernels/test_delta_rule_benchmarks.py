@@ -44,10 +44,10 @@ def test_calls_hand_on_what_the_next_ones_take(make):
 
 
 def test_bytes_of_a_round():
-    """Of one row: 2 MiB of state, a window of 32 tokens of 24 KiB and some, 8 KiB of channels."""
+    """Of one row: 2 MiB of state, a window of 16 tokens of 24 KiB and some, 8 KiB of channels."""
     one = next(b for b in BENCHMARK_ROUNDS if (b.case.batch, b.case.nodes) == (1, 4))
     state, token, channels = 32 * 128 * 128 * 4, 4 * 16 * (128 + 2 * 130), 16 * 512 * 2
     node = token + 4 * (16 + 32) * 128
-    assert one.case.num_bytes == state + 16 * token + 4 * node
-    accepted = 2 * (2 * state + 32 * token) // 32 + 2 * 2 * token + (6 + 2) * channels
+    assert one.case.num_bytes == state + 8 * token + 4 * node
+    accepted = 2 * (2 * state + 16 * token) // 16 + 2 * 2 * token + (6 + 2) * channels
     assert one.case.commit_bytes(one.accepted) == accepted

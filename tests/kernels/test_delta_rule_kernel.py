@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run, misfit
+from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
 from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments, make_run_arguments
 from pallas_kernels.delta_rule.mosaic_gpu import (
     delta_commit_mosaic,
@@ -135,11 +135,11 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
         jax.eval_shape(functools.partial(delta_read, implementation="mosaic_gpu"), *reading)
 
 
-def test_paths_longer_than_the_window_are_refused():
-    case = Case(1, 6, capacity=4)
-    (states, *_), committing = jax.eval_shape(lambda: make_arguments(case))
-    longer = list(committing)
-    longer[4] = jax.ShapeDtypeStruct((1, 5), jnp.int32)  # the path
-    with pytest.raises(ValueError, match="paths of 5 tokens: at most 4, the window's size"):
-        jax.eval_shape(functools.partial(delta_commit, implementation="mosaic_gpu"), *longer)
-    assert misfit(states.s, capacity=4, num_nodes=6, longest_path=4) is None
+def test_paths_longer_than_the_window_fold_it_as_often_as_it_is_full():
+    case = Case(2, 6, groups=1, v_dim=64, capacity=2)
+    _, (states, *nodes, _, _) = made(make_arguments, case)
+    states = states._replace(held=np.array([1, 0], np.int32))
+    path = np.array([[0, 1, 3, 4, 5], [0, 2, 3, 0, 0]], np.int32)
+    committing = states, *nodes, path, np.array([5, 3], np.int32)
+    after = interpreted(delta_commit_mosaic, *committing, detect_races=True)
+    assert_close(after, commit(*committing))

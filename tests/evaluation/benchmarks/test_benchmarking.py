@@ -141,11 +141,11 @@ def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
     head = random_draft_head(config, BFLOAT16, None, seed=1)
     params = make_params(parse_mode(mode), target, head, None, Kernels())
     found = floor_bytes(params, batch=5, context=100, committed=2)
-    keys, values, width, folded, recurrent = 4, 8, 16, 32, 3
-    state = 4 * values * width * width  # bytes: read, and written every 32 tokens
+    keys, values, width, folded, recurrent = 4, 8, 16, 16, 3
+    state = 4 * values * width * width  # bytes: read, and written every 16 tokens
     window = 4 * folded * (keys * width + values * (width + 2))
     channels = 2 * 3 * (2 * keys + values) * width
-    once = state * (1 + 2 / 32) + window * (0.5 + 2 / 32) + 2 * channels
+    once = state * (1 + 2 / 16) + window * (0.5 + 2 / 16) + 2 * channels
     assert found.target_state == pytest.approx(5 * recurrent * once)
     assert found.target_kv == 2 * 5 * 100 * 2 * 4 * 16  # one layer of four
     if mode == "plain":
