@@ -26,7 +26,7 @@ from jaxspec.engine.warm_up.measure_costs import measure_rounds
 from jaxspec.scheduling import sequence as scheduling
 from jaxspec.scheduling.acceptance_estimate import AcceptanceEstimate
 from jaxspec.scheduling.plan import Limits, Plan
-from jaxspec.scheduling.round_costs import LearntCosts
+from jaxspec.scheduling.round_costs import LearntCosts, VerifiedCosts
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.tree_policy import SHORT_CALL, TreePolicy
 
@@ -72,8 +72,9 @@ class AdaptiveTrees:
     Attributes:
       choices: the shapes to choose from; None: the engine does not adapt.
       policy: what chooses, and what it has learnt; None: the engine does not adapt.
-      costs: of rounds, by rows of the program (of each shard) and shape: what is expected, or was
-        measured by warm_up, and if it ``learns``, corrected by the calls that serve.
+      costs: of rounds, by rows of the program (of each shard) and shape: what is expected of as
+        many tokens as rounds verify, or was measured by warm_up, and if it ``learns``, corrected by
+        the calls that serve.
       crowds: what decides when the drafter is left out.
       rounds: rounds that calls have run so far, by shape.
 
@@ -87,7 +88,8 @@ class AdaptiveTrees:
         self.choices = (
             shapes_to_choose(params, config, self.learns) if adapts(params, config) else None
         )
-        self.costs = LearntCosts(prior_costs(params.target, params.drafter))
+        self._verified = VerifiedCosts(prior_costs(params.target, params.drafter))
+        self.costs = LearntCosts(self._verified)
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
         self.policy: TreePolicy | None = None
         self._measures = bool(config.adaptive)
@@ -262,6 +264,8 @@ class AdaptiveTrees:
             if not call.emitted.num_rounds:  # it read prompts
                 continue
             self._count(shape, int(call.emitted.num_rounds), len(call.rows))
+            ran = np.asarray(call.emitted.counts) > 0
+            self._verified.observe(shape, np.asarray(call.emitted.drafted)[ran])
             if self.policy is not None and shape in self.policy.shapes:
                 outputs = row_outputs([call], plan.sequences)
                 outputs = [each for each in outputs if each.sequence.request_id in running]

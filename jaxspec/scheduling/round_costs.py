@@ -10,6 +10,7 @@ from jaxspec.config.speculation import TreeShape
 
 MEMORY = 16.0  # calls of a size and shape that are remembered
 PRIOR_WEIGHT = 2.0  # of what other sizes and shapes tell about one, in calls
+ROUNDS_MEMORY = 1024.0  # rounds of rows of which is remembered how many tokens they verified
 LARGEST_STEP = 0.7  # of a logarithm by which one call may differ from those before: others compute
 
 
@@ -24,6 +25,46 @@ class Costs(Protocol):
     def seconds(self, rows: int, shape: TreeShape) -> float:
         """Seconds of a round of a program of so many rows."""
         ...
+
+
+class CostsByTokens(Protocol):
+    """Costs that depend on how many tokens of a tree are verified."""
+
+    @property
+    def call(self) -> float: ...
+
+    def seconds(self, rows: int, shape: TreeShape, drafted: float | None = None) -> float:
+        """Seconds of a round of trees of which so many drafted tokens are verified on average.
+        None: all."""
+        ...
+
+
+class VerifiedCosts:
+    """Costs of trees that verify as many tokens as their rounds have verified so far.
+
+    A drafter may draft fewer tokens than its tree holds, or end a chain that is not worth more.
+    """
+
+    def __init__(self, prior: CostsByTokens):
+        self.prior = prior
+        self._seen: dict[TreeShape, tuple[float, float]] = {}  # mean of drafted tokens, rounds
+
+    @property
+    def call(self) -> float:
+        return self.prior.call
+
+    def observe(self, shape: TreeShape, drafted: np.ndarray) -> None:
+        """Rounds of rows have verified so many drafted tokens: int [n]."""
+        if not drafted.size:
+            return
+        mean, rounds = self._seen.get(shape, (0.0, 0.0))
+        rounds = min(rounds, ROUNDS_MEMORY)
+        total = rounds + drafted.size
+        self._seen[shape] = (rounds * mean + float(drafted.sum())) / total, total
+
+    def seconds(self, rows: int, shape: TreeShape) -> float:
+        mean, rounds = self._seen.get(shape, (0.0, 0.0))
+        return self.prior.seconds(rows, shape, mean if rounds else None)
 
 
 class RoundCosts:

@@ -16,7 +16,9 @@ from jaxspec.engine.limits import adapts, crowded_rows, learns_costs
 from jaxspec.engine.programs.sizes import Kind, ReadKey, RoundsKey
 from jaxspec.engine.warm_up.compile_all import coverage, reading_keys, rounds_keys
 from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts
+from tests.helpers.random_experts import random_expert_target
 from tests.helpers.random_models import make_params
 
 CHAIN = TreeShape.parse("chain:2")
@@ -29,9 +31,9 @@ def default_params(drafter: str = "ngram", acceptance: str = "match") -> EngineP
     return make_params(drafter, speculation).replace(default_tree=True)
 
 
-def rounded_params() -> EngineParams:
+def rounded_params(target: Decoder | None = None) -> EngineParams:
     params = default_params()
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.target)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target or params.target)
     return params.replace(target=rounded)
 
 
@@ -69,8 +71,8 @@ def test_a_cpu_is_never_crowded_as_it_is_the_host():
     assert crowded_rows(default_params()) is None
 
 
-def rounded_engine() -> Engine:
-    params = rounded_params()
+def rounded_engine(target: Decoder | None = None) -> Engine:
+    params = rounded_params(target)
     return Engine(params, CacheConfig(page_size=8, max_length=24), EngineConfig(max_rows=1))
 
 
@@ -92,6 +94,20 @@ def test_rounds_leave_estimates_as_they_are():
     engine.finish([engine.add([5, 9, 2, 7, 5, 9], sampling)])
     assert engine.shapes.rounds.total() > 0
     assert engine.shapes.seconds(1, PLAIN) == before
+
+
+@pytest.mark.slow  # by default tests/scheduling/test_round_costs.py, without an engine
+def test_trees_cost_fewer_experts_once_lookup_has_found_fewer_tokens():
+    engine = rounded_engine(random_expert_target())
+    assert engine.shapes.choices is not None and not engine.shapes.learns
+    before = {shape: engine.shapes.seconds(1, shape) for shape in engine.shapes.choices}
+    sampling = SamplingParams(temperature=1.0, max_tokens=12, stop_token_ids=())
+    engine.finish([engine.add([5, 9, 2, 7, 5, 9], sampling)])
+    after = {shape: engine.shapes.seconds(1, shape) for shape in before}
+    drafted = {shape for shape in engine.shapes.rounds if shape != PLAIN}
+    assert drafted
+    assert {shape for shape in before if after[shape] < before[shape]} == drafted
+    assert all(after[shape] == before[shape] for shape in before if shape not in drafted)
 
 
 @pytest.mark.parametrize("rows", [32, 256])

@@ -1,9 +1,10 @@
 """Costs of rounds that calls correct."""
 
+import numpy as np
 import pytest
 
 from jaxspec.config.speculation import PLAIN, TreeShape
-from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts
+from jaxspec.scheduling.round_costs import LearntCosts, RoundCosts, VerifiedCosts
 
 CHAIN = TreeShape.parse("chain:3")
 
@@ -52,3 +53,25 @@ def test_calls_that_ran_no_round_tell_nothing():
     costs = new_costs()
     costs.observe(1, PLAIN, rounds=0, seconds=5.0)
     assert costs.seconds(1, PLAIN) == 1.0
+
+
+class OfTokens:
+    """A second for each verified token, the root included, and two for the width of a tree."""
+
+    call = 0.5
+
+    def seconds(self, rows: int, shape: TreeShape, drafted: float | None = None) -> float:
+        return rows * (3 + (shape.max_depth if drafted is None else drafted))
+
+
+def test_a_tree_costs_what_its_rounds_have_verified():
+    costs = VerifiedCosts(OfTokens())
+    assert costs.call == 0.5
+    costs.observe(CHAIN, np.array([], np.int32))
+    assert costs.seconds(2, CHAIN) == 2 * (3 + 3)
+    costs.observe(CHAIN, np.array([1, 0, 2, 1], np.int32))
+    assert costs.seconds(2, CHAIN) == 2 * (3 + 1)
+    assert costs.seconds(1, TreeShape.parse("chain:5")) == 8  # not seen yet
+    for _ in range(200):
+        costs.observe(CHAIN, np.full(64, 3))
+    assert costs.seconds(1, CHAIN) == pytest.approx(6, rel=0.01)  # what was first is forgotten
