@@ -1,11 +1,14 @@
 """Chains that end where the next token is not worth verifying, and that texts stay the same."""
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoints import load as loading
+from jaxspec.checkpoints.block import save_block_head
 from jaxspec.checkpoints.load_drafter import with_node_costs
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import MixedDrafter
@@ -14,7 +17,7 @@ from jaxspec.decoding.trees.worth_verifying import NodeCosts, worth_verifying
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from pallas_kernels.selection import Kernels
-from tests.helpers.block_heads import MASK, block_params, block_target
+from tests.helpers.block_heads import MASK, block_params, block_target, random_head
 from tests.helpers.random_experts import random_expert_target
 from tests.helpers.random_models import generate, make_params, random_prompts
 
@@ -91,6 +94,22 @@ def test_a_loaded_head_knows_what_the_experts_of_its_target_cost():
     assert costs_of(drafter, block_target(), "expert_product") is None  # it has no experts
     for other in (None, "packed_expert_product"):  # the latter is of experts in fewer bits
         assert costs_of(drafter, target, other) is None
+
+
+def test_load_asks_for_the_costs_of_the_target_that_it_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target = loading.load(drafter="none").target
+    head = random_head(target.config, "dspark", layers=1, confidence=True)
+    save_block_head(head, tmp_path, target)
+
+    def known(drafter: Any, target: Decoder, depth: int, kernels: Kernels) -> Any:
+        costs = NodeCosts(float(len(target.layers)), float(depth), float(len(kernels.operations)))
+        return drafter.replace(costs=costs)
+
+    monkeypatch.setattr(loading, "with_node_costs", known)
+    loaded: Any = loading.load(drafter=tmp_path, speculation=SpeculationConfig.chain(3)).drafter
+    assert loaded.costs == NodeCosts(len(target.layers), 3, 0)
 
 
 def with_costs(params: EngineParams, costs: NodeCosts | None) -> EngineParams:
