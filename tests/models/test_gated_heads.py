@@ -19,6 +19,7 @@ from tests.helpers.kernels import lowered
 
 GROUPS, HEADS, BATCH, TOKENS = 2, 3, 2, 4
 EPS = 1e-6
+Given = tuple[Any, Any, Any]  # what gated_heads takes before its reader
 KERNELS = Kernels(frozenset({"gated_norm", "round_tokens"}))
 
 
@@ -26,7 +27,7 @@ def step_with(kernels: Kernels, **layout: Any) -> ForwardPass:
     return ForwardPass(dense_causal_attend, {}, {}, EPS, Layout(**layout), kernels)
 
 
-def arrays(size: int = 128, tokens: int = TOKENS, dtype: Any = jnp.bfloat16) -> tuple[Any, Any, Any]:
+def arrays(size: int = 128, tokens: int = TOKENS, dtype: Any = jnp.bfloat16) -> Given:
     """Outputs of heads, what was projected (with their gates last), and the norm's weight."""
     rng = np.random.default_rng(0)
     shape = (BATCH, tokens, GROUPS)
@@ -48,9 +49,9 @@ def written_out(x: Any, projected: Any, norm: Any) -> np.ndarray:
     return (normed * gates / (1 + np.exp(-gates))).reshape(*x.shape[:2], -1)
 
 
-def chosen(step: ForwardPass, reader: Any, given: tuple[Any, Any, Any]) -> Any:
+def chosen(step: ForwardPass, reader: Any, given: Given) -> Any:
     """Shapes of what ``reader`` would get; no kernel runs on a CPU."""
-    return jax.eval_shape(lambda *given: step.gated_heads(*given, reader), *given)
+    return jax.eval_shape(lambda x, gates, norm: step.gated_heads(x, gates, norm, reader), *given)
 
 
 def test_a_reader_of_blocks_gets_rows_with_a_scale_for_each_head():
@@ -112,6 +113,6 @@ def test_others_get_numbers_of_16_or_32_bits(
 @pytest.mark.parametrize(("scheme", "launch"), [("fp8-block", "_rounded"), (None, "")])
 def test_on_a_gpu_it_is_one_launch(scheme: Scheme | None, launch: str):
     step, reader = step_with(KERNELS), output_projection(scheme)
-    text = lowered(lambda *given: step.gated_heads(*given, reader), *arrays())
+    text = lowered(lambda x, gates, norm: step.gated_heads(x, gates, norm, reader), *arrays())
     assert text.count("@mosaic_gpu_v2") == 1
     assert f"gated_norm{launch}_kernel" in text
