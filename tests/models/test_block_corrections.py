@@ -200,6 +200,21 @@ def test_scores_of_pairs_are_those_of_the_published_equations(kind: str, tmp_pat
             before = tokens
 
 
+@pytest.mark.parametrize("kind", PAIRS)
+def test_candidates_may_be_ranked_otherwise(kind: str, tmp_path: Path):
+    """Their log-probabilities stay those of the logits."""
+    correction, _ = random_correction(PAIRS[kind][0], tmp_path)
+    block = random_block()
+    ranked = jax.random.permutation(jax.random.key(8), block.logits, axis=2, independent=True)
+    lattice = lattice_of(block, correction, TARGET.layout, NO_KERNELS, ranked)
+    best = jax.lax.top_k(ranked, correction.candidates)[1]
+    np.testing.assert_array_equal(lattice.tokens, best)
+    wanted = np.take_along_axis(np.asarray(block.logits), np.asarray(best), axis=2)
+    if correction.reads_sums:
+        wanted = np.take_along_axis(np.asarray(jax.nn.log_softmax(block.logits)), best, axis=2)
+    np.testing.assert_allclose(lattice.log_probs, wanted, atol=1e-5)
+
+
 def test_taps_do_not_reach_before_a_block(tmp_path: Path):
     """And they are those of the published equations, with groups of channels."""
     rng = np.random.default_rng(6)

@@ -205,7 +205,8 @@ class BlockDrafter(KeepsFeatures, Pytree):
             return lattice_tree(proposer, roots, block.logits)
         if isinstance(correction, PairCorrection):
             kernels = proposer.options.kernels
-            lattice = lattice_of(block, correction, target.layout, kernels)
+            ranked = proposer.ranked(block.logits, 1 + jnp.arange(block.logits.shape[1]))
+            lattice = lattice_of(block, correction, target.layout, kernels, ranked)
             return pair_tree(proposer, roots, correction.scores(target, lattice, roots))
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:

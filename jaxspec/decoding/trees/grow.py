@@ -109,6 +109,13 @@ class Proposer(NamedTuple):
         # NaN would break the order of scores, by which parents come before their children.
         return index, jnp.where(jnp.isnan(values), -jnp.inf, values)
 
+    @jax.named_scope("sample")
+    def ranked(self, logits: Array, depth: int | Array) -> Array | None:
+        """Logits as the noise that the target shares ranks them; None: as they are."""
+        if self.options.greedy or self.speculation.resolved_proposal != "coupled":
+            return None
+        return self._ranked(self._processed(logits), depth)
+
     def next_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array | None]:
         """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].
 

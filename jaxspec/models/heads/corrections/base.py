@@ -14,7 +14,7 @@ from jax import Array
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import Layout
-from jaxspec.parallel.collectives import top_log_probs, top_logits
+from jaxspec.parallel.collectives import log_sum_exp, take, top_log_probs, top_logits
 from pallas_kernels.selection import Kernels
 
 
@@ -135,10 +135,25 @@ class CorrectionConfig(Protocol):
 
 
 def lattice_of(
-    block: Block, correction: PairCorrection, layout: Layout, kernels: Kernels
+    block: Block,
+    correction: PairCorrection,
+    layout: Layout,
+    kernels: Kernels,
+    ranked: Array | None = None,
 ) -> Lattice:
-    """The lattice of a correction's candidates, the same on all devices. ``layout``: of the
-    logits."""
-    largest = top_log_probs if correction.reads_sums else top_logits
-    log_probs, tokens = largest(block.logits, correction.candidates, layout, kernels)
+    """The lattice of a correction's candidates, the same on all devices.
+
+    Args:
+      layout: of the logits.
+      ranked: [B, T, V / shards] what candidates are the largest of; None: the logits.
+    """
+    count, logits = correction.candidates, block.logits
+    if ranked is None:
+        largest = top_log_probs if correction.reads_sums else top_logits
+        log_probs, tokens = largest(logits, count, layout, kernels)
+        return Lattice(block.outputs, tokens, log_probs, block.context)
+    _, tokens = top_logits(ranked, count, layout, kernels)
+    log_probs = jnp.stack([take(logits, tokens[..., k], layout) for k in range(count)], axis=-1)
+    if correction.reads_sums:
+        log_probs = log_probs - log_sum_exp(logits, layout)[..., None]
     return Lattice(block.outputs, tokens, log_probs, block.context)
