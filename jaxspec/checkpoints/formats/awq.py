@@ -42,7 +42,7 @@ def read_awq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoint
     def module_of(module: str) -> dict[str, CheckpointTensor]:
         return inputs_first_module(stored, module, BITS, group, axis=1, order=ORDER)
 
-    tensors = with_modules(stored, "qweight", INPUTS_FIRST, module_of)
+    tensors = with_modules(stored, "qweight", INPUTS_FIRST, module_of, ("qzeros",))
     check_plain(config, (LIST,), stored, tensors)
     return tensors
 

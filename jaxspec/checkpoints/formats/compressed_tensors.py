@@ -105,12 +105,14 @@ def read_compressed_tensors(
     schemes = read_schemes(config)
 
     def packed(module: str) -> dict[str, CheckpointTensor]:
-        if stored[f"{module}.weight_packed"].dtype == "U8":
+        if part_of(stored, module, PARTS[0]).dtype == "U8":
             _scheme_of(schemes, module, "4-bit floats")
             return _float4(stored, module)
         return _packed(stored, module, _scheme_of(schemes, module, "packed integers"))
 
     def floats(module: str) -> dict[str, CheckpointTensor]:
+        if f"{module}.{FLOAT8[0]}" not in stored and _has_packed_only(schemes, module):
+            part_of(stored, module, PARTS[0])
         scheme = _scheme_of(schemes, module, "8-bit floats")
         inputs = FLOAT8[-1] if scheme.is_static else None
         if inputs is None and f"{module}.{FLOAT8[-1]}" in stored:
@@ -120,7 +122,7 @@ def read_compressed_tensors(
             )
         return float8_module(stored, module, FLOAT8[1], scheme.block, inputs)
 
-    tensors = with_modules(stored, "weight_packed", PARTS, packed)
+    tensors = with_modules(stored, PARTS[0], PARTS, packed, ("weight_shape", "weight_global_scale"))
     tensors = with_modules(tensors, FLOAT8[1], FLOAT8, floats)
     is_meant = functools.partial(_is_meant, schemes)
     check_plain(config, ("ignore",), stored, tensors, is_meant)
@@ -279,6 +281,11 @@ def _float4(stored: Tensors, module: str) -> dict[str, CheckpointTensor]:
 
 def _is_meant(schemes: list[Scheme], module: str) -> bool:
     return any(scheme.fits(module) for scheme in schemes)
+
+
+def _has_packed_only(schemes: list[Scheme], module: str) -> bool:
+    kinds = {scheme.kind for scheme in schemes if scheme.fits(module)}
+    return bool(kinds) and "8-bit floats" not in kinds
 
 
 def _scheme_of(schemes: list[Scheme], module: str, kind: str) -> Scheme:

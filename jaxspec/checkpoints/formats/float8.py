@@ -16,7 +16,7 @@ from typing import Any
 from jaxspec.checkpoints.formats.eight_bits import BLOCK, GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import E4M3, float4_module
-from jaxspec.checkpoints.formats.plain import check_plain
+from jaxspec.checkpoints.formats.plain import PROJECTION, check_plain
 from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.tensors import CheckpointTensor
 
@@ -38,8 +38,7 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
     for name in stored:
         module, _, scales = name.rpartition(".")
         weight = stored.get(f"{module}.weight")
-        is_scale = scales == SCALES[0] or (weight is not None and weight.dtype in QUANTIZED)
-        if scales in SCALES and is_scale:
+        if scales in SCALES and (scales == SCALES[0] or _is_quantized(module, weight)):
             del tensors[name]
             tensors.pop(f"{module}.weight", None)
             inputs = next((name for name in INPUTS if f"{module}.{name}" in stored), None)
@@ -51,6 +50,12 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
                 tensors |= float8_module(stored, module, scales, block, inputs)
     check_plain(config, LISTS, stored, tensors)
     return tensors
+
+
+def _is_quantized(module: str, weight: CheckpointTensor | None) -> bool:
+    """Whether a module that has something like scales is quantized. One of those that may be is,
+    even if it has lost its weight."""
+    return bool(PROJECTION.fullmatch(module)) if weight is None else weight.dtype in QUANTIZED
 
 
 def _fields(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:

@@ -71,7 +71,8 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
         mixed = mixed_groups(stored.get(f"{module}.g_idx"), size, groups)
         return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
 
-    tensors = with_modules(stored, "qweight", (*INPUTS_FIRST, "g_idx"), module_of)
+    parts = (*INPUTS_FIRST, "g_idx")
+    tensors = with_modules(stored, "qweight", parts, module_of, ("qzeros",))
     if len(shifts) > 1:
         first, second = (f"{zero.file}: {zero.name}" for zero in shifts.values())
         raise ValueError(

@@ -19,8 +19,8 @@ from jaxspec.checkpoints.formats.views import Bounds, Tensors, View, check_shape
 from jaxspec.checkpoints.fused_experts import OfExpert
 from jaxspec.models.tensors import CheckpointTensor
 
-BLOCKS = re.compile(
-    r"(?P<module>(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj))_blocks"
+PARTS = re.compile(
+    r"(?P<module>(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj))_(blocks|scales)"
 )
 BYTES = 16  # of a group
 LIST = "modules_to_not_convert"
@@ -36,7 +36,7 @@ def read_mxfp4(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoi
     fields.check_all_read()
     tensors = dict(stored)
     for name in stored:
-        if match := BLOCKS.fullmatch(name):
+        if (match := PARTS.fullmatch(name)) and name in tensors:
             module = match["module"]
             codes, scale = _of_all(stored, module)
             for part in (f"{module}_blocks", f"{module}_scales"):
@@ -61,9 +61,10 @@ def _of_expert(whole: CheckpointTensor, expert: int, first: int, step: int) -> O
 
 def _of_all(stored: Tensors, module: str) -> tuple[View, CheckpointTensor]:
     """Codes [E, out, in / 2] and scale [E, out, in / 32] of all experts."""
-    blocks, scale = stored[f"{module}_blocks"], stored.get(f"{module}_scales")
-    if scale is None:
-        raise ValueError(f"{module}_blocks is quantized, but {module}_scales is missing")
+    blocks, scale = (stored.get(f"{module}_{part}") for part in ("blocks", "scales"))
+    if blocks is None or scale is None:
+        missing = "blocks" if blocks is None else "scales"
+        raise ValueError(f"{module} is quantized, but {module}_{missing} is missing")
     if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != BYTES:
         raise ValueError(
             f"{blocks.name} is {blocks.dtype} {list(blocks.shape)}, but must be U8 [experts, "

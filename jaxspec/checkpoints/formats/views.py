@@ -174,12 +174,14 @@ def with_modules(
     suffix: str,
     parts: tuple[str, ...],
     read: Callable[[str], dict[str, CheckpointTensor]],
+    others: tuple[str, ...] = (),
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint, of modules that have ``<name>.<suffix>`` what ``read`` makes of
-    their ``parts``."""
+    their ``parts``. ``others``: parts that no other modules have, so ``read`` gets these modules
+    too, and says that the rest is missing."""
     tensors = dict(stored)
-    modules = (n.removesuffix(f".{suffix}") for n in stored if n.endswith(f".{suffix}"))
-    for module in modules:
+    names = (name.rpartition(".") for name in stored)
+    for module in dict.fromkeys(module for module, _, part in names if part in (suffix, *others)):
         for part in parts:
             tensors.pop(f"{module}.{part}", None)
         tensors |= read(module)

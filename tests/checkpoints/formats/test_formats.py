@@ -319,6 +319,9 @@ def test_symmetric_zeros_of_two_versions_are_refused(checkpoints, tmp_path: Path
     ("name", "part", "change", "message"),
     [
         ("awq", "scales", None, f"{Q}.scales is missing"),
+        ("awq", "qweight", None, f"{Q}.qweight is missing"),
+        ("gptq", "qweight", None, f"{Q}.qweight is missing"),
+        ("compressed", "weight_packed", None, f"{Q}.weight_packed is missing"),
         ("awq", "scales", lambda x: x * 0, f"{Q}.scales has the scale 0.0 for output 0, group 0"),
         ("awq", "scales", lambda x: x / 0, f"{Q}.scales has the scale inf"),
         ("awq", "qzeros", lambda x: x[:1], f"{Q}.qzeros is I32 [1, 16], but must be packed as I32"),

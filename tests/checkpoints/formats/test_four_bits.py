@@ -186,6 +186,7 @@ def test_plain_experts_stay_as_they_are():
     ("changes", "message"),
     [
         ({"down_proj_scales": None}, "experts.down_proj_scales is missing"),
+        ({"down_proj_blocks": None}, "experts.down_proj_blocks is missing"),
         ({"down_proj_blocks": (np.zeros((2, 4, 32), np.uint8), "U8")},
          "down_proj_blocks is U8 [2, 4, 32], but must be U8 [experts, outputs, groups, 16]"),
         ({"down_proj_scales": (np.zeros((2, 4, 3), np.uint8), "U8")},
@@ -214,6 +215,9 @@ NAN = np.full((OUTPUTS, 4), np.nan).astype(E4M3)
         ("nvfp4", {"weight_global_scale": (vector(0), "F32")}, "is 0.0, but must be above 0"),
         ("nvfp4", {"weight_global_scale": (vector(1, 2), "F32")}, "must be a single F32"),
         ("mxfp4", {"weight_packed": (np.zeros((6, 17), np.uint8), "U8")}, "groups of 32 do not"),
+        ("mxfp4", {"weight_packed": None}, "up_proj.weight_packed is missing"),
+        ("nvfp4", {"weight_packed": None}, "up_proj.weight_packed is missing"),
+        ("deepseek-v4", {"weight": None}, "up_proj.weight is missing"),
         ("deepseek-v4", {"scale": (NAN, "F8_E4M3")}, "up_proj.scale has the scale nan"),
         ("modelopt", {"weight": (np.zeros((6, 32), np.float32), "F32")}, "up_proj.weight is F32"),
         ("modelopt", {"weight_scale": None}, "up_proj.weight_scale is missing"),
