@@ -207,11 +207,10 @@ def test_candidates_may_be_ranked_otherwise(kind: str, tmp_path: Path):
     block = random_block()
     ranked = jax.random.permutation(jax.random.key(8), block.logits, axis=2, independent=True)
     lattice = lattice_of(block, correction, TARGET.layout, NO_KERNELS, ranked)
-    best = jax.lax.top_k(ranked, correction.candidates)[1]
+    best = np.asarray(jax.lax.top_k(ranked, correction.candidates)[1])
     np.testing.assert_array_equal(lattice.tokens, best)
-    wanted = np.take_along_axis(np.asarray(block.logits), np.asarray(best), axis=2)
-    if correction.reads_sums:
-        wanted = np.take_along_axis(np.asarray(jax.nn.log_softmax(block.logits)), best, axis=2)
+    log_probs = jax.nn.log_softmax(block.logits) if correction.reads_sums else block.logits
+    wanted = np.take_along_axis(np.asarray(log_probs), best, axis=2)
     np.testing.assert_allclose(lattice.log_probs, wanted, atol=1e-5)
 
 
