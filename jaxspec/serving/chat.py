@@ -134,7 +134,7 @@ class ChatWriter(ChoiceWriter[ChatChoice]):
             deltas = deltas[1:] if beginning in deltas else deltas
             beginning.role, beginning.content = "assistant", beginning.content or ""
             deltas = [beginning, *deltas]
-        if not deltas and (event.logprobs or event.policy_logprobs or event.trees):
+        if not deltas and self.has_asked(event):
             deltas = [ChatDelta(content="")]
         choices = [ChatChoice(index=self.index, delta=delta) for delta in deltas]
         if choices:

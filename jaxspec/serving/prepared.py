@@ -131,6 +131,13 @@ class ChoiceWriter[C: Choice](abc.ABC):
             choice.speculation = results.speculation(completion)
         return choice
 
+    def has_asked(self, event: TextChunk) -> bool:
+        """Whether there is anything that the request asks for beside the text."""
+        new = [event.logprobs, event.policy_logprobs, event.trees]
+        if self.prepared.request.return_token_ids:
+            new.append(event.token_ids)
+        return any(new)
+
     def add_tokens(self, choice: C, event: TextChunk) -> None:
         """Add to a chunk what the request asks for beside the text."""
         if event.logprobs is not None:

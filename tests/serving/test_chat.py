@@ -130,6 +130,17 @@ def test_a_tool_is_called(llm: LLM, form: str, choice: str):
     assert not any(delta.content for delta in deltas)
 
 
+def test_a_stream_has_the_ids_of_tokens_whose_text_is_held_back(llm: LLM):
+    """All of it may begin a stop string."""
+    [[letter]] = llm.tokenize(["a"])
+    held = {"logit_bias": {letter: 100}, "stop": ["a" * 60]}
+    request = {**SAMPLED, **held, "extra_body": {"return_token_ids": True}}
+    whole, chunks = ask(llm, request, {**request, "stream": True})
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    ids = [token for part in parts for token in getattr(part, "token_ids", None) or ()]
+    assert ids == whole.choices[0].token_ids == [letter] * 30
+
+
 def test_text_is_free_where_a_tool_may_be_called(llm: LLM):
     short = {**TOOLS, "max_completion_tokens": 10}
     [auto, none] = ask(llm, short, {**short, "tool_choice": "none"})
