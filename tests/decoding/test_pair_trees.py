@@ -98,6 +98,27 @@ def test_a_chain_walks_from_token_to_token_as_the_target_would_draw():
         assert tree.tokens[row, 1:].tolist() == path
 
 
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def ranked(logits: jax.Array, sampling: Sampling) -> jax.Array | None:
+    proposer = proposer_of(SpeculationConfig(16, 4, 4), sampling, CONTEXTS, target_vocab=VOCAB)
+    return proposer.ranked(logits, 1 + jnp.arange(logits.shape[1]))
+
+
+def test_candidates_are_those_that_are_kept_by_their_noise_and_then_the_likeliest():
+    """A row that keeps two tokens, beside one of temperature 0."""
+    logits = 3 * np.random.default_rng(4).standard_normal((2, 3, VOCAB), np.float32)
+    sampling = make_sampling(2, temperature=jnp.array([0.7, 0.0]), top_k=2, seeds=SEEDS)
+    found = np.argsort(-np.asarray(ranked(logits, sampling)), axis=2, kind="stable")
+    likeliest = np.argsort(-logits, axis=2, kind="stable")
+    np.testing.assert_array_equal(found[1], likeliest[1])
+    np.testing.assert_array_equal(found[0, :, 2:], likeliest[0, :, 2:])
+    positions = CONTEXTS[:1, None] + 1 + jnp.arange(3)
+    noise = np.asarray(gumbel(SEEDS[:1], Stream.TARGET, positions, jnp.arange(VOCAB)))[0]
+    for depth, kept in enumerate(likeliest[0, :, :2]):
+        scores = logits[0, depth, kept] / 0.7 + noise[depth, kept]
+        assert found[0, depth, :2].tolist() == kept[np.argsort(-scores)].tolist()
+
+
 def test_tokens_drawn_for_the_rejection_rule_come_with_their_distributions():
     """Over the candidates behind the token before, and 0 elsewhere."""
     scores = random_scores(3)

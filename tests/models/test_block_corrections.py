@@ -202,12 +202,14 @@ def test_scores_of_pairs_are_those_of_the_published_equations(kind: str, tmp_pat
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_candidates_may_be_ranked_otherwise(kind: str, tmp_path: Path):
-    """Their log-probabilities stay those of the logits."""
+    """Their log-probabilities stay those of the logits, in whose order they are."""
     correction, _ = random_correction(PAIRS[kind][0], tmp_path)
     block = random_block()
     ranked = jax.random.permutation(jax.random.key(8), block.logits, axis=2, independent=True)
     lattice = lattice_of(block, correction, TARGET.layout, NO_KERNELS, ranked)
-    best = np.asarray(jax.lax.top_k(ranked, correction.candidates)[1])
+    chosen = np.asarray(jax.lax.top_k(ranked, correction.candidates)[1])
+    places = np.argsort(-np.take_along_axis(np.asarray(block.logits), chosen, axis=2), axis=2)
+    best = np.take_along_axis(chosen, places, axis=2)
     np.testing.assert_array_equal(lattice.tokens, best)
     log_probs = jax.nn.log_softmax(block.logits) if correction.reads_sums else block.logits
     wanted = np.take_along_axis(np.asarray(log_probs), best, axis=2)

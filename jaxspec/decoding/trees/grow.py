@@ -22,6 +22,8 @@ from jaxspec.decoding.trees.tree import DraftTree, make_chain, make_tree
 from jaxspec.parallel import WHOLE, Layout, collectives
 from pallas_kernels.top_k.reference import local_top_k
 
+BEHIND = 8.0  # puts a logit after larger ones with noise, which is never below -4
+
 
 class Beams(NamedTuple):
     """The beams of one level: the input of a model step.
@@ -111,10 +113,17 @@ class Proposer(NamedTuple):
 
     @jax.named_scope("sample")
     def ranked(self, logits: Array, depth: int | Array) -> Array | None:
-        """Logits as the noise that the target shares ranks them; None: as they are."""
+        """Logits as the noise that the target shares ranks them; None: as they are.
+
+        Tokens that top-k, top-p or min-p drop come after all others, the likeliest first: the
+        target, or a correction, may keep them.
+        """
         if self.options.greedy or self.speculation.resolved_proposal != "coupled":
             return None
-        return self._ranked(self._processed(logits), depth)
+        ranked = self._ranked(self._processed(logits), depth)
+        temperature = jnp.where(self.sampling.drawn, self.sampling.temperature, 1.0)
+        last = logits / temperature[:, None, None] - BEHIND
+        return jnp.where(jnp.isneginf(ranked), last, ranked)
 
     def next_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array | None]:
         """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].

@@ -16,6 +16,7 @@ from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import Layout
 from jaxspec.parallel.collectives import log_sum_exp, take, top_log_probs, top_logits
 from pallas_kernels.selection import Kernels
+from pallas_kernels.top_k.reference import best_with
 
 
 class Block(NamedTuple):
@@ -67,7 +68,7 @@ class Correction(Protocol):
 
 
 class Lattice(NamedTuple):
-    """The K likeliest tokens of each of T depths of a block, and what a head has computed of them.
+    """K candidates of each of T depths of a block, and what a head has computed of them.
 
     Attributes:
       outputs: [B, T, H] normed outputs, which the LM head reads.
@@ -153,7 +154,8 @@ def lattice_of(
         log_probs, tokens = largest(logits, count, layout, kernels)
         return Lattice(block.outputs, tokens, log_probs, block.context)
     _, tokens = top_logits(ranked, count, layout, kernels)
-    log_probs = jnp.stack([take(logits, tokens[..., k], layout) for k in range(count)], axis=-1)
+    log_probs = take(logits[:, :, None], tokens, layout)
+    log_probs, tokens = best_with(log_probs, count, (tokens,))  # their ranks are those of training
     if correction.reads_sums:
         log_probs = log_probs - log_sum_exp(logits, layout)[..., None]
     return Lattice(block.outputs, tokens, log_probs, block.context)
