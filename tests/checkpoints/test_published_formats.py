@@ -67,7 +67,9 @@ def test_texts_are_those_of_plain_decoding(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(LEFT_OUT)
-@pytest.mark.parametrize("name", ["DeepSeek-V3, FP8", "Qwen 3.5 with experts, FP8"])
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V3, FP8", "Qwen 3.5 with experts, FP8", "Qwen3-Next, FP8"]
+)
 def test_mtp_layers_of_the_file_draft(name: str, tmp_path: Path):
     path = publish(name, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

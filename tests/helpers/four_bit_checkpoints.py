@@ -78,6 +78,20 @@ def mxfp4() -> Format:
     return _float4("mxfp4-pack-quantized", write, strategy="group", group_size=32)
 
 
+def deepseek() -> Format:
+    """Experts of DeepSeek-V4: weights are I8, and scales E8M0."""
+
+    def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        stored, scale = exponents(weight)
+        codes = nearest(weight, scale)
+        scales = stored.view(ml_dtypes.float8_e8m0fnu)
+        tensors = {"weight": two_in_a_byte(codes).view(np.int8), "scale": scales}
+        return tensors, meant(codes, scale)
+
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return Format(config | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, write)
+
+
 def nvfp4() -> Format:
     """compressed-tensors' nvfp4-pack-quantized, with activations of 4 bits."""
 

@@ -19,10 +19,13 @@ from tests.helpers.hybrid_checkpoints import VISION, contents
 from tests.helpers.quantized_checkpoints import (
     Format,
     Tensors,
+    awq,
     compressed,
+    compressed_blocks,
     float8_blocks,
     float8_channel,
     float8_static,
+    gptq,
     modelopt_float8,
     mxfp8,
     of_torch,
@@ -75,6 +78,10 @@ def is_projection(name: str) -> bool:
     """Of attention, MLPs, experts and recurrences; not routers, norms, convolutions, heads, and
     what joins the inputs of an MTP layer."""
     return name.endswith(PROJECTIONS) and not name.endswith(PLAIN)
+
+
+def is_of_text(name: str) -> bool:
+    return is_projection(name) and not any(part in name for part in ("vision", "projector"))
 
 
 def is_of_expert(name: str) -> bool:
@@ -144,6 +151,7 @@ ONLY_EXPERTS = [
     "re:.*shared_experts.*",
     "re:.*mlp\\.(gate|up|down)_proj.*",
 ]
+ALL_PLAIN: dict[str, Any] = {"ignore": ["lm_head", "*mixer.*_proj", "*shared_experts*"]}
 
 PUBLISHED = MappingProxyType(
     {
@@ -176,6 +184,47 @@ PUBLISHED = MappingProxyType(
         "GLM-4.5, FP8 of compressed-tensors": Published(
             of_family("glm4_moe"), float8_channel(), is_projection
         ),
+        "Qwen3-MoE, FP8 blocks of compressed-tensors": Published(
+            of_family("qwen3_moe"), compressed_blocks(), is_projection
+        ),
+        "Qwen3-MoE, AWQ": Published(of_family("qwen3_moe", **EXPERTS), awq(32), is_projection),
+        "Qwen3-MoE, GPTQ": Published(
+            of_family("qwen3_moe", **EXPERTS), gptq(4, 32, symmetric=False), is_projection
+        ),
+        "Qwen3-Next, FP8": Published(with_mtp("qwen3_next", "qwen"), BLOCKS, is_projection),
+        "MiniMax-M2, FP8": Published(
+            of_family("minimax_m2"), BLOCKS, is_projection, {"modules_to_not_convert": ["gate"]}
+        ),
+        "GLM-5.2, FP8": Published(
+            of_family("glm_moe_dsa"),
+            BLOCKS,
+            lambda name: is_projection(name) and "weights_proj" not in name,
+            {"scale_fmt": "ue8m0"},
+        ),
+        "DeepSeek-V3, experts as those of V4": Published(
+            of_family("deepseek_v3", **EXPERTS),
+            four_bits.deepseek(),
+            is_of_expert,
+            {"modules_to_not_convert": ONLY_EXPERTS},
+        ),
+        "Kimi K2, MXFP4": Published(
+            of_family("deepseek_v3", **EXPERTS),
+            four_bits.mxfp4(),
+            is_of_expert,
+            {"ignore": ONLY_EXPERTS},
+            as_kimi,
+        ),
+        "Nemotron 3, FP8 of ModelOpt": Published(
+            of_family("nemotron_h"), modelopt_float8(), is_projection
+        ),
+        "Nemotron 3, NVFP4 of ModelOpt": Published(
+            of_family("nemotron_h", moe_intermediate_size=64, eos_token_id=None),
+            MODELOPT,
+            is_of_expert,
+            ALL_PLAIN,
+        ),
+        "GLM-4.7-Flash, FP8": Published(of_family("glm4_moe_lite"), BLOCKS, is_projection),
+        "Hy3, FP8": Published(of_family("hy_v3"), BLOCKS, is_projection),
         # Without experts.
         "Qwen3, FP8": Published(of_family("qwen3"), BLOCKS, is_projection),
         "Llama, NVFP4 of ModelOpt": Published(
@@ -185,7 +234,7 @@ PUBLISHED = MappingProxyType(
         "Ministral 3, static FP8": Published(
             of_family("mistral3-ministral3"),
             float8_static(),
-            lambda name: is_projection(name) and "vision" not in name and "projector" not in name,
+            is_of_text,
             {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector"]},
         ),
         "Llama, FP8 of ModelOpt": Published(

@@ -191,6 +191,15 @@ def float8_blocks(scales: str = "weight_scale_inv", dtype: Any = np.float32) -> 
     return Format({**config, "weight_block_size": [128, 128]}, write)
 
 
+def compressed_blocks() -> Format:
+    """compressed-tensors' float-quantized in blocks: llm-compressor's FP8_BLOCK."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    inputs = weights | {"dynamic": True, "strategy": "group", "group_size": 128}
+    weights |= {"strategy": "block", "block_structure": [128, 128], "group_size": None}
+    config = _compressed_config("float-quantized", weights, inputs)
+    return Format(config, float8_blocks("weight_scale").write)
+
+
 def float8_static() -> Format:
     """A scale for each module, and one for its inputs: as Mistral has it."""
 
