@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, forward
+from tests.helpers.marks import slow
 from tests.helpers.served import MODEL, with_http
 
 SAMPLED = {"model": MODEL, "max_tokens": 12, "temperature": 0.7, "top_k": 20, "seed": 3}
@@ -29,7 +30,8 @@ def of_policy(llm: LLM, prompt: list[int], written: list[int]) -> np.ndarray:
     return kept[np.arange(len(written)), written] - total
 
 
-@pytest.mark.parametrize("path", list(OF_PATH))
+# Completions take the same values from the same programs.
+@pytest.mark.parametrize("path", [slow("/v1/completions"), "/v1/chat/completions"])
 def test_they_are_those_of_the_tokens_whole_and_streamed(llm: LLM, path: str):
     async def test(http: httpx.AsyncClient) -> tuple[Any, Any, Any]:
         request = {**OF_PATH[path], **ASKED}
