@@ -42,7 +42,8 @@ def llm(drafter: str, scored: int | None = None) -> LLM:
     """Few programs, which are compiled: they serve all requests of a file of tests. ``scored``: how
     many log-probabilities of each token of their prompts."""
     engine = EngineConfig(max_rows=ROWS, rounds_per_call=8)
-    made = LLM(NAME, drafter=drafter, dtype="float32", max_length=256, engine=engine)
+    target = None if drafter == "none" else llm("none", scored).params.target  # read once
+    made = LLM(NAME, drafter, dtype="float32", max_length=256, engine=engine, target=target)
     seal(made.engine, dataclasses.replace(SAMPLED, prompt_logprobs=scored), prompt_tokens=64)
     return made
 
