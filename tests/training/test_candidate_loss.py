@@ -129,8 +129,10 @@ def test_loss_and_metrics_by_hand(kind: str, tmp_path: Path):
     np.testing.assert_allclose(total, terms @ weights / weights.sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["lilicorr", slow("dflash2")])
-def test_training_chooses_what_the_drafter_drafts(kind: str):
+@pytest.mark.parametrize(
+    ("kind", "calls"), [("lilicorr", (0,)), slow("lilicorr", (2,)), slow("dflash2", (0, 2))]
+)
+def test_training_chooses_what_the_drafter_drafts(kind: str, calls: tuple[int, ...]):
     """Behind the tokens of a drafted chain the best candidates are those of the chain; after
     prompts read in chunks and rounds, on pages."""
     head = head_of(kind)
@@ -141,7 +143,7 @@ def test_training_chooses_what_the_drafter_drafts(kind: str):
     )
     state = admit_prompts(params, empty_state(params, 3, 64, 7), random_prompts((1, 9, 21)))
     state = read_prompts(params, state, 5, greedy=True)
-    for rounds in (0, 2):
+    for rounds in calls:
         if rounds:
             state, _ = jit_decode(params, state, rounds, max_rounds=2, shape=None, greedy=True)
         tree = proposed(params, state)
