@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxspec.decoding.drafters.block import with_costs_of
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
@@ -41,8 +42,8 @@ def without_exchanges[T](tree: T) -> T:
 
 def replacement[T](current: T, new: T) -> T:
     """``new`` where ``current`` lies (see parallel.placement), both without exchanges. If the cache
-    has 8-bit pages, weights without scales take those in use."""
-    new = with_scales_of(current, without_exchanges(new))
+    has 8-bit pages, weights without scales take those in use; drafters, the costs in use."""
+    new = with_costs_of(current, with_scales_of(current, without_exchanges(new)))
     return in_place_of(without_exchanges(current), new)
 
 

@@ -44,7 +44,7 @@ from pallas_kernels.expert_product import misfit as expert_misfit
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
 from pallas_kernels.packed_expert_product import packed_expert_product
 from pallas_kernels.packed_experts import PackedExperts
-from pallas_kernels.products import sum_partials, total_f32
+from pallas_kernels.products import added_up, sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
 from pallas_kernels.rope_kv_write import takes_pairs
@@ -179,10 +179,10 @@ class ForwardPass:
         """What is added to the residual stream x [B, T, H], for an elementwise reader: its fusion
         adds up partial sums, where narrow products are split for the norms' kernel, too."""
         taking = self._taking("add_rms_norm", takes_partials)
-        partials = addend.partial_sums(self.layout, self.kernels, taking)[:, : len(x)]
+        partials = addend.partial_sums(self.layout, self.kernels, taking)
         if self.isolate_blocks:
             partials = lax.optimization_barrier(partials)
-        return total_f32(list(partials)).astype(x.dtype)
+        return added_up(partials, len(x)).astype(x.dtype)
 
     def rescaled(self, x: Array, addend: Addend, factor: Array | None) -> tuple[Array, Addend]:
         """The residual stream x [B, T, H] and what is added to it, both times a ``factor`` [1];

@@ -18,11 +18,12 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.delta_inputs.arguments import ConvolvedNodes, Strengths
 from pallas_kernels.delta_inputs.reference import NORM_EPS
 from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.mosaic_module_names import fixed_name
 
 ENTRIES = 128  # channels that a warpgroup has at once, an entry a thread
 LAYOUT = plgpu.Layout.WG_STRIDED((ENTRIES,), vec_size=1)
-AT_ONCE = 132 * 16  # thread blocks of a warpgroup that run at the same time on an H100 or H200
+AT_ONCE = MULTIPROCESSORS * 16  # thread blocks of a warpgroup that run at the same time
 
 
 # Traced once for all layers of a model.

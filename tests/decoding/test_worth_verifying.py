@@ -11,6 +11,7 @@ from jaxspec.checkpoints import load as loading
 from jaxspec.checkpoints.block import save_block_head
 from jaxspec.checkpoints.load_drafter import with_node_costs
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.decoding.all_reduce_buffers import replacement
 from jaxspec.decoding.drafters import MixedDrafter
 from jaxspec.decoding.sampling import make_sampling
 from jaxspec.decoding.trees.worth_verifying import NodeCosts, worth_verifying
@@ -110,6 +111,21 @@ def test_load_asks_for_the_costs_of_the_target_that_it_has_loaded(
     monkeypatch.setattr(loading, "with_node_costs", known)
     loaded: Any = loading.load(drafter=tmp_path, speculation=SpeculationConfig.chain(3)).drafter
     assert loaded.costs == NodeCosts(len(target.layers), 3, 0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_other_weights_of_a_head_keep_the_costs_in_use(mixed: bool):
+    params = block_params(
+        "dspark", SpeculationConfig.chain(DEPTH), expert_target(), confidence=True
+    )
+    new: Any = params.drafter
+    current = new.replace(costs=COSTS)
+    if mixed:
+        new, current = MixedDrafter(model=new), MixedDrafter(model=current)
+    used: Any = replacement(current, new)
+    assert getattr(used, "model", used).costs == COSTS
+    back: Any = replacement(new, current)  # from an engine of another target
+    assert getattr(back, "model", back).costs is None
 
 
 def with_costs(params: EngineParams, costs: NodeCosts | None) -> EngineParams:

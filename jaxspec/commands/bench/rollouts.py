@@ -48,6 +48,7 @@ from jaxspec.engine.generation import Generation
 from jaxspec.engine.warm_up.compile_all import Progress
 from jaxspec.evaluation.bootstrap import median
 from jaxspec.llm.llm import LLM
+from jaxspec.models.json.values import Problems
 from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter, learning_drafter
@@ -280,14 +281,14 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that cannot work, all at once, before anything is loaded."""
-    problems = []
+    problems = Problems()
     if args.steps < 3:
-        problems.append("--steps must be at least 3: the first step compiles")
+        problems.add("--steps must be at least 3: the first step compiles")
     if args.temperature <= 0:
-        problems.append("--temperature must be above 0: a gradient needs samples that differ")
+        problems.add("--temperature must be above 0: a gradient needs samples that differ")
     if args.deterministic and REPAIR in args.engines:
         others = " ".join(shlex.quote(name) for name in args.engines if name != REPAIR)
-        problems.append(
+        problems.add(
             "--deterministic cannot be with repair, as old texts are not read there: give "
             f"--engines {others or SPECULATIVE}"
         )
@@ -295,9 +296,8 @@ def check(args: argparse.Namespace) -> None:
         try:
             SpeculationConfig.parse(args.tree)
         except ValueError as error:
-            problems.append(f"--tree: {error}")
-    if problems:
-        raise ValueError("; ".join(problems))
+            problems.add(f"--tree: {error}")
+    problems.raise_all()
 
 
 def plainly(value: Any) -> Any:

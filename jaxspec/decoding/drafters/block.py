@@ -37,6 +37,7 @@ from jaxspec.models.heads import BlockHead
 from jaxspec.models.heads.block_context import BlockAttend, Causality, Context
 from jaxspec.models.heads.corrections import Block, PairCorrection, lattice_of
 from jaxspec.models.linear import ReadsRounded
+from jaxspec.models.nodes import map_nodes, nodes_of
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 # Tokens of blocks and their context that one product takes: more take as long as two products. Of
@@ -183,15 +184,12 @@ class BlockDrafter(KeepsFeatures, Pytree):
         tree = self._tree(target, proposer, roots, read)
         if tree.is_chain and (options.confidence or self.costs is not None):
             confidence = head.confidence_of(outputs, tree.tokens[:, :-1])
-            tree = self._worth_verifying(tree, confidence)
-            tree = tree.replace(confidence=confidence if options.confidence else None)
+            if self.costs is not None:
+                growth = self.costs.growth(*confidence.shape)
+                tree = cut(tree, worth_verifying(confidence, growth))
+            if options.confidence:
+                tree = tree.replace(confidence=confidence)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
-
-    def _worth_verifying(self, chain: DraftTree, confidence: Array) -> DraftTree:
-        if self.costs is None:
-            return chain
-        growth = self.costs.growth(*confidence.shape)
-        return cut(chain, worth_verifying(confidence, growth))
 
     def _reads_beside(self, tokens: int) -> bool:
         """Whether one pass reads so many tokens of blocks and their context."""
@@ -215,6 +213,18 @@ class BlockDrafter(KeepsFeatures, Pytree):
 
         logits, carry = correction.step(target, block, roots[:, None], 0, correction.start(block))
         return grow(proposer, roots, logits[:, 0], step, carry)[0]
+
+
+def with_costs_of[T](current: T, new: T) -> T:
+    """``new``, whose block drafters verify by the costs of those of ``current``: they are of the
+    target and the device, not of the drafter's weights."""
+    remaining = iter(nodes_of(current, BlockDrafter))
+
+    def costed(drafter: BlockDrafter) -> BlockDrafter:
+        old = next(remaining, None)
+        return drafter if old is None else drafter.replace(costs=old.costs)
+
+    return map_nodes(new, costed, BlockDrafter)
 
 
 def _draft_state(state: EngineState) -> tuple[ModelState, BlockRows]:

@@ -27,7 +27,7 @@ from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.add_rms_norm.reference import followed_by
-from pallas_kernels.products import total_f32
+from pallas_kernels.products import added_up
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 Side = Literal[0, 1]  # what is read, what is given
@@ -85,7 +85,7 @@ class Convolution(Pytree):
         splits = self.said.best_num_splits(x, kernels) if "add_rms_norm" in kernels else 1
         if splits == 1:
             return self.said.float32(x, kernels)
-        return total_f32(list(self.said.partial_sums(x, splits, kernels)[:, : len(x)]))
+        return added_up(self.said.partial_sums(x, splits, kernels), len(x))
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Convolution":
         """The same, with every array replaced by ``tensor_map``'s result."""
