@@ -6,6 +6,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.llm.tokenizer.bad_words import word_sequences
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields
+from jaxspec.serving.sampling import in_words_of_requests
 from jaxspec.serving.service import Service
 
 FIELD = "bad_words"
@@ -28,4 +29,5 @@ def without_bad_words(
             bad_sequences=tuple(ids for ids in sequences if len(ids) > 1),
         )
     except ValueError as error:
-        raise FieldError(FIELD, f"{FIELD}: {error}") from error
+        problem = in_words_of_requests(error).removeprefix(f"{FIELD} ")
+        raise FieldError(FIELD, f"{FIELD}: {problem}") from error

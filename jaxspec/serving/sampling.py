@@ -1,5 +1,6 @@
 """From the fields of a request to SamplingParams."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,14 @@ _SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt"),
     *("allowed_token_ids", "prompt_logprobs", "policy_logprobs", "plain"),
 )
+
+# Parameters that have no field of their name: what a client calls them.
+_IN_REQUESTS = {
+    "structured": "a structured output or a forced tool call",
+    "reasoning_budget": "thinking_token_budget",
+    "bad_token_ids": "bad_words",
+    "bad_sequences": "bad_words",
+}
 
 
 def sampling_params(
@@ -62,9 +71,16 @@ def sampling_params(
     try:
         return SamplingParams(**values)
     except ParameterError as error:
+        problem = in_words_of_requests(error)
         if error.name not in type(request).model_fields:
-            raise ApiError(400, str(error)) from error
-        raise FieldError(error.name, str(error)) from error
+            raise ApiError(400, problem) from error
+        raise FieldError(error.name, problem) from error
+
+
+def in_words_of_requests(error: ValueError) -> str:
+    """What an error says, with the names that fields of requests have."""
+    names = re.compile(rf"\b({'|'.join(_IN_REQUESTS)})\b")
+    return names.sub(lambda found: _IN_REQUESTS[found[1]], str(error))
 
 
 def text_options(request: SamplingFields) -> TextOptions:

@@ -125,7 +125,7 @@ def test_fields_of_routers_and_hints_are_tolerated(llm: LLM):
     body = {
         **{"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True},
         **{"continue_final_message": False, "return_hidden_states": False, "logprobs": False},
-        **{"skip_special_tokens": True, "ignore_eos": False, "suffix": None},
+        **{"skip_special_tokens": True, "ignore_eos": False, "suffix": None, "plain": None},
     }
     [answer] = ask(llm, {**TEXT, "user": "me", "extra_body": body})
     assert answer.choices[0].text
@@ -214,6 +214,16 @@ def test_before_it_is_ready_it_says_so(llm: LLM):
             "completions",
             {"structured_outputs": {"json": 5}},
             "structured_outputs.json: Input should be an object, or the text of one",
+        ),
+        (
+            "completions",
+            {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+            "ignore_eos cannot be with a structured output or a forced tool call",
+        ),
+        (
+            "completions",
+            {"bad_words": ["xy"], "policy_logprobs": True},
+            "bad_words: policy_logprobs cannot be with bad_words",
         ),
     ],
 )

@@ -108,6 +108,8 @@ class RequestBody(BaseModel):
         That of a field that is refused is the FieldError: so it is told with what else is wrong.
         """
         if name in cls.model_fields:
+            if value is None and not cls.model_fields[name].is_required():
+                return IDLE  # as clients write a field that they leave out
             return int(value) if isinstance(value, float) and value.is_integer() else value
         if name in cls.hints:
             return IDLE
