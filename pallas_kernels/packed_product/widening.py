@@ -75,7 +75,7 @@ def _inlined(emit: Any, dtype: str, layout: Any, block: int, start: int, inputs:
 
 def _emit_pairs(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> Any:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    mask, layout = _mask_in_register(Word(mgpu.thread_idx())), mgpu.WGMMA_LAYOUT
+    mask, layout = mask_in_register(Word(mgpu.thread_idx())), mgpu.WGMMA_LAYOUT
     registers = np.empty(layout.registers_shape((OUTPUTS, inputs)), dtype=object)
     by_span = registers.reshape(-1, PAIRS, 2)  # the last: of the thread's first row, of its second
     for span, half, word in _words(tiles, line, start, inputs):
@@ -150,7 +150,7 @@ def signs(word: Any) -> Any:
     return (word >> 7 & 0x01010101) * 255
 
 
-def _mask_in_register(thread: "Word") -> "Word":
+def mask_in_register(thread: "Word") -> "Word":
     """HALVES. ptxas would move a constant to a register before every use.
 
     Bytes 0 and 2 are the same, and so it does not matter which one a thread's selector names.

@@ -49,6 +49,7 @@ from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.gated_norm import cases as gated_norm
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
+from pallas_kernels.o_gate_up_down import cases as o_gate_up_down
 from pallas_kernels.packed_expert_product import cases as packed_expert_product
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
@@ -75,6 +76,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "delta_rule": delta_rule.benchmarks,
         "delta_inputs": delta_inputs.benchmarks,
         "gated_norm": gated_norm.benchmarks,
+        "o_gate_up_down": o_gate_up_down.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

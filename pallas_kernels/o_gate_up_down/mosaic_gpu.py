@@ -1,0 +1,348 @@
+"""From the output projection to the partial sums of the MLP, in one launch on Hopper GPUs.
+
+As many thread blocks as there are multiprocessors stay for all three products, and meet between
+them. Within a thread block warpgroups have roles:
+
+- One copies weights into a ring, product after product. It does not wait where blocks meet: the
+  ring is full of the next product's weights by then.
+- Several multiply, each a block of weights in turn, and each warp a quarter of its inputs.
+- One adds up their parts of a job, stores the outputs, and meets the other thread blocks.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import kernel_axes
+from pallas_kernels.grid_barrier import fence_copies, meet
+from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.o_gate_up_down.outputs import store_job
+from pallas_kernels.o_gate_up_down.plan import (
+    BLOCK,
+    BUFFERS,
+    PHASES,
+    ROWS,
+    TILE,
+    TILES,
+    WARPS,
+    Phase,
+    PhaseName,
+    Plan,
+    Tuning,
+    splits_of,
+)
+from pallas_kernels.o_gate_up_down.products import (
+    SUMS,
+    WEIGHT_TRANSFORMS,
+    X_TRANSFORMS,
+    add_block,
+    no_sums,
+)
+from pallas_kernels.o_gate_up_down.rows import put_normed
+from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
+
+Refs = dict[str, Any]
+Weights = dict[PhaseName, PackedWeights]
+FACTORS = ("scale", "zero")
+READS: dict[PhaseName, str] = {"o": "x", "gate_up": "total", "down": "units"}
+RESULTS: dict[PhaseName, str] = {"o": "total", "gate_up": "units", "down": "partials"}
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("eps", "tuning", "interpret"))
+def o_gate_up_down_mosaic(
+    x: Array,  # [M, A]
+    residual: Array,  # [M, H]
+    weights: LayerWeights,
+    meeting: Array,  # int32 [1]
+    eps: float,
+    *,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """See pallas_kernels.o_gate_up_down; only for arguments that ``misfit`` accepts.
+
+    ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
+    one thread block: the interpreter does not run several side by side, so they cannot meet.
+    """
+    norm, *products = weights
+    units = weights.down.values.shape[1]
+    num_splits = splits_of(units)
+    assert num_splits is not None
+    plan = Plan(
+        rows=len(x),
+        inputs=x.shape[1],
+        hidden=len(norm),
+        units=units,
+        num_splits=num_splits,
+        eps=eps,
+        tuning=tuning or Tuning(),
+        names=PHASES,
+        interpret=interpret is not None,
+    )
+    by_phase: Weights = dict(zip(PHASES, products, strict=True))
+    arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
+    if interpret is None or plan.tuning.blocks == 1:
+        arrays |= _launch(plan, arrays, by_phase, interpret)
+    else:
+        for name, packed in by_phase.items():
+            phase = dataclasses.replace(plan, names=(name,))
+            arrays |= _launch(phase, arrays, {name: packed}, interpret)
+    return arrays["total"], arrays["partials"]
+
+
+def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
+    """The results of a launch, by name; ``arrays``: what it may read besides weights."""
+    inputs = dict(arrays)
+    for name, packed in weights.items():
+        inputs |= _viewed(name, packed)
+    results = {RESULTS[name]: _result(plan, name) for name in weights}
+    names, warpgroups = (*inputs, *results), plan.tuning.warpgroups
+
+    @fixed_name(interpret)
+    def o_gate_up_down_kernel(*arguments, **scratch):
+        refs = dict(zip(names, arguments, strict=True)) | scratch
+        role = kernel_axes.index("warpgroup")
+
+        @pl.when(role < warpgroups)
+        def _multiply():
+            for at in range(len(plan.phases)):
+                _multiply_phase(plan, at, refs)
+
+        @pl.when(role == warpgroups)
+        def _add_up():
+            for at in range(len(plan.phases)):
+                _store_phase(plan, at, refs)
+
+        @pl.when(role == warpgroups + 1)
+        def _copy():
+            for at in range(len(plan.phases)):
+                _copy_phase(plan, at, refs)
+            _wait_for_ring(plan, refs)
+
+    kernel = plgpu.kernel(
+        o_gate_up_down_kernel,
+        out_type=tuple(results.values()),
+        scratch_types=_scratch(plan, weights),
+        grid=(plan.tuning.blocks,),
+        grid_names=kernel_axes.names("block"),
+        num_threads=warpgroups + 2,
+        thread_name=kernel_axes.name("warpgroup"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    return dict(zip(results, kernel(*inputs.values()), strict=True))
+
+
+def _viewed(name: PhaseName, weights: PackedWeights) -> Refs:
+    """Arrays of which a job's weights are a part with two tiles in front: values [2, F, K] and
+    factors [n, 2, F] of gate and up; else [V / TILE, TILE, K] and [n, V / TILE, TILE]."""
+    outputs = (TILES, -1) if name == "gate_up" else (-1, TILE)
+    views = {f"{name}.values": weights.values.reshape(*outputs, weights.values.shape[-1])}
+    for factor in FACTORS:
+        array = getattr(weights, factor)
+        if array is not None:
+            views[f"{name}.{factor}"] = array.reshape(len(array), *outputs)
+    return views
+
+
+def _result(plan: Plan, name: PhaseName) -> jax.ShapeDtypeStruct:
+    if name == "down":
+        shape = plan.num_splits, plan.rows, plan.hidden
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+    width = plan.hidden if name == "o" else plan.units
+    return jax.ShapeDtypeStruct((plan.rows, width), jnp.bfloat16)
+
+
+def _scratch(plan: Plan, weights: Weights) -> Refs:
+    """The ring of weights, x, the parts of jobs, and barriers."""
+    stages, warpgroups = plan.stages, plan.tuning.warpgroups
+    scratch: Refs = {
+        "values": plgpu.SMEM((stages, TILES, TILE, BLOCK), jnp.int4, transforms=WEIGHT_TRANSFORMS),
+        "rows": plgpu.SMEM((ROWS, plan.depth), jnp.bfloat16, transforms=X_TRANSFORMS),
+        "squares": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
+        "parts": plgpu.SMEM((BUFFERS, warpgroups, *SUMS), jnp.float32),
+        "free": plgpu.Barrier(num_barriers=stages),
+        "rows_copied": plgpu.Barrier(),
+        "rows_normed": plgpu.Barrier(num_arrivals=warpgroups),
+        "met": plgpu.Barrier(),
+        "done": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=BUFFERS),
+        "stored": plgpu.Barrier(num_barriers=BUFFERS),
+    }
+    copies = 1
+    for factor in FACTORS:
+        of_all = [getattr(packed, factor) for packed in weights.values()]
+        if of_all[0] is not None:
+            shape = stages, WARPS, TILES, TILE
+            scratch[factor] = plgpu.SMEM(shape, of_all[0].dtype)
+            copies += 1
+    scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    return scratch
+
+
+def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
+    """Copy a phase's weights into the ring: some before thread blocks meet, the others then."""
+    phase, before, most = plan.phases[at], plan.blocks_before(at), plan.tuning.under_way
+    first, jobs = plan.own_jobs(phase)
+    end = jobs * phase.blocks
+
+    def copy(index: Array, _: None) -> None:
+        number = before + index
+        slot = lax.rem(number, plan.stages)
+
+        @pl.when(number >= plan.stages)
+        def _wait_until_free():
+            plgpu.barrier_wait(refs["free"].at[slot])
+
+        if most is not None:
+
+            @pl.when(number >= most)
+            def _wait_for_copy(most=most):
+                plgpu.barrier_wait(refs["full"].at[lax.rem(number - most, plan.stages)])
+
+        job, block = lax.div(index, phase.blocks), lax.rem(index, phase.blocks)
+        _copy_block(plan, phase, refs, first + job, block, slot)
+
+    ahead = plan.tuning.ahead
+    begin = jnp.int32(0)
+    if at and ahead is not None:
+        begin = lax.min(end, ahead)
+        lax.fori_loop(0, begin, copy, None)
+        plgpu.barrier_wait(refs["met"])
+    lax.fori_loop(begin, end, copy, None)
+
+
+def _copy_block(
+    plan: Plan, phase: Phase, refs: Refs, job: Array, block: Array, slot: Array
+) -> None:
+    """Copy a block of a job's weights, and its scales and zeros, to a slot."""
+    block += plan.split(phase) * phase.blocks
+    inputs, groups = pl.ds(block * BLOCK, BLOCK), pl.ds(block * WARPS, WARPS)
+    gate_up = phase.name == "gate_up"
+    tiles: Any = slice(None) if gate_up else pl.ds(job * TILES, TILES)
+    outputs: Any = pl.ds(job * TILE, TILE) if gate_up else slice(None)
+    full = refs["full"].at[slot]
+    values = refs[f"{phase.name}.values"].at[tiles, outputs, inputs]
+    plgpu.copy_gmem_to_smem(values, refs["values"].at[slot], full)
+    for factor in FACTORS:
+        if factor in refs:
+            of_block = refs[f"{phase.name}.{factor}"].at[groups, tiles, outputs]
+            plgpu.copy_gmem_to_smem(of_block, refs[factor].at[slot], full)
+
+
+def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
+    """A multiplying warpgroup's part of a phase."""
+    phase, count, before = plan.phases[at], plan.tuning.warpgroups, plan.blocks_before(at)
+    warpgroup, jobs = kernel_axes.index("warpgroup"), plan.own_jobs(phase)[1]
+    jobs_before = plan.jobs_before(at)
+    if at:
+        plgpu.barrier_wait(refs["met"])
+    if phase.name == "gate_up":
+        _norm_rows(plan, refs)
+    else:
+        plgpu.barrier_wait(refs["rows_copied"])
+
+    def job(index: Array, _: None) -> None:
+        number = before + index * phase.blocks  # of the job's first block
+        first = lax.rem(warpgroup + count - lax.rem(number, count), count)
+
+        def step(turn: Array, total: Array) -> Array:
+            block = first + count * turn
+            slot = lax.rem(number + block, plan.stages)
+            plgpu.barrier_wait(refs["full"].at[slot])
+            scale = refs["scale"].at[slot]
+            zero = refs["zero"].at[slot] if "zero" in refs else None
+            values, start = refs["values"].at[slot], block * BLOCK
+            x, interpret = refs["rows"], plan.interpret
+            total = add_block(values, scale, zero, x, start, total, interpret=interpret)
+            plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
+            plgpu.barrier_arrive(refs["free"].at[slot])
+            return total
+
+        steps = lax.div(phase.blocks - first + count - 1, count)
+        total = lax.fori_loop(0, steps, step, no_sums(interpret=plan.interpret))
+        place = jobs_before + index
+        buffer = lax.rem(place, BUFFERS)
+
+        @pl.when(place >= BUFFERS)
+        def _():
+            plgpu.barrier_wait(refs["stored"].at[buffer])
+
+        refs["parts"][buffer, warpgroup] = total
+        plgpu.barrier_arrive(refs["done"].at[buffer])
+
+    lax.fori_loop(0, jobs, job, None)
+
+
+def _norm_rows(plan: Plan, refs: Refs) -> None:
+    """Put the normed rows of the residual stream where they are multiplied."""
+    warpgroup, count = kernel_axes.index("warpgroup"), plan.tuning.warpgroups
+    squares = refs["squares"].at[warpgroup]
+    for begin in range(0, plan.rows, count):
+        row = warpgroup + begin
+
+        @pl.when(row < plan.rows)
+        def _norm(row=row):
+            rows, interpret = refs["rows"], plan.interpret
+            put_normed(
+                refs["total"], refs["norm"], rows, squares, row, plan.eps, interpret=interpret
+            )
+
+    plgpu.barrier_arrive(refs["rows_normed"])
+    plgpu.barrier_wait(refs["rows_normed"])
+
+
+def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
+    """Store the outputs of a phase's jobs; before that, see to its x."""
+    phase = plan.phases[at]
+    first, jobs = plan.own_jobs(phase)
+    jobs_before = plan.jobs_before(at)
+    if at:
+        if not plan.interpret:
+            meet(refs["meeting"], plan.tuning.blocks)
+        plgpu.barrier_arrive(refs["met"])
+    if phase.name == "gate_up":
+        plgpu.barrier_wait(refs["rows_normed"])  # before the next phase's rows take their place
+    else:
+        _copy_rows(plan, phase, refs)
+    result = refs[RESULTS[phase.name]]
+    if phase.name == "down":
+        result = result.at[plan.split(phase)]
+
+    def store(index: Array, _: None) -> None:
+        buffer = lax.rem(jobs_before + index, BUFFERS)
+        plgpu.barrier_wait(refs["done"].at[buffer])
+        column = (first + index) * (TILE if phase.name == "gate_up" else TILES * TILE)
+        parts, residual = refs["parts"].at[buffer], refs["residual"]
+        store_job(phase.name, parts, result, residual, column, interpret=plan.interpret)
+        plgpu.barrier_arrive(refs["stored"].at[buffer])
+
+    lax.fori_loop(0, jobs, store, None)
+
+
+def _copy_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
+    """Copy the inputs of this thread block; the copy engine writes zeros for rows that are not
+    there."""
+    start = plan.split(phase) * phase.depth
+    rows = pl.ds(0 * start, ROWS)  # a start that is not known keeps the slice from being checked
+    if not plan.interpret:
+        fence_copies()
+    source = refs[READS[phase.name]].at[rows, pl.ds(start, phase.depth)]
+    place = refs["rows"].at[:, pl.ds(0, phase.depth)]
+    plgpu.copy_gmem_to_smem(source, place, refs["rows_copied"])
+
+
+def _wait_for_ring(plan: Plan, refs: Refs) -> None:
+    """Every barrier must have completed its last phase."""
+    blocks = plan.blocks_before(len(plan.phases))
+    for slot in range(plan.stages):
+
+        @pl.when(blocks > slot)
+        def _wait(slot=slot):
+            plgpu.barrier_wait(refs["free"].at[slot])

@@ -1,0 +1,220 @@
+"""Products of a block of weights of 4 bits and x, of one warpgroup of Hopper GPUs.
+
+Each warp has one group of the block's inputs, so its sums are scaled once. The products are those
+of single warps (mma.sync, 16 outputs, 8 rows, 16 inputs): loads, widening and products of one warp
+overlap, which they do not around the products of warpgroups. Threads have the same weights for both
+kinds, so weights are stored and widened as for packed_product.
+
+Sums of a warpgroup are an array [WARPS * TILE, TILES * ROWS]: entry [TILE * w + o, ROWS * t + r] is
+the sum over the inputs of warp w, of output o of tile t and row r.
+"""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.o_gate_up_down.plan import BLOCK, GROUP, ROWS, TILE, TILES, WARPS
+from pallas_kernels.packed_product.order import SPAN, input_order
+from pallas_kernels.packed_product.widening import BIAS, biased_pairs, mask_in_register
+from pallas_kernels.shared_memory import LINE, TILE_ROWS, swizzled
+from pallas_kernels.words import Word
+
+SUMS = (WARPS * TILE, TILES * ROWS)
+WEIGHT_TRANSFORMS = swizzled(2 * LINE, 4)
+X_TRANSFORMS = swizzled(LINE // 2, 16)
+_CHUNK = 16  # bytes that a swizzle moves as one: 32 weights, or 8 entries of x
+_TILE_BYTES = TILE_ROWS * LINE
+
+
+def no_sums(*, interpret: bool) -> Array:
+    zeros = jnp.zeros(SUMS, jnp.float32)
+    return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
+def add_block(
+    values: Any,
+    scale: Any,
+    zero: Any | None,
+    x: Any,
+    start: Array,
+    total: Array,
+    *,
+    interpret: bool,
+) -> Array:
+    """total + the sums of a block.
+
+    Args:
+      values: int4 [TILES, TILE, BLOCK], laid out as WEIGHT_TRANSFORMS.
+      scale, zero: [WARPS, TILES, TILE], of the warps' groups.
+      x: bfloat16 [ROWS, ...], laid out as X_TRANSFORMS; the block's inputs begin at ``start``.
+    """
+    if interpret:  # the interpreter does not support inlined MLIR
+        weights = input_order(values[...].astype(jnp.float32))
+        weights = weights.reshape(TILES, TILE, WARPS, GROUP)
+        if zero is not None:
+            weights -= zero[...].astype(jnp.float32).transpose(1, 2, 0)[..., None]
+        rows = lax.dynamic_slice(x[...], (0, start), (ROWS, BLOCK)).astype(jnp.float32)
+        sums = jnp.einsum("towk,rwk->wotr", weights, rows.reshape(ROWS, WARPS, GROUP))
+        scaled = sums * scale[...].astype(jnp.float32).transpose(0, 2, 1)[..., None]
+        return total + scaled.reshape(SUMS)
+    plain: Any = plgpu.RefType()
+    refs = [plgpu.RefType(WEIGHT_TRANSFORMS), plgpu.RefType(X_TRANSFORMS), plain]
+    arguments = [values, x, scale]
+    if zero is not None:
+        refs.append(plain)
+        arguments.append(zero)
+    result: Any = plgpu.ShapeDtypeStruct(SUMS, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
+    types = plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WGMMA, *refs
+    inlined: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)
+    return inlined(_emit)(start, total, *arguments)
+
+
+def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) -> Any:
+    thread = Word(mgpu.thread_idx()) % 128
+    lane, warp = thread % 32, Word(utils.warp_idx(sync=True)) % WARPS
+    values, x = shared_address(values), shared_address(x)
+    mask = mask_in_register(thread)
+    first = Word(start.registers.item()) // 8
+    columns = [_ldmatrix(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
+    sums = _tiles_of(total)
+    for tile in range(TILES):
+        factor, *zero = (_by_output(ref, lane, warp, tile) for ref in factors)
+        biases = [_bias(z) for z in zero[0]] if zero else 2 * [_constant(_BIASES)]
+        product = [utils.c(0.0, _f32())] * 4
+        for pair in range(GROUP // SPAN // 2):
+            words = _ldmatrix(values + weight_chunk(lane, warp, tile, pair))
+            for span in range(2):
+                product = _multiply(
+                    product, words[2 * span : 2 * span + 2], biases, columns[2 * pair + span], mask
+                )
+        sums[tile] = [
+            llvm.intr_fma(value, factor[at // 2], sums[tile][at])
+            for at, value in enumerate(product)
+        ]
+    return _array_of(sums, total)
+
+
+def _multiply(product: Any, words: Any, biases: Any, columns: Any, mask: Any) -> Any:
+    """product + the weights of a span times x; ``words``: of the thread's first output, and of its
+    second."""
+    wide = [
+        [_less(pair.value, bias) for pair in biased_pairs(Word(word), mask)]
+        for word, bias in zip(words, biases, strict=True)
+    ]
+    for half in range(2):
+        product = _mma(product, first_operand(wide, half), columns[2 * half : 2 * half + 2])
+    return product
+
+
+def first_operand(wide: Any, half: int) -> list[Any]:
+    """The pairs of 16 inputs of a span; ``wide``: those of the first output, and of the second."""
+    return [wide[output][2 * half + column] for column in range(2) for output in range(2)]
+
+
+# Where the 32 lanes of a warp find what ldmatrix loads: each names a chunk of a row, in bytes from
+# the start of the array. On MLIR's values, and in the tests on numbers.
+
+
+def weight_chunk(lane: Any, warp: Any, tile: int, pair: int) -> Any:
+    """Two spans, one after the other, of the first 8 outputs of a tile and of the other 8."""
+    chunk = warp % 2 * (GROUP // SPAN) + lane // 16 + 2 * pair  # of a line
+    lines = (lane // 8 % 2 + 2 * tile) * 2 + warp // 2
+    return lines * _TILE_BYTES + _in_tile(lane % 8, chunk)
+
+
+def row_chunk(lane: Any, first: Any, warp: Any, span: int) -> Any:
+    """A span, in four chunks of 8 inputs, of all rows; ``first``: the block's first chunk."""
+    return entry_chunk(lane % 8, first + warp * (GROUP // 8) + (lane // 8 + 4 * span))
+
+
+def entry_chunk(row: Any, chunk: Any) -> Any:
+    """8 entries of a row of x."""
+    return chunk // 8 * _TILE_BYTES + _in_tile(row, chunk % 8)
+
+
+def _in_tile(row: Any, chunk: Any) -> Any:
+    return row * LINE + (chunk ^ row) * _CHUNK
+
+
+_BIASES = 0x43084308  # BIAS twice, in bfloat16
+assert np.asarray(BIAS, jnp.bfloat16).view(np.uint16) == _BIASES & 0xFFFF
+
+
+def shared_address(ref: Any) -> Word:
+    """Where an array in shared memory begins."""
+    return Word(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
+
+
+def _by_output(ref: Any, lane: Any, warp: Any, tile: int) -> list[Any]:
+    """Float32 factors of a thread's two outputs of a tile."""
+    found, base, dtype = [], utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+    for half in range(2):
+        place = warp * (TILES * TILE) + lane // 4 + (TILE * tile + 8 * half)
+        at = utils.getelementptr(base, [place.value], dtype)
+        found.append(arith.extf(_f32(), llvm.load(dtype, at, alignment=2)))
+    return found
+
+
+def _bias(zero: Any) -> Any:
+    """BIAS + zero, exactly: two bfloat16 in 32 bits."""
+    both = arith.addf(zero, utils.c(float(BIAS), _f32()))
+    convert = "cvt.rn.bf16x2.f32 $0, $1, $1;"
+    return utils.inline_ptx(convert, both, result_types=_i32())
+
+
+def _less(x: Any, y: Any) -> Any:
+    return utils.inline_ptx("sub.rn.bf16x2 $0, $1, $2;", x, y, result_types=_i32())
+
+
+def _ldmatrix(address: Word) -> Any:
+    """Four matrices of 8 rows of 16 bytes: of each a lane has 4 bytes of row lane / 4."""
+    return utils.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        address.value,
+        result_types=4 * [_i32()],
+        has_side_effects=True,
+    )
+
+
+def _mma(sums: Any, a: Any, b: Any) -> list[Any]:
+    product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    operands = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    types = 4 * [_f32()]
+    return list(utils.inline_ptx(f"{product} {operands}", *a, *b, *sums, result_types=types))
+
+
+def _tiles_of(array: Any) -> list[list[Any]]:
+    """A thread's sums of each tile: of two rows of the first output, and of the second."""
+    pairs = array.registers.reshape(TILES, 2)
+    return [
+        [vector.extract(pair, [], [at]) for pair in pairs[tile] for at in range(2)]
+        for tile in range(TILES)
+    ]
+
+
+def _array_of(sums: list[list[Any]], like: Any) -> Any:
+    two = ir.VectorType.get((2,), _f32())
+    pairs = np.empty((TILES, 2), dtype=object)
+    for tile, half in np.ndindex(TILES, 2):
+        pairs[tile, half] = vector.from_elements(two, sums[tile][2 * half : 2 * half + 2])
+    registers = pairs.reshape(like.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+def _constant(value: int) -> Any:
+    return utils.c(value, _i32())
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _f32() -> Any:
+    return ir.F32Type.get()

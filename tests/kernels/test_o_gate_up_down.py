@@ -1,0 +1,249 @@
+"""A layer after its attention in one launch: the kernel interpreted, lowered, run."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import kernel_axes
+from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down
+from pallas_kernels.o_gate_up_down.cases import EPS, TEST_CASES, Case, make_arguments
+from pallas_kernels.o_gate_up_down.mosaic_gpu import o_gate_up_down_mosaic
+from pallas_kernels.o_gate_up_down.plan import (
+    BLOCK,
+    GROUP,
+    PHASES,
+    ROWS,
+    TILE,
+    TILES,
+    WARPS,
+    Plan,
+    Tuning,
+    splits_of,
+)
+from pallas_kernels.o_gate_up_down.products import (
+    entry_chunk,
+    first_operand,
+    row_chunk,
+    weight_chunk,
+)
+from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
+from pallas_kernels.packed_product.widening import BIAS, HALVES, biased_pairs
+from tests.helpers.kernels import interpreted, lowered
+from tests.helpers.programs import FAST_COMPILE
+
+# Relative. Sums are exact to float32, but one that falls between two numbers of 16 bits may be
+# rounded to either; results of the MLP are sums over many of those.
+ERROR = 1e-3
+SMALL = Case(2, 512, 512, 512)
+LANES = np.arange(32)
+
+
+@functools.lru_cache(maxsize=len(TEST_CASES))
+def arguments_of(case: Case) -> Any:
+    """make_arguments in one program, instead of one for each of its operations."""
+    return jax.jit(lambda: make_arguments(case))()
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """To bfloat16."""
+    return x.astype(jnp.bfloat16).astype(np.float64)
+
+
+def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Both results in float64, but for what is rounded between the products."""
+    x, residual, (norm, *weights) = arguments_of(case)
+    o, gate_up, down = map(widened, weights)
+    total = rounded(np.float64(residual) + rounded(np.float64(x) @ o.T))
+    scale = 1 / np.sqrt((total**2).mean(-1, keepdims=True) + EPS)
+    normed = rounded(rounded(total * scale) * np.float64(norm))
+    gate, up = np.split(rounded(normed @ gate_up.T), 2, axis=-1)
+    return total, rounded(gate / (1 + np.exp(-gate)) * up) @ down.T
+
+
+def widened(weights: Any) -> np.ndarray:
+    groups = np.arange(weights.values.shape[1]) // GROUP
+    steps = np.asarray(input_order(weights.values), np.float64)
+    if weights.zero is not None:
+        steps = steps - np.asarray(weights.zero, np.float64).T[:, groups]
+    return steps * np.asarray(weights.scale, np.float64).T[:, groups]
+
+
+def assert_exact(found: Any, case: Case) -> None:
+    total, partials = (np.asarray(array, np.float64) for array in found)
+    for result, wanted in zip((total, partials.sum(0)), exact(case), strict=True):
+        assert result.shape == wanted.shape
+        assert np.linalg.norm(result - wanted) <= ERROR * np.linalg.norm(wanted)
+
+
+def test_the_reference_is_the_layer():
+    function = functools.partial(o_gate_up_down, eps=EPS)
+    # Else XLA leaves out what rounds between two products.
+    options = FAST_COMPILE | {"xla_allow_excess_precision": False}
+    assert_exact(jax.jit(function, compiler_options=options)(*arguments_of(SMALL)), SMALL)
+
+
+# One thread block has all phases in one launch.
+@pytest.mark.slow  # what the phases are made of is tested below
+@pytest.mark.parametrize(
+    ("case", "tuning"),
+    [
+        (SMALL, Tuning(warpgroups=2, stages=2, under_way=2, blocks=1)),
+        (dataclasses.replace(SMALL, zeros=True), Tuning(warpgroups=3, stages=1, blocks=1)),
+        (TEST_CASES[0], Tuning(warpgroups=3, stages=2, blocks=6)),
+        (TEST_CASES[1], Tuning(warpgroups=3, stages=1, blocks=5)),
+        (TEST_CASES[2], Tuning(warpgroups=4, stages=2, under_way=5, blocks=7)),
+    ],
+    ids=str,
+)
+def test_interpreted_its_phases_give_the_layer(case: Case, tuning: Tuning):
+    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
+    meeting = jnp.zeros(1, jnp.int32)
+    assert_exact(interpreted(kernel, *arguments_of(case), meeting, detect_races=True), case)
+
+
+@pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1]], ids=str)
+def test_it_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_arguments(case))
+    meeting = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered(functools.partial(o_gate_up_down_mosaic, eps=EPS), *arguments, meeting)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tuning", [None, Tuning(4, 3, under_way=4), Tuning(3, 1, blocks=96)], ids=str
+)
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
+    function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))
+    arguments, meeting = arguments_of(case), jnp.zeros(1, jnp.int32)
+    first = function(*arguments, meeting)
+    assert_exact(first, case)
+    for _ in range(50):
+        again = function(*arguments, meeting)
+        assert all(map(jnp.array_equal, first, again)), "a race"
+    assert int(meeting[0]) == 0
+
+
+@pytest.mark.gpu
+def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
+    x, residual, weights = arguments_of(TEST_CASES[2])
+    function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS))
+    total, partials = function(x, residual, weights, meeting := jnp.zeros(1, jnp.int32))
+    for rows in (1, 2, 7):
+        some, parts = function(x[:rows], residual[:rows], weights, meeting)
+        assert jnp.array_equal(some, total[:rows])
+        assert jnp.array_equal(parts, partials[:, :rows])
+
+
+def test_a_warp_multiplies_its_group_of_inputs():
+    """The arithmetic of the lanes of each warp, on numbers, with the fragments of PTX's manual.
+
+    A lane l of mma.m16n8k16 holds of the first operand rows l / 4 and l / 4 + 8, of the second one
+    column l / 4; of each of them entries 2 (l mod 4) and the next, and both again 8 further.
+    """
+    draw = np.random.default_rng(0).integers
+    weights, rows, begin = draw(-8, 8, (TILES, TILE, BLOCK)), draw(-8, 8, (ROWS, 1024)), 512
+    stored = np.asarray(kernel_order(jnp.asarray(weights, jnp.int8)), np.uint8) & 15
+    values = in_shared_memory(
+        (stored[..., ::2] | stored[..., 1::2] << 4).reshape(TILES, TILE, 2, 128)
+    )
+    x = in_shared_memory(rows.astype(jnp.bfloat16).view(np.uint8).reshape(1, ROWS, -1, 128))
+    for warp in range(WARPS):
+        columns = [loaded(x, row_chunk(LANES, begin // 8, warp, at)) for at in range(GROUP // SPAN)]
+        own = slice(GROUP * warp, GROUP * (warp + 1))
+        for tile in range(TILES):
+            total = np.zeros((TILE, ROWS))
+            for span in range(GROUP // SPAN):
+                words = loaded(values, weight_chunk(LANES, warp, tile, span // 2))
+                halves = words[2 * (span % 2) :][:2]
+                wide = [
+                    [numbers(pair) - BIAS for pair in biased_pairs(half, HALVES)] for half in halves
+                ]
+                for half in range(2):
+                    second = [numbers(word) for word in columns[span][2 * half :][:2]]
+                    total += product(first_operand(wide, half), second)
+            expected = weights[tile, :, own] @ rows[:, begin:][:, own].T
+            assert np.array_equal(total, expected)
+
+
+def in_shared_memory(lines: np.ndarray) -> np.ndarray:
+    """Bytes [n, rows, lines, 128] as the copy engine lays them out: tiles of 8 rows, in which
+    chunks of 16 bytes are swizzled."""
+    count, rows, per_row, _ = lines.shape
+    tiles = lines.reshape(count, rows // 8, 8, per_row, 8, 16).transpose(0, 1, 3, 2, 4, 5)
+    row = np.arange(8)[:, None]
+    return tiles[..., row, row ^ np.arange(8), :].reshape(-1)
+
+
+def loaded(memory: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
+    """The four words of each lane that ldmatrix loads."""
+    chunks = memory[places[:, None] + np.arange(16)].view("<u4").astype(np.int64)  # [lanes, 4]
+    matrices = chunks.reshape(4, 8, 4)
+    return [matrix[LANES // 4, LANES % 4] for matrix in matrices]
+
+
+def numbers(words: np.ndarray) -> np.ndarray:
+    """Two bfloat16 of each word: [lanes, 2]."""
+    return words.astype("<u4").view(jnp.bfloat16).reshape(-1, 2).astype(np.float64)
+
+
+def product(first: list[np.ndarray], second: list[np.ndarray]) -> np.ndarray:
+    """What mma.m16n8k16 makes of its operands, [16, 8]."""
+    a, b = np.zeros((TILE, 16)), np.zeros((16, ROWS))
+    entries = 2 * (LANES % 4)[:, None] + np.arange(2)
+    for at, values in enumerate(first):
+        a[(LANES // 4 + at % 2 * 8)[:, None], entries + at // 2 * 8] = values
+    for at, values in enumerate(second):
+        b[entries + at * 8, (LANES // 4)[:, None]] = values
+    return a @ b
+
+
+def test_an_entry_of_a_row_is_where_lanes_look_for_it():
+    places = [entry_chunk(lane % 8, 64 + lane // 8) for lane in range(32)]
+    assert places == row_chunk(LANES, 64, 0, 0).tolist()
+
+
+@pytest.mark.parametrize(("units", "blocks"), [(14336, 132), (12288, 132), (4608, 5), (9216, 96)])
+def test_thread_blocks_have_each_job_once(units: int, blocks: int):
+    num_splits = splits_of(units)
+    assert num_splits is not None
+    tuning = Tuning(warpgroups=3, stages=2, blocks=blocks)
+    plan = Plan(2, 512, 1024, units, num_splits, EPS, tuning, PHASES, interpret=False)
+
+    def of_blocks(function: Any) -> Any:
+        name = kernel_axes.name("block")
+        over = jax.vmap(lambda _: function(), axis_name=name, axis_size=blocks)
+        return jax.tree.map(np.asarray, jax.jit(over)(jnp.arange(blocks)))
+
+    jobs_before, blocks_before = np.zeros(blocks), np.zeros(blocks)
+    for at, phase in enumerate(plan.phases):
+        first, count = of_blocks(lambda phase=phase: plan.own_jobs(phase))
+        split = of_blocks(lambda phase=phase: plan.split(phase))
+        for part in range(phase.splits):
+            jobs = [
+                range(f, f + n) for f, n, s in zip(first, count, split, strict=True) if s == part
+            ]
+            assert sorted(job for own in jobs for job in own) == list(range(phase.jobs))
+        assert (of_blocks(lambda at=at: plan.jobs_before(at)) == jobs_before).all()
+        assert (of_blocks(lambda at=at: plan.blocks_before(at)) == blocks_before).all()
+        jobs_before += count
+        blocks_before += count * phase.blocks
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (dataclasses.replace(SMALL, rows=9), "9 rows: at most 8"),
+        (Case(2, 640, 1024, 512), "640 inputs: a multiple of 512 up to 4096"),
+        (Case(2, 512, 5120, 512), "a residual stream of 5120: a multiple of 1024 up to 4096"),
+        (Case(2, 512, 1024, 640), "640 units: a multiple of 512 in few parts"),
+    ],
+)
+def test_it_says_what_it_cannot_take(case: Case, message: str):
+    problem = misfit(*jax.eval_shape(lambda: make_arguments(case)))
+    assert problem is not None and message in problem
