@@ -31,6 +31,7 @@ OPERATIONS = (
     "delta_run",  # of delta_rule, where prompts are read
     "delta_inputs",
     "gated_norm",
+    "o_gate_up_down",
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
@@ -50,6 +51,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "delta_run": (1, 2),
         "delta_inputs": (1,),
         "gated_norm": (1,),
+        "o_gate_up_down": (),
         "float8_pages": (1, 2),
     }
 )

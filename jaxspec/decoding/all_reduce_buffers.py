@@ -1,7 +1,7 @@
-"""Gives models the memory in which devices add up their row-parallel products."""
+"""Gives models the memory that their kernels keep from call to call: in which devices add up
+row-parallel products, or in which thread blocks of a device meet."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,34 +10,43 @@ from jax.sharding import Mesh
 from jaxspec.decoding.drafters.block import with_costs_of
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.pipeline_stage import Stage
 from jaxspec.models.quantized.kv_cache import with_scales_of
 from jaxspec.parallel.placement import in_place_of
 from jaxspec.parallel.pytree import is_static
+from pallas_kernels.o_gate_up_down.meeting import make_meeting
 from pallas_kernels.reduce_add_rms_norm.exchange import make_exchange
 
 Make = Callable[[Mesh, str, int], Any]  # mesh, axis and width -> an exchange or None
+Meet = Callable[[Any], Any]  # an array of the device -> a meeting or None
 
 
-def with_exchanges(params: EngineParams, make: Make = make_exchange) -> EngineParams:
+def with_exchanges(
+    params: EngineParams, make: Make = make_exchange, meet: Meet = make_meeting
+) -> EngineParams:
     """The parameters with a new exchange in each model that is split over one mesh axis, if their
-    kernels use it and the devices can (see pallas_kernels/reduce_add_rms_norm/exchange.py).
+    kernels use it and the devices can (see pallas_kernels/reduce_add_rms_norm/exchange.py); on a
+    single device with a new meeting in each model (see pallas_kernels/o_gate_up_down/meeting.py).
 
     Each model has its own, because no two calls may use one at once. Programs that may run at the
     same time must not share it either, so each engine makes its own. Without one, devices sum
-    through XLA.
+    through XLA, and layers run in several launches.
     """
-    if params.mesh is None or "reduce_add_rms_norm" not in params.kernels:
+    if params.mesh is None:
+        if "o_gate_up_down" not in params.kernels:
+            return params
+        return _replaced(params, lambda model: meet(params.target.embed))
+    if "reduce_add_rms_norm" not in params.kernels:
         return params
-    stages = tuple(_replaced(stage, functools.partial(make, stage.mesh)) for stage in params.stages)
-    last_stage = _replaced(params.last_stage, functools.partial(make, params.mesh))
+    stages = tuple(_replaced(stage, _split_over(stage.mesh, make)) for stage in params.stages)
+    last_stage = _replaced(params.last_stage, _split_over(params.mesh, make))
     return last_stage.replace(stages=stages)
 
 
 def without_exchanges[T](tree: T) -> T:
     """A model, or a drafter with its models, as it was loaded."""
-    return _replaced(tree, lambda axis, width: None)
+    return _replaced(tree, lambda model: None)
 
 
 def replacement[T](current: T, new: T) -> T:
@@ -47,13 +56,22 @@ def replacement[T](current: T, new: T) -> T:
     return in_place_of(without_exchanges(current), new)
 
 
-def _replaced[T](tree: T, make: Callable[[str, int], Any]) -> T:
-    if isinstance(tree, Decoder | DraftHead | Stage):
-        axes = {tree.layout.heads, tree.layout.ff}
+def _split_over(mesh: Mesh, make: Make) -> Callable[[Any], Any]:
+    """The exchange of a model on a mesh."""
+
+    def exchange(model: Any) -> Any:
+        axes = {model.layout.heads, model.layout.ff}
         axis = axes.pop()
-        if axes or len(axis) != 1:
-            return tree
-        return tree.replace(exchange=make(axis[0], tree.config.hidden_size))
+        if axes or len(axis) != 1 or isinstance(model, BlockHead):
+            return None
+        return make(mesh, axis[0], model.config.hidden_size)
+
+    return exchange
+
+
+def _replaced[T](tree: T, make: Callable[[Any], Any]) -> T:
+    if isinstance(tree, Decoder | DraftHead | BlockHead | Stage):
+        return tree.replace(exchange=make(tree))
     if type(tree) is tuple:  # the heads of a drafter
         heads: Any = tuple(_replaced(part, make) for part in tree)
         return heads

@@ -49,7 +49,7 @@ class Decoder(Pytree):
     Attributes:
       layers: all of them; in a pipeline the last ones (see pipeline_stage.py).
       tokens: makes what layers read of a token besides the residual stream; None: nothing.
-      exchange: memory in which devices add up row-parallel products.
+      exchange: memory in which devices add up row-parallel products, or thread blocks meet.
     """
 
     embed: Array = array("vocab", "whole_hidden")

@@ -1,10 +1,11 @@
 """What the layers of a model share during one forward pass.
 
-Of model code only this file and attention.py call kernels by operation name. Here are those of
-norms, activations, experts and the search for the largest scores; attention.py calls those that
-read or write pages. Mixers and MLPs name none: they hand Products to the methods of a ForwardPass,
-and the heads of attention_heads.py to its ``attend``. (A Linear has a product of its own, which may
-be a kernel: see linear.py and quantized/.)
+Of model code only this file, attention.py and one_launch.py call kernels by operation name. Here
+are those of norms, activations, experts and the search for the largest scores; attention.py calls
+those that read or write pages, one_launch.py those of several blocks of a layer. Mixers and MLPs
+name none: they hand Products to the methods of a ForwardPass, and the heads of attention_heads.py
+to its ``attend``. (A Linear has a product of its own, which may be a kernel: see linear.py and
+quantized/.)
 """
 
 import dataclasses
@@ -71,8 +72,8 @@ class ForwardPass:
       eps: epsilon of the norms.
       isolate_blocks: XLA fuses nothing over the residual stream between two blocks. A block then
         rounds alike in all programs that contain it.
-      exchange: memory in which devices add up row-parallel products (see
-        decoding/all_reduce_buffers.py), or None.
+      exchange: memory in which devices add up row-parallel products, on a single device in which
+        thread blocks meet (see decoding/all_reduce_buffers.py); or None.
       centred: norms of hidden states subtract the mean first. No kernel does.
     """
 

@@ -16,7 +16,8 @@ from jaxspec.config.model import LayerConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers import LatentAttention, Mixer, mixer_shape
-from jaxspec.models.mlps import Mlp, mlp_shape
+from jaxspec.models.mlps import Dense, Mlp, mlp_shape
+from jaxspec.models.one_launch import o_gate_up_down_of
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
 from jaxspec.models.token_inputs import TokenInput, token_input_shape
@@ -147,7 +148,10 @@ def _run_layer(
     elif layer.mixer is not None:
         mixed, state = layer.mixer(normed, state, step)
         added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-    if layer.mlp is not None:
+    launched = None if added is None else _in_one_launch(layer, x, added, step)
+    if launched is not None:
+        x, added = launched
+    elif layer.mlp is not None:
         read = normed
         if added is not None:
             x, after = step.add_norm(x, added, layer.post_norm, layer.mlp.reader)
@@ -160,6 +164,19 @@ def _run_layer(
         added = step.scaled(x, product, layer.token_input.norm, 1)
     x, added = step.rescaled(x, added, layer.rescale)
     return *step.add_norm(x, added, *following), state, chosen
+
+
+def _in_one_launch(
+    layer: Layer, x: Array, added: Addend, step: ForwardPass
+) -> tuple[Array, Addend] | None:
+    """The residual stream before a layer's MLP, and what the MLP adds to it; None where they take
+    several launches."""
+    mlp = layer.mlp
+    if layer.parallel or layer.mlp_norm is not None or layer.residual_scale != 1:
+        return None
+    if not isinstance(mlp, Dense) or mlp.config.activation != "silu":
+        return None
+    return o_gate_up_down_of(step, x, added, layer.post_norm, mlp.gate_up, mlp.down)
 
 
 def layer_shape(

@@ -35,9 +35,9 @@ def o_gate_up_down(
       x: bfloat16 [M, A], the outputs of the attention.
       residual: bfloat16 [M, H], the residual stream before it.
       implementation: see selection.Implementation; the Hopper kernel takes what ``misfit`` says.
-      meeting: int32 [1], 0, which must stay where it is while programs run and be used by one
-        program at a time: where thread blocks of the kernel meet. It is 0 again after each call.
-        Without it the reference runs.
+      meeting: a result of meeting.make_meeting, where thread blocks of the kernel meet. It must
+        stay where it is while programs run, and be used by one program at a time. It is 0 again
+        after each call. Without it the reference runs.
 
     Returns residual + the projection, [M, H], and float32 partial sums [S, M, H] of the MLP (see
     products.py). Gate, up and hidden units are rounded as results of products are.
@@ -58,12 +58,13 @@ def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:
 
 
 def _problems(x: Array, residual: Array, weights: LayerWeights) -> Iterator[str]:
-    _, *products = weights
+    norm, *products = weights
     (rows, inputs), hidden, units = x.shape, residual.shape[1], weights.down.values.shape[1]
     if rows > ROWS:
         yield f"{rows} rows: at most {ROWS}"
-    if not x.dtype == residual.dtype == jnp.bfloat16:
-        yield f"{x.dtype} x and a residual stream of {residual.dtype}: both must be bfloat16"
+    if not x.dtype == residual.dtype == norm.dtype == jnp.bfloat16:
+        kinds = f"{x.dtype} x, a residual stream of {residual.dtype} and a norm of {norm.dtype}"
+        yield f"{kinds}: all must be bfloat16"
     if any(packed.values.dtype != jnp.int4 for packed in products):
         yield "weights of other than 4 bits"
     shapes = [packed.values.shape for packed in products]

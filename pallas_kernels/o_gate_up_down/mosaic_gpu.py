@@ -60,7 +60,7 @@ def o_gate_up_down_mosaic(
     x: Array,  # [M, A]
     residual: Array,  # [M, H]
     weights: LayerWeights,
-    meeting: Array,  # int32 [1]
+    meeting: Array,  # int32 [1, 1]
     eps: float,
     *,
     tuning: Tuning | None = None,

@@ -10,14 +10,17 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.all_reduce_buffers import with_exchanges
+from jaxspec.decoding.all_reduce_buffers import with_exchanges, without_exchanges
+from jaxspec.decoding.drafters import BlockDrafter
 from jaxspec.engine.programs.xla_options import ONE_GRAPH, compiler_options, passage_options
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import make_mesh, partition_specs
 from pallas_kernels.selection import Kernels
+from tests.helpers.block_heads import block_target, guessing_head
 from tests.helpers.layouts import on_mesh
 from tests.helpers.random_models import make_params, random_target, tiny_config
 
+MEETS = Kernels(frozenset({"o_gate_up_down"}))
 EXCHANGES = Kernels(frozenset({"reduce_add_rms_norm"}))
 
 
@@ -49,6 +52,23 @@ def test_a_model_that_is_not_split_gets_none():
     one_device = make_params("eagle3", SpeculationConfig.chain(2), random_target(tiny_config()))
     one_device = one_device.replace(kernels=EXCHANGES)
     assert with_exchanges(one_device, words) is one_device
+
+
+def test_on_one_device_each_model_gets_its_own_place_to_meet():
+    target = block_target(tiny_config())
+    head = guessing_head(target, "dflash")
+    params = EngineParams(
+        target=target,
+        drafter=BlockDrafter(head=head),
+        speculation=SpeculationConfig.chain(2),
+        kernels=MEETS,
+    )
+    given = with_exchanges(params, meet=lambda beside: jnp.zeros((1, beside.ndim - 1)))
+    drafter: Any = given.drafter
+    assert given.target.exchange is not None and drafter.head.exchange is not None
+    assert given.target.exchange is not drafter.head.exchange
+    assert jax.tree.structure(without_exchanges(given)) == jax.tree.structure(params)
+    assert with_exchanges(params).target.exchange is None  # on a CPU
 
 
 def test_without_the_kernel_or_the_devices_for_it_there_is_none():

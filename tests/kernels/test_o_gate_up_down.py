@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import kernel_axes
 from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down
 from pallas_kernels.o_gate_up_down.cases import EPS, TEST_CASES, Case, make_arguments
+from pallas_kernels.o_gate_up_down.meeting import meeting_shape
 from pallas_kernels.o_gate_up_down.mosaic_gpu import o_gate_up_down_mosaic
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
@@ -102,14 +103,14 @@ def test_the_reference_is_the_layer():
 )
 def test_interpreted_its_phases_give_the_layer(case: Case, tuning: Tuning):
     kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
-    meeting = jnp.zeros(1, jnp.int32)
+    meeting = jnp.zeros(meeting_shape().shape, jnp.int32)
     assert_exact(interpreted(kernel, *arguments_of(case), meeting, detect_races=True), case)
 
 
 @pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1]], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
-    meeting = jax.ShapeDtypeStruct((1,), jnp.int32)
+    meeting = meeting_shape()
     lowered(functools.partial(o_gate_up_down_mosaic, eps=EPS), *arguments, meeting)
 
 
@@ -120,20 +121,22 @@ def test_it_lowers_for_cuda(case: Case):
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))
-    arguments, meeting = arguments_of(case), jnp.zeros(1, jnp.int32)
+    arguments, meeting = arguments_of(case), jnp.zeros(meeting_shape().shape, jnp.int32)
     first = function(*arguments, meeting)
     assert_exact(first, case)
     for _ in range(50):
         again = function(*arguments, meeting)
         assert all(map(jnp.array_equal, first, again)), "a race"
-    assert int(meeting[0]) == 0
+    assert not meeting.any()
 
 
 @pytest.mark.gpu
 def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
     x, residual, weights = arguments_of(TEST_CASES[2])
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS))
-    total, partials = function(x, residual, weights, meeting := jnp.zeros(1, jnp.int32))
+    total, partials = function(
+        x, residual, weights, meeting := jnp.zeros(meeting_shape().shape, jnp.int32)
+    )
     for rows in (1, 2, 7):
         some, parts = function(x[:rows], residual[:rows], weights, meeting)
         assert jnp.array_equal(some, total[:rows])

@@ -39,10 +39,11 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-AUTO = Kernels(frozenset(OPERATIONS) - {"reduce_add_rms_norm", "partial_attention"})
-FOR_TWO = Kernels(frozenset(OPERATIONS) - {"packed_expert_product", "delta_inputs", "gated_norm"})
+RAN = frozenset(OPERATIONS) - {"o_gate_up_down"}  # on some device, in an engine
+AUTO = Kernels(RAN - {"reduce_add_rms_norm", "partial_attention"})
+FOR_TWO = Kernels(RAN - {"packed_expert_product", "delta_inputs", "gated_norm"})
 FOR_FOUR = Kernels(
-    frozenset(OPERATIONS)
+    RAN
     - {"packed_product", "round_tokens", "delta_rule", "delta_run", "delta_inputs", "gated_norm"}
     - {"float8_pages"}
     - {"expert_product", "packed_expert_product", "latent_attention"}

@@ -33,6 +33,7 @@ from jaxspec.models.heads.corrections import PairCorrection
 from jaxspec.models.json.values import Problems
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
+from pallas_kernels.o_gate_up_down.meeting import make_meeting, meeting_shape
 from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
 from pallas_kernels.selection import Kernels
 
@@ -168,7 +169,8 @@ def make_params(
         target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
     )
     real = isinstance(target.embed, jax.Array)  # or a ShapeDtypeStruct
-    return with_exchanges(params, make_exchange if real else exchange_shape)
+    how = (make_exchange, make_meeting) if real else (exchange_shape, meeting_shape)
+    return with_exchanges(params, *how)
 
 
 def _in_eight_bits[T: DraftHead | BlockHead](head: T, target: Decoder) -> T:

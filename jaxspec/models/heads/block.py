@@ -123,6 +123,7 @@ class BlockHead(Pytree):
       token_ids: [W] target id of each draft id; None: the ids are equal.
       lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       config: of the layers.
+      exchange: memory in which thread blocks meet (see ForwardPass).
       capture, block_size, mask_token, predicts_next, causal, logit_scale, logit_softcap: see
         BlockConfig.
     """
@@ -146,6 +147,7 @@ class BlockHead(Pytree):
     logit_scale: float = static(default=1.0)
     logit_softcap: float | None = static(default=None)
     layout: Layout = static(default=WHOLE)
+    exchange: Array | None = array("peers", "cells", default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -275,8 +277,9 @@ class BlockHead(Pytree):
         x = decoder.embed(target, block).astype(self.dtype)
         if self.mask_embedding is not None:  # all tokens but the first are masks
             x = x.at[:, 1:].set(self.mask_embedding)
-        eps = self.config.rms_norm_eps
-        step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
+        eps, exchange = self.config.rms_norm_eps, self.exchange
+        how = attend, eps, self.layout, kernels
+        step = make_pass(self.config.layers, positions, *how, exchange=exchange)
         first = followed_by(step.norm(x, self.layers[0].input_norm), beside)
         _, normed, states = run_layers(self.layers, x, first, states, step, self.norm, beside)
         return normed, states

@@ -119,7 +119,7 @@ class DraftHead(Pytree):
       mask: of heads that draft several tokens at once; None: it drafts one after the other.
       capture: the target's hidden states that it reads (see decoder.run).
       recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
-      exchange: memory in which devices add up row-parallel products.
+      exchange: memory in which devices add up row-parallel products, or thread blocks meet.
     """
 
     front: Front

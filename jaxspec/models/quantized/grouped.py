@@ -16,6 +16,7 @@ from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
+from pallas_kernels.o_gate_up_down.weights import PackedWeights
 from pallas_kernels.packed_product import misfit, packed_product, sizes_misfit
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized
@@ -83,6 +84,13 @@ class GroupedLinear(PackedLinear):
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
         weights = self._as_stored(dtype)
         return input_order(weights, self._x_bits) if self.reordered else weights
+
+    def packed(self) -> PackedWeights | None:
+        """The weights [V, in] as kernels read them beside rows that are not rounded; None if they
+        are stored otherwise."""
+        if not self.reordered or self.rounds:
+            return None
+        return PackedWeights(*self._flat())
 
     @property
     def _x_bits(self) -> int:
