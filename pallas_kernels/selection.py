@@ -51,7 +51,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "delta_run": (1, 2),
         "delta_inputs": (1,),
         "gated_norm": (1,),
-        "o_gate_up_down": (),
+        "o_gate_up_down": (1,),
         "float8_pages": (1, 2),
     }
 )

@@ -187,10 +187,9 @@ def _scratch(plan: Plan, weights: Weights) -> Refs:
 
 
 def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
-    """Copy a phase's weights into the ring: some before thread blocks meet, the others then."""
-    phase, before, most = plan.phases[at], plan.blocks_before(at), plan.tuning.under_way
+    """Copy a phase's weights into the ring."""
+    phase, before = plan.phases[at], plan.blocks_before(at)
     first, jobs = plan.own_jobs(phase)
-    end = jobs * phase.blocks
 
     def copy(index: Array, _: None) -> None:
         number = before + index
@@ -200,22 +199,10 @@ def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
         def _wait_until_free():
             plgpu.barrier_wait(refs["free"].at[slot])
 
-        if most is not None:
-
-            @pl.when(number >= most)
-            def _wait_for_copy(most=most):
-                plgpu.barrier_wait(refs["full"].at[lax.rem(number - most, plan.stages)])
-
         job, block = lax.div(index, phase.blocks), lax.rem(index, phase.blocks)
         _copy_block(plan, phase, refs, first + job, block, slot)
 
-    ahead = plan.tuning.ahead
-    begin = jnp.int32(0)
-    if at and ahead is not None:
-        begin = lax.min(end, ahead)
-        lax.fori_loop(0, begin, copy, None)
-        plgpu.barrier_wait(refs["met"])
-    lax.fori_loop(begin, end, copy, None)
+    lax.fori_loop(0, jobs * phase.blocks, copy, None)
 
 
 def _copy_block(

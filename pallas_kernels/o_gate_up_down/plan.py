@@ -35,18 +35,12 @@ class Tuning:
     Attributes:
       warpgroups: that multiply, each a block of a job in turn.
       stages: blocks of a warpgroup in shared memory.
-      under_way: the most blocks that are copied at a time; None: as many as fit.
-        What thread blocks signal each other waits behind the copies that are under way.
-      ahead: blocks of the next product that are copied before thread blocks meet; None: as many as
-        fit.
       blocks: thread blocks of the launch, one on each multiprocessor. On a GPU with fewer of those
         they would wait for each other for ever.
     """
 
-    warpgroups: int = 6
+    warpgroups: int = 4
     stages: int = 2
-    under_way: int | None = None
-    ahead: int | None = None
     blocks: int = MULTIPROCESSORS
 
 

@@ -93,11 +93,11 @@ def test_the_reference_is_the_layer():
 @pytest.mark.parametrize(
     ("case", "tuning"),
     [
-        (SMALL, Tuning(warpgroups=2, stages=2, under_way=2, blocks=1)),
+        (SMALL, Tuning(warpgroups=2, stages=2, blocks=1)),
         (dataclasses.replace(SMALL, zeros=True), Tuning(warpgroups=3, stages=1, blocks=1)),
         (TEST_CASES[0], Tuning(warpgroups=3, stages=2, blocks=6)),
         (TEST_CASES[1], Tuning(warpgroups=3, stages=1, blocks=5)),
-        (TEST_CASES[2], Tuning(warpgroups=4, stages=2, under_way=5, blocks=7)),
+        (TEST_CASES[2], Tuning(warpgroups=4, stages=2, blocks=7)),
     ],
     ids=str,
 )
@@ -115,9 +115,7 @@ def test_it_lowers_for_cuda(case: Case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "tuning", [None, Tuning(4, 3, under_way=4), Tuning(3, 1, blocks=96)], ids=str
-)
+@pytest.mark.parametrize("tuning", [None, Tuning(4, 3), Tuning(3, 1, blocks=96)], ids=str)
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))

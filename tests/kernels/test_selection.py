@@ -39,14 +39,14 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-RAN = frozenset(OPERATIONS) - {"o_gate_up_down"}  # on some device, in an engine
-AUTO = Kernels(RAN - {"reduce_add_rms_norm", "partial_attention"})
-FOR_TWO = Kernels(RAN - {"packed_expert_product", "delta_inputs", "gated_norm"})
+OF_ONE = {"packed_expert_product", "delta_inputs", "gated_norm", "o_gate_up_down"}
+AUTO = Kernels(frozenset(OPERATIONS) - {"reduce_add_rms_norm", "partial_attention"})
+FOR_TWO = Kernels(frozenset(OPERATIONS) - OF_ONE)
 FOR_FOUR = Kernels(
-    RAN
-    - {"packed_product", "round_tokens", "delta_rule", "delta_run", "delta_inputs", "gated_norm"}
-    - {"float8_pages"}
-    - {"expert_product", "packed_expert_product", "latent_attention"}
+    frozenset(OPERATIONS)
+    - OF_ONE
+    - {"packed_product", "round_tokens", "delta_rule", "delta_run", "float8_pages"}
+    - {"expert_product", "latent_attention"}
 )
 
 
