@@ -37,7 +37,8 @@ class DeltaNodes(Pytree):
     """A tree's inputs, between its verification and its commit."""
 
     inputs: DeltaInputs  # [B, N, ...]
-    channels: Array = array("batch", "nodes", "kv_heads", "group")  # [B, N, G, c]
+    # [B, N, G, c or more]; what is after the channels is not read.
+    channels: Array = array("batch", "nodes", "kv_heads", "group")
 
 
 @pytree
@@ -290,8 +291,8 @@ class DeltaState(Pytree):
         return self._with_last(rows, counts, window, channels)
 
     def _with_last(self, rows: Array, counts: Array, window: DeltaInputs, channels: Array) -> Self:
-        """With these windows [B, C, ...], and the last of the new channels [B, T, G, c]."""
-        target = self._kept_rows(rows, counts)
+        """With these windows [B, C, ...], and the last of the new channels [B, T, G, c or more]."""
+        target, channels = self._kept_rows(rows, counts), channels[..., : self.channels.shape[-1]]
         last = last_inputs(self.channels[rows], channels, counts)
         return self.replace(
             window=jax.tree.map(

@@ -87,7 +87,7 @@ def delta_commit(
       states: of the rows. No two sequences share a row.
       nodes: as of ``delta_read``.
       channels: [R, K - 1, G, c], the last inputs of the convolution.
-      node_channels: [B, N, G, c], those of the nodes.
+      node_channels: [B, N, G, c or more], those of the nodes; what is after them is not read.
       path: int32 [B, A], accepted nodes by depth.
       counts: int32 [B], how many of them; of 0 the row does not change.
 

@@ -273,7 +273,8 @@ def _states(case: Case, seed: int, rows: int) -> tuple[Array, Array]:
 
 def _new_channels(case: Case, seed: int) -> Array:
     """Inputs of the convolution of each node."""
-    return noise(seed, 30, (case.batch, case.nodes, case.groups, case.wide), jnp.bfloat16)
+    shape = case.batch, case.nodes, case.groups, case.wide + case.values * case.v_dim
+    return noise(seed, 30, shape, jnp.bfloat16)
 
 
 def _noisy_tokens(case: Case, seed: int, index: int, batch: int, size: int) -> tuple[Array, ...]:

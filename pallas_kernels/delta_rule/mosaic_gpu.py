@@ -196,7 +196,7 @@ def delta_commit_mosaic(
     states: RowStates,
     channels: Array,  # [R, K - 1, G, c]
     nodes: Tokens,  # [B, N, ...]
-    node_channels: Array,  # [B, N, G, c]
+    node_channels: Array,  # [B, N, G, c or more]
     path: Array,  # [B, A]
     counts: Array,  # [B]
     *,
@@ -274,8 +274,8 @@ def delta_commit_mosaic(
                 @pl.when(place >= past)
                 def _take(tap=tap, place=place):
                     node = path_ref[sequence, jnp.maximum(place - past, 0)]
-                    taken = _load(new_ref.at[sequence, node, group], of_channels)
-                    channels_ref[row, tap, group] = taken
+                    taken = new_ref.at[sequence, node, group, pl.ds(0, width)]
+                    channels_ref[row, tap, group] = _load(taken, of_channels)
 
     kernel = plgpu.kernel(
         delta_commit_kernel,

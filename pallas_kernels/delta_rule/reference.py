@@ -81,7 +81,8 @@ def delta_commit_reference(
         )
         folded = _after_window(state, windows, jnp.full_like(held, capacity))
         state = _where(valid & (place == capacity - 1), folded, state)
-        moved = jnp.concatenate([last[:, 1:], node_channels[batch, node][:, None]], axis=1)
+        taken = node_channels[batch, node][:, None, :, : last.shape[-1]]
+        moved = jnp.concatenate([last[:, 1:], taken], axis=1)
         last = _where(valid, moved.astype(last.dtype), last)
     target = jnp.where(counts > 0, rows, len(s))
 

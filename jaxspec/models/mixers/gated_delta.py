@@ -53,8 +53,7 @@ class GatedDelta(Pytree):
     ) -> tuple[Array, DeltaState | None]:
         """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
         the tokens are sequences of their own, of which nothing is kept."""
-        channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
-        where, before = rows_of_pass(self, (batch, size), state, step)
+        where, before = rows_of_pass(self, (len(qkvz), qkvz.shape[1]), state, step)
         q, inputs = projected_inputs(
             before,
             qkvz,
@@ -65,7 +64,7 @@ class GatedDelta(Pytree):
             where.tree,
             step.kernels,
         )
-        return where.read(state, q, DeltaNodes(inputs=inputs, channels=channels), step.kernels)
+        return where.read(state, q, DeltaNodes(inputs=inputs, channels=qkvz), step.kernels)
 
     reader = None  # several projections read the input
 
