@@ -126,6 +126,8 @@ def make_plan(
     row_tiles = -(-num_tokens // (ROWS // group))
     if config is None:
         slots = page_table.shape[1] * page_size
+        if options.window is not None:  # no query sees more
+            slots = min(slots, options.window + num_tokens)
         tuning = TUNINGS[head_dim == LARGE, is_float8(k_pages)]
         config = tuning(batch, kv_heads, row_tiles, slots, page_size)
         if head_dim == LARGE and whole_size is not None:

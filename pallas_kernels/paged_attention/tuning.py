@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from pallas_kernels.h100 import MAX_CLUSTER, MULTIPROCESSORS, largest_fitting
+from pallas_kernels.h100 import MULTIPROCESSORS, largest_fitting
 
 ROWS = 64  # query rows of one warpgroup matrix product (wgmma)
 LONG_SPLIT = 1024  # context slots from which a split uses 128-slot blocks
-LONG_PARTS, LEAST_PART = 8192, 512  # slots of contexts that are read in parts, and least of a part
+# Slots of contexts that are read in parts, also with heads of 256, and of a part at least.
+LONG_PARTS, LARGE_HEAD_LONG_PARTS, LEAST_PART = 16384, 8192, 512
 REGISTERS = 65536  # of a multiprocessor
 MIN_REGISTERS = 24  # fewest registers that a thread may have
 
@@ -82,10 +83,11 @@ def attention_tuning(
     """
     pairs = batch * kv_heads
     if row_tiles > 1:
-        splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
+        blocks = pairs * -(-row_tiles // 2)
+        splits = _splits(blocks, slots // 256)
         if splits > 1 and slots // splits < LONG_SPLIT:
             return AttentionTuning(block=64, stages=2, warpgroups=2, splits=splits)
-        return AttentionTuning(
+        config = AttentionTuning(
             block=128,
             stages=2,
             warpgroups=2,
@@ -93,6 +95,7 @@ def attention_tuning(
             ping_pong=page_size >= 64,  # smaller pages load too slowly for it
             registers=240,
         )
+        return _spread(config, blocks, slots)
     if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
         return AttentionTuning(block=64, stages=2, heads=2)
     splits = _splits(pairs, slots // (1024 if 4 * pairs > MULTIPROCESSORS else 128))
@@ -100,7 +103,7 @@ def attention_tuning(
         return AttentionTuning(block=64, stages=2)
     if slots // splits < LONG_SPLIT:
         return AttentionTuning(block=64, stages=5, splits=splits)
-    return AttentionTuning(block=128, stages=2, splits=splits)
+    return _spread(AttentionTuning(block=128, stages=2, splits=splits), pairs, slots)
 
 
 def float8_tuning(
@@ -114,14 +117,17 @@ def float8_tuning(
     rings then hold one widened block.
     """
     pairs = batch * kv_heads
+    config = AttentionTuning(block=64, stages=2, byte_stages=2)
     if row_tiles > 1:
-        splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
-        return AttentionTuning(block=64, stages=2, byte_stages=2, warpgroups=2, splits=splits)
+        blocks = pairs * -(-row_tiles // 2)
+        splits = _splits(blocks, slots // 256)
+        config = dataclasses.replace(config, warpgroups=2, splits=splits)
+        return _spread(config, blocks, slots)
     if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
-        return AttentionTuning(block=64, stages=1, byte_stages=2, heads=2)
+        return dataclasses.replace(config, stages=1, heads=2)
     splits = _splits(pairs, slots // 128)
     block = 64 if slots // splits < LONG_SPLIT else 128
-    return AttentionTuning(block=block, stages=2, byte_stages=2, splits=splits)
+    return _spread(dataclasses.replace(config, block=block, splits=splits), pairs, slots)
 
 
 def large_head_tuning(
@@ -148,12 +154,21 @@ def large_head_float8_tuning(
 
 
 def _shared(config: AttentionTuning, blocks: int, slots: int) -> AttentionTuning:
-    """With contexts shared by the CTAs of clusters, or long ones by more CTAs than a cluster has,
-    where clusters would leave most multiprocessors idle."""
-    if blocks * MAX_CLUSTER <= MULTIPROCESSORS // 2 and slots >= LONG_PARTS:
-        parts = min(MULTIPROCESSORS // blocks, slots // LEAST_PART)
-        return dataclasses.replace(config, parts=parts)
-    return dataclasses.replace(config, splits=_splits(blocks, slots // 128))
+    """With contexts shared by the CTAs of clusters, or long ones in parts."""
+    splits = _splits(blocks, slots // 128)
+    config = dataclasses.replace(config, splits=splits)
+    return _spread(config, blocks, slots, LARGE_HEAD_LONG_PARTS)
+
+
+def _spread(
+    config: AttentionTuning, blocks: int, slots: int, long: int = LONG_PARTS
+) -> AttentionTuning:
+    """With long contexts in parts, where that puts at least half as many CTAs more to work than
+    clusters do: those of 4 and 8 leave about half of the multiprocessors idle."""
+    parts = min(MULTIPROCESSORS // blocks, slots // LEAST_PART)
+    if slots < long or 2 * parts < 3 * config.splits:
+        return config
+    return dataclasses.replace(config, splits=1, parts=parts)
 
 
 def of_parts(config: AttentionTuning) -> AttentionTuning:

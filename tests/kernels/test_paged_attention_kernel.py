@@ -47,6 +47,8 @@ CONFIGS = {
     "ping-pong and splits": AttentionTuning(
         block=64, stages=2, warpgroups=2, splits=4, ping_pong=True
     ),
+    "parts": AttentionTuning(block=128, stages=2, parts=3),
+    "ping-pong and parts": dataclasses.replace(PING_PONG, parts=2),
 }
 # Contexts that end inside a block and a page, and at their ends; left edges in the last block too.
 EDGES = (
@@ -64,9 +66,15 @@ INTERPRETED = (
     (KERNEL_CASES[2], TWO_HEADS),
     (KERNEL_CASES[4], TWO_HEADS),
     (KERNEL_CASES[4], CONFIGS["long blocks"]),
+    (Case("parts", (300, 0, 70), 3, 4, 2, 64, 64, tree=True), CONFIGS["parts"]),
+    (
+        Case("parts of a tree", (300, 9), 40, 4, 1, 64, 64, tree=True),
+        CONFIGS["ping-pong and parts"],
+    ),
+    (Case("parts of a window", (600,), 3, 4, 1, 64, 16, window=90), CONFIGS["parts"]),
 )
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
-FAST = {"K: window under a tree", "first slot, two heads"}
+FAST = {"K: window under a tree", "first slot, two heads", "parts"}
 FAST_TO_LOWER = {"two splits"}
 # Left edges with more blocks than the ring holds, and with fewer.
 LEFT_EDGES = tuple(

@@ -1,11 +1,17 @@
 """How attention, products, top_k and truncate divide their work."""
 
+from collections.abc import Callable
+
 import pytest
 
 from pallas_kernels.expert_product.tuning import ExpertTuning
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.packed_product.tuning import PackedTuning, packed_tuning
-from pallas_kernels.paged_attention.tuning import AttentionTuning, attention_tuning
+from pallas_kernels.paged_attention.tuning import (
+    AttentionTuning,
+    attention_tuning,
+    float8_tuning,
+)
 from pallas_kernels.ring import ring_stages
 from pallas_kernels.selection import Kernels, fewest_rows
 from pallas_kernels.split_k import choose_split_k
@@ -54,6 +60,21 @@ def test_two_heads_share_a_block_only_where_pairs_outnumber_the_multiprocessors(
     assert attention_tuning(32, 8, 1, 8192, 64).heads == 2
     assert attention_tuning(8, 8, 1, 8192, 64).heads == 1
     assert attention_tuning(200, 1, 1, 8192, 64).heads == 1
+
+
+@pytest.mark.parametrize("tuning", [attention_tuning, float8_tuning])
+def test_long_contexts_of_few_rows_are_read_in_parts(tuning: Callable[..., AttentionTuning]):
+    """By nearly all multiprocessors, where clusters would take half of them; a merge is a launch
+    more, so shorter contexts are shared by clusters."""
+    for batch, kv_heads, row_tiles in ((1, 8, 1), (1, 8, 4), (1, 2, 1), (4, 8, 1)):
+        long = tuning(batch, kv_heads, row_tiles, 131_072, 64)
+        blocks = batch * kv_heads * -(-row_tiles // 2)
+        assert long.splits == 1
+        assert 120 <= blocks * long.parts <= MULTIPROCESSORS
+        short = tuning(batch, kv_heads, row_tiles, 4096, 64)
+        assert short.parts == 1 < short.splits
+    assert tuning(16, 8, 1, 131_072, 64).parts == 1, "128 pairs keep all multiprocessors busy"
+    assert tuning(1, 8, 32, 131_072, 64).parts == 1, "so do the tokens of a prompt"
 
 
 def test_ping_pong_scheduling_needs_pages_that_load_fast_enough():
