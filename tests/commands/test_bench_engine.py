@@ -36,6 +36,28 @@ def test_every_mode_is_timed_beside_its_floor(sampling, capsys):
 
 
 @pytest.mark.slow
+def test_long_contexts_are_timed_without_reading_them(capsys):
+    """Quick guards: those of random caches, and of contexts that do not fit."""
+    long = ["--layers", "2", "--context", "40,200", "--chunk", "16", "--random-cache"]
+    counts = ["--modes", "plain,chain:3@2", "--new-tokens", "8", "--repeats", "1", "--json"]
+    assert bench_engine.main([*TINY, *long, *counts]) == 0
+    printed = capsys.readouterr()
+    assert "prefill: of the last chunk of each prompt" in printed.err
+    timings = joined(printed.out, "timings")["timings"]
+    assert [row["first_context"] for row in timings] == [40, 40, 200, 200]
+    assert [row["last_context"] for row in timings] == [48, 48, 208, 208]
+    assert {row["prefill_tokens"] for row in timings} == {16}
+    assert timings[2]["floor"]["target_kv"] > 4 * timings[0]["floor"]["target_kv"]
+
+
+def test_contexts_that_do_not_fit_are_named_in_one_error(capsys):
+    assert bench_engine.main(["--context", "512,131072,200000", "--modes", "plain"]) == 2
+    error = capsys.readouterr().err
+    assert "--context 131072 needs" in error and "--context 200000 needs" in error
+    assert "--context 512" not in error
+
+
+@pytest.mark.slow
 def test_experts_that_are_read_are_counted(capsys):
     experts = ["--shape", "tiny-experts", "--layers", "2", "--draft-head", "mtp"]
     counts = ["--modes", "plain,chain:3@2", "--repeats", "1", "--new-tokens", "6", "--json"]

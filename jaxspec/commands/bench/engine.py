@@ -45,6 +45,7 @@ from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import Bandwidth, measure_bandwidth
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.json.values import Problems
 from jaxspec.models.quantized.kv_cache import with_float8_cache
 from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.parallel.bytes import gigabytes, local_bytes
@@ -78,11 +79,17 @@ QUANTIZED = {
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench engine", __doc__)
     add = parser.add_argument
-    add_shape_options(parser)
+    add_shape_options(parser, contexts=True)
     add("--modes", default=DEFAULT_MODES, help="modes, separated by commas")
     add("--batch", type=numbers, default=(1,), help="batch sizes, separated by commas")
     add("--new-tokens", type=number, default=256, help="new tokens of a sequence in a timed call")
     add("--chunk", type=number, help="prompt tokens of a sequence in a call (default: at most 512)")
+    add(
+        "--random-cache",
+        action="store_true",
+        help="read the last chunk of each prompt alone, "
+        "with random numbers in the cache for what is before it: long prompts take seconds to read",
+    )
     add("--repeats", type=number, default=5, help="timed calls; the median is reported")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
@@ -96,19 +103,22 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
     config = model_shape(args.shape, args.layers)
     modes = parse_modes(args.modes)
     check_head_options(make_parser(), args, modes)
-    chosen = []
-    for batch, mode in itertools.product(args.batch, modes):
+    chosen, problems = [], Problems()
+    for context, batch, mode in itertools.product(args.context, args.batch, modes):
         workload = Workload(
             batch=batch,
-            context=args.context,
+            context=context,
             rounds=mode.rounds(args.new_tokens),
             page_size=args.page_size,
             repeats=args.repeats,
             sampling=args.sampling,
             chunk=args.chunk,
+            random_cache=args.random_cache,
         )
-        workload.check_fits(mode, config)
+        with problems.caught():
+            workload.check_fits(mode, config)
         chosen.append((workload, mode))
+    problems.raise_all()
     return chosen
 
 
@@ -164,8 +174,8 @@ def measure_modes(
     if args.kv_dtype is not None:
         target, head = with_float8_cache((target, head), mesh)
     for bench in compile_all(chosen, target, head, mesh, kernels, console):
-        name = f"{bench.mode.name}, batch {bench.workload.batch}: "
-        yield time_mode(bench, lambda text, name=name: console.print(name + text))
+        name = _named(bench.workload, bench.mode)
+        yield time_mode(bench, lambda text, name=name: console.print(f"{name}: {text}"))
 
 
 def compile_all(
@@ -184,9 +194,13 @@ def compile_all(
         return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
 
     def name(case: tuple[Workload, Mode]) -> str:
-        return f"{case[1].name}, batch {case[0].batch}"
+        return _named(*case)
 
     return compile_side_by_side(compiled, chosen, name, MOST_JOBS, console.print)
+
+
+def _named(workload: Workload, mode: Mode) -> str:
+    return f"{mode.name}, batch {workload.batch}, context {workload.context}"
 
 
 def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
@@ -209,8 +223,9 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
         f"tp {arguments['tp']}, sp {arguments['sp']}, "
         f"{device_line(results)}"
     )
+    prompts = "; prefill: of the last chunk of each prompt" if arguments["random_cache"] else ""
     caption = (
-        f"sampling: {arguments['sampling']}; kernels: {results['pallas_kernels']}\n"
+        f"sampling: {arguments['sampling']}; kernels: {results['pallas_kernels']}{prompts}\n"
         f"memory: {bandwidth['copy'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
         f"{results['command']}"

@@ -10,7 +10,7 @@ from jaxspec.commands.shared.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
-from jaxspec.commands.shared.option_types import number
+from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.shell import given_option
 from jaxspec.config.quantization import EXPERT_FORMATS
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
@@ -18,13 +18,18 @@ from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode, check_trees
 from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
 
 
-def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """The model's shape, its weights and cache, and the devices that share it."""
+def add_shape_options(parser: argparse.ArgumentParser, *, contexts: bool = False) -> None:
+    """The model's shape, its weights and cache, and the devices that share it. ``contexts``: the
+    context may be several, separated by commas."""
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--layers", type=number, help="layers of the target; fewer compile faster and need less "
         "memory (default: the shape's)")  # fmt: skip
-    add("--context", type=number, default=512, help="prompt tokens of each sequence")
+    if contexts:
+        add("--context", type=numbers, default=(512,), help="prompt tokens of each sequence, "
+            "several separated by commas")  # fmt: skip
+    else:
+        add("--context", type=number, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=number, default=64, help="tokens of a page of the KV cache")
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)

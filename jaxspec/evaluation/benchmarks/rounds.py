@@ -29,6 +29,7 @@ from jaxspec.evaluation.benchmarks.chosen_experts import (
 )
 from jaxspec.evaluation.benchmarks.floors import FloorBytes, floor_bytes, verified
 from jaxspec.evaluation.benchmarks.modes import Mode
+from jaxspec.evaluation.benchmarks.random_cache import with_random_pages
 from jaxspec.evaluation.benchmarks.timing import timed
 
 LARGEST_CHUNK = 512
@@ -56,6 +57,8 @@ class Workload:
       repeats: number of timed calls; each starts from the prompt, with other seeds.
       sampling: how rows sample: a key of SAMPLING.
       chunk: most prompt tokens of a sequence in a call; None: LARGEST_CHUNK, or fewer.
+      random_cache: of a prompt only the last chunk is read; random numbers stand for what reading
+        the tokens before would leave in the cache.
     """
 
     batch: int
@@ -65,6 +68,7 @@ class Workload:
     repeats: int
     sampling: str = "greedy"
     chunk: int | None = None
+    random_cache: bool = False
 
     def max_length(self, mode: Mode) -> int:
         """Room for the prompt and one call, and one more token, so that no sequence ends."""
@@ -88,6 +92,7 @@ class Timing:
       first_context, last_context: means over the sequences, before the first round of a timed call
         and after the last.
       floor: with the ``chosen`` experts where they are counted.
+      prefill_tokens: of each prompt, which ``prefill_ms`` took: all, or those that were not cached.
       chosen: distinct experts that tokens chose in the rounds of the first timed call; None: there
         are no experts, or several devices.
       expected: the same of a layer, if tokens chose all experts alike often and independently.
@@ -98,6 +103,7 @@ class Timing:
     first_context: float
     last_context: float
     prefill_ms: float
+    prefill_tokens: int
     prefill_chunk: int
     rounds: int
     round_ms: float
@@ -144,6 +150,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
         first_context=min(call.before for call in calls),
         last_context=max(call.after for call in calls),
         prefill_ms=1e3 * statistics.median(fills),
+        prefill_tokens=workload.context - bench.cached,
         prefill_chunk=bench.chunk,
         rounds=workload.rounds,
         round_ms=median,
@@ -176,6 +183,7 @@ class Bench:
         self.mode, self.params, self.workload = mode, params, workload
         self.max_length = workload.max_length(mode)
         self.chunk = prefill_chunk(params, workload, self.max_length)
+        self.cached = workload.context - self.chunk if workload.random_cache else 0
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
         started = time.perf_counter()
@@ -226,13 +234,21 @@ class Bench:
         sampling = make_sampling(
             workload.batch, seeds=rows + repeat * workload.batch, **SAMPLING[workload.sampling]
         )
-        lengths = np.full(workload.batch, workload.context, np.int32)
-        state = self._admit(params, state, rows, self.prompts, lengths, sampling=sampling)
+        # The last of the cached tokens are read once more.
+        again = params.drafter.num_reread_tokens if self.cached else 0
+        lengths, cached = (
+            np.full(workload.batch, count, np.int32)
+            for count in (workload.context, self.cached + again)
+        )
+        arrived = rows, self.prompts, lengths
+        state = self._admit(params, state, *arrived, sampling=sampling, cached_lens=cached)
+        if workload.random_cache:
+            state = state.replace(pool=with_random_pages(state.pool))
         return jax.block_until_ready(state)
 
     def fill(self, state: EngineState) -> EngineState:
-        """Read the prompts in chunks."""
-        for _ in range(0, self.workload.context, self.chunk):
+        """Read the prompts, but for what is cached, in chunks."""
+        for _ in range(self.cached, self.workload.context, self.chunk):
             state, _ = self._prefill(self.params, state)
         return state
 

@@ -121,7 +121,9 @@ def _figures_of(part: Mapping[str, Any]) -> Iterator[tuple[str, Figures]]:
 
 def _engine_case(arguments: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     sampling = arguments["sampling"]
-    lengths = f"{arguments['context']} + {arguments['new_tokens']}"
+    contexts = arguments["context"]
+    context = contexts if isinstance(contexts, int) else round(row["first_context"])
+    lengths = f"{context} + {arguments['new_tokens']}"
     sampled = "" if sampling == "greedy" else f", {sampling}"
     return f"{arguments['shape']}, {row['mode']}, batch {row['batch']}, {lengths}{sampled}"
 
