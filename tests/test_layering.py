@@ -61,6 +61,7 @@ KERNEL_CALLERS = {f"jaxspec.models.{name}" for name in ("forward_pass", "attenti
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = (
+    "jaxspec.models.layer",  # inside of a program: its layers are traced once
     *("jaxspec.engine.programs", "jaxspec.training", "jaxspec.evaluation.benchmarks"),
     *("jaxspec.quantize", "jaxspec.integrations"),
 )
