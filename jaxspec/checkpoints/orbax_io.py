@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from jaxspec.checkpoints.snapshots import CHOICES
 from jaxspec.config.checks import first_of
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import is_static
 from pallas_kernels.selection import Kernels
 
-CHOICES = "jaxspec_choices.json"
 WHERE_IT_RUNS = (Layout, Mesh, Kernels)  # types of static fields that may differ when restoring
 MOST_LISTED = 5
 
@@ -35,11 +35,6 @@ def save_pytree(directory: str | Path, tree: Any) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, _stored(named_leaves(tree)), force=path.exists())
     (path / CHOICES).write_text(json.dumps(static_choices(tree), indent=1) + "\n")
-
-
-def is_snapshot(directory: str | Path) -> bool:
-    """Whether save_pytree has written this directory."""
-    return (Path(directory) / CHOICES).is_file()
 
 
 def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = True) -> Any:

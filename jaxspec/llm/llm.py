@@ -9,9 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxspec._lazy import LazyModule
 from jaxspec.checkpoints.load import load_params
 from jaxspec.checkpoints.load_options import method_takes_fields_of
-from jaxspec.checkpoints.orbax_io import is_snapshot, restore_pytree
+from jaxspec.checkpoints.snapshots import is_snapshot
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.sampling_params import SamplingParams
@@ -47,6 +48,8 @@ from jaxspec.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from jaxspec.llm.tokenizer import Tokenizer
+
+orbax_io = LazyModule("jaxspec.checkpoints.orbax_io")  # it loads orbax
 
 
 class LLM:
@@ -132,9 +135,9 @@ class LLM:
         if self._options.processes is not None:
             raise ValueError("weights that several processes share cannot be changed")
         if is_snapshot(model):
-            used = without_exchanges(self.params)
-            target = restore_pytree(model, used.target)
-            return target, None if drafter is None else restore_pytree(drafter, used.drafter)
+            used, restore = without_exchanges(self.params), orbax_io.restore_pytree
+            target = restore(model, used.target)
+            return target, None if drafter is None else restore(drafter, used.drafter)
         wanted: dict[str, Any] = {"drafter": drafter}
         if drafter is None:
             wanted = {"drafter": "none", "drafter_bits": None, "speculation": None}
