@@ -37,6 +37,11 @@ class Crowds:
         """The rounds of a plan without the drafter took so long."""
         self._lost += self._gain * seconds
 
+    def is_crowd(self, rows: int) -> bool:
+        """Whether the drafter is left out for so many rows, whatever they ask for."""
+        crowd = self.limits.undrafted_rows
+        return crowd is not None and min(rows, self.limits.num_rows) >= crowd
+
     def leave_drafter_out(
         self, scheduler: Scheduler, load: Load, policy: TreePolicy, costs: Costs
     ) -> bool:

@@ -60,8 +60,7 @@ def _rounds(engine: Engine, batches: Sequence[Batch], sampling: SamplingParams) 
 
 def _is_crowd(engine: Engine, batches: Sequence[Batch]) -> bool:
     """Whether these requests are so many that the drafter is left out."""
-    crowd = engine.limits.undrafted_rows
-    return crowd is not None and min(len(batches[0]), engine.limits.num_rows) >= crowd
+    return engine.shapes.crowds.is_crowd(len(batches[0]))
 
 
 def _reads(engine: Engine, batches: Sequence[Batch], sampling: SamplingParams) -> list[ReadKey]:

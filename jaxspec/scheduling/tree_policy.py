@@ -126,6 +126,12 @@ class TreePolicy:
         self.most_rounds = self.short_call if is_short else None
         return explored or best
 
+    def first(self, costs: Costs, size: int) -> TreeShape:
+        """The shape of the first rounds of all, of one new row in a program of so many."""
+        hazards, sizes = self.estimate.hazards([0]), dict.fromkeys(self.shapes, size)
+        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, sizes, self.listens)
+        return outlook.deepest_no_slower_than_plain()
+
     def expect(self, rows: Sequence[Hashable], costs: Costs, size: int) -> tuple[TreeShape, float]:
         """The best shape for such rows, in programs of so many, and the share of plain decoding's
         time that it is expected to save. Nothing is chosen."""

@@ -11,7 +11,16 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.programs.sizes import ReadKey
+from jaxspec.engine.programs.sizes import ReadKey, RoundsKey
+from jaxspec.engine.warm_up.compile_by_running import compile_by_running
+from jaxspec.engine.warm_up.compile_early import compiling_threads
+from jaxspec.engine.warm_up.compile_general import general_keys
+from jaxspec.engine.warm_up.short_requests import (
+    PROMPT_TOKENS,
+    SHORT,
+    begin_short_requests,
+    short_keys,
+)
 from tests.helpers.compilations import Compilations
 from tests.helpers.random_models import make_params
 
@@ -63,3 +72,27 @@ def test_warm_up_compiles_each_program_once(compilations: Compilations):
     counts = collections.Counter(name for name, _ in compilations)
     assert counts["jit(read_rows)"] == sum(isinstance(key, ReadKey) for key in own.programs.ready)
     assert counts["jit(decode_rows)"] == 1
+
+
+def test_a_server_begins_with_few_programs():
+    cache, config = CacheConfig(page_size=4, max_length=64), EngineConfig(max_rows=8)
+    own = Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, config)
+    keys = short_keys(own, 8)
+    assert [(type(key), key.rows) for key in keys if isinstance(key, ReadKey)] == [
+        (ReadKey, 1),
+        (ReadKey, 8),
+    ]
+    assert len(keys) <= 4 and len(general_keys(own)) == 3
+
+
+@pytest.mark.slow  # the test above has the keys
+def test_short_requests_run_what_was_begun_for_them():
+    cache = CacheConfig(page_size=4, max_length=64)
+    own = Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, EngineConfig(max_rows=2))
+    with compiling_threads() as pool:
+        begin_short_requests(own, 2, pool)
+    begun = set(own.programs.coming)
+    for count in (1, 2):
+        compile_by_running(own, count, PROMPT_TOKENS, SHORT)
+    large = {key for key in own.programs.ready if isinstance(key, ReadKey | RoundsKey)}
+    assert large == begun and not own.programs.coming

@@ -25,11 +25,11 @@ from jaxspec.commands.shared.shell import progress_console, read_text
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.limits import is_on_cpu
 from jaxspec.engine.programs.compiled import logger as programs_logger
-from jaxspec.engine.programs.sizes import SMALLEST_TABLE, Kind, ReadKey
 from jaxspec.engine.warm_up.compile_by_running import compile_by_running
+from jaxspec.engine.warm_up.compile_early import compiling_threads
 from jaxspec.engine.warm_up.compile_general import GeneralPrograms
+from jaxspec.engine.warm_up.short_requests import PROMPT_TOKENS, SHORT, begin_short_requests
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.llm.request_length import length_text
@@ -49,7 +49,6 @@ from jaxspec.serving.service import Service
 from jaxspec.serving.template_trial import ToolUse
 from jaxspec.serving.tracing import Spans
 
-CHAT_TOKENS = 128  # of a short conversation, with what its template adds
 SAMPLED = SamplingParams(temperature=1.0)
 EVERYTHING = (
     SamplingParams(),
@@ -94,20 +93,16 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
         engine.warm_up(
             EVERYTHING, on_progress=lambda done, count: show(f"compiling program {done} of {count}")
         )
-    general = GeneralPrograms(engine) if what == "background" else None
+    most, pool = engine.config.max_rows, compiling_threads()
     if what in ("quick", "background"):
-        most = engine.config.max_rows
-        few = {1, most // 2} if is_on_cpu(engine.params) else {1}  # there, empty rows cost time
-        for rows in sorted({*few, most} - {0}):
+        begin_short_requests(engine, most, pool)
+    general = GeneralPrograms(engine, pool) if what == "background" else None
+    pool.shutdown(wait=False)
+    if what in ("quick", "background"):
+        for rows in sorted({1, most}):
             show(f"compiling for {rows} rows")
-            compile_by_running(engine, rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
-    if general is not None:  # greedy and sampled requests share programs
-        show("compiling for prompts of chats")
-        sizes = engine.programs.sizes
-        width, columns = sizes.width_for(CHAT_TOKENS), sizes.columns_for(SMALLEST_TABLE)
-        key = ReadKey(sizes.rows_for(1), columns, width, sizes.kind_for(Kind.SAMPLED))
-        for undrafted in {False, engine.limits.undrafted_rows is not None}:
-            engine.programs.prepare_reading(key._replace(undrafted=undrafted))
+            compile_by_running(engine, rows, PROMPT_TOKENS, SHORT)
+    if general is not None:
         show("compiling for requests of any kind")
         general.finish()
         engine.programs.sealed = True

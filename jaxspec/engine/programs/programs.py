@@ -205,8 +205,9 @@ class Programs(CompiledPrograms):
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
             size, most = self.sizes.size_for(rows), self.sizes.num_rows // self.shards
-            if self.ask is not None:  # one program for a few rows
-                size = max(size, min(ADMISSIONS, most))
+            if self.ask is not None:  # one program for a few rows, and one for many
+                few = min(ADMISSIONS, most)
+                size = few if size <= few else self.sizes.rows_for(most)
             self._small("catch_up", self.sizes.listed(rows, size))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:

@@ -8,6 +8,7 @@ import collections
 import functools
 import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -65,9 +66,27 @@ def compile_beside(programs: Programs, key: ReadKey | RoundsKey, state: EngineSt
     if isinstance(key, RoundsKey) and key.masked:
         _compile_masked(programs, key, state)
     else:
-        _lowered(programs, key, state).compile()
+        _compile(programs, key, state)
     seconds = time.perf_counter() - started
     logger.info("compiled %s: %.1f s, beside the work", programs.name(key), seconds)
+
+
+def begin_to_compile(
+    programs: Programs, keys: Iterable[ReadKey | RoundsKey], pool: ThreadPoolExecutor
+) -> None:
+    """Begin to compile programs without controls and masks in other threads, in this order.
+
+    Who runs one waits for it, or compiles it here if no thread has begun with it."""
+    if not programs.compiles_early:
+        return
+    state = programs.state  # for its shapes: the engine may donate it meanwhile
+    for key in keys:
+        if key not in programs.ready and key not in programs.coming:
+            programs.coming[key] = pool.submit(_compile, programs, key, state)
+
+
+def _compile(programs: Programs, key: ReadKey | RoundsKey, state: EngineState) -> None:
+    _lowered(programs, key, state).compile()
 
 
 def compiling_threads() -> ThreadPoolExecutor:
@@ -111,7 +130,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load, shape: TreeShape) 
 def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
     """Fill jax's cache with a program; those with controls or masks compile when they run."""
     if programs.compiles_early and compiles_alone(key):
-        _lowered(programs, key, programs.state).compile()
+        _compile(programs, key, programs.state)
 
 
 # The arguments are those of Programs, so that it finds the compiled program in jax's cache.

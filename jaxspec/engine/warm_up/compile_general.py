@@ -4,7 +4,7 @@ A server is ready when they are there. They are slower than those that are made 
 rounds have all rows, and draft nothing where the engine chooses its trees.
 """
 
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
@@ -12,7 +12,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.sizes import Kind
 from jaxspec.engine.programs.structured import prepare_program
 from jaxspec.engine.warm_up.compile_all import compile_small, coverage
-from jaxspec.engine.warm_up.compile_early import compile_beside, compiling_threads
+from jaxspec.engine.warm_up.compile_early import compile_beside
 from jaxspec.engine.warm_up.compile_kinds import Key, RequestKind, reading_key, rounds_keys
 
 WIDTH = 64  # prompt tokens of a row that are read at a time: longer prompts are read in parts
@@ -25,12 +25,12 @@ ANYTHING = SamplingParams(
 
 
 class GeneralPrograms:
-    """Begins to compile them in other threads; ``finish`` waits for them.
+    """Begins to compile them in the threads of ``pool``; ``finish`` waits for them.
 
     Meanwhile the engine may run, and compile what it needs.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, pool: ThreadPoolExecutor):
         programs = self._programs = engine.programs
         self._engine, self._keys = engine, general_keys(engine)
         self._coming = {}
@@ -38,10 +38,8 @@ class GeneralPrograms:
             return
         with programs.controlled(Kind.FULL):
             state = programs.state
-        pool = compiling_threads()
         for key in self._keys:
             self._coming[key] = pool.submit(compile_beside, programs, key, state)
-        pool.shutdown(wait=False)
 
     def finish(self) -> None:
         """Wait until they are there, and compile what moves rows and pages; the engine is idle.
