@@ -1,10 +1,10 @@
 """A barrier for all thread blocks of a launch on Hopper GPUs, of which there may be no more than
 the GPU runs at once.
 
-It is a counter in device memory. Each block takes a number from it and waits until the last one has
-taken its own. The counter runs over twice the blocks and then begins anew, so which half it is in
-tells two barriers that follow each other from one another, and after an even number of barriers it
-is 0 again: nobody has to clear it.
+It is a counter in device memory. Each block counts itself and waits until all are counted. The
+counter runs over twice the blocks and then begins anew, so which half it is in tells two barriers
+that follow each other from one another, and after an even number of barriers it is 0 again: nobody
+has to clear it.
 """
 
 from typing import Any
@@ -18,23 +18,25 @@ from jaxlib.mlir.dialects import arith, scf
 THREADS = 128  # of a warpgroup
 
 
-def meet(counter: Any, blocks: int) -> None:
+def meet(counter: Any, blocks: int, number: int) -> None:
     """Wait for all blocks. One warpgroup of each calls it; others may wait for that one.
 
     What its threads stored before is seen by all that wait; reads through the copy engine need
     ``fence_copies`` first.
 
     Args:
-      counter: int32 [1] in device memory, 0 before the first barrier.
+      counter: int32, one entry in device memory, 0 before the first barrier.
+      number: of the barrier in the launch, from 0 on. There must be an even number of them.
     """
 
     def emit(_: Any, counter: Any) -> None:
         address = utils.memref_ptr(counter)
-        _gather()
+        gather()
         thread = arith.remui(mgpu.thread_idx(), _word(THREADS))
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _word(0))):
-            _wait(address, blocks, _arrive(address, blocks))
-        _gather()
+            _arrive(address, blocks)
+            _wait(address, blocks, number % 2)
+        gather()
 
     inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     inlined(emit)(counter)
@@ -50,8 +52,8 @@ def fence_copies() -> None:
     inlined(emit)()
 
 
-def _gather() -> None:
-    """Wait for all threads of the warpgroup.
+def gather() -> None:
+    """Wait for all threads of the warpgroup, in inlined MLIR.
 
     Marked as convergent, unlike jax's barrier of a warpgroup: LLVM may copy that one into both
     branches of a condition beside it, and threads of a warp that wait in two places wait for ever.
@@ -61,21 +63,16 @@ def _gather() -> None:
     utils.inline_ptx(wait, place, has_side_effects=True, convergent=True)
 
 
-def _arrive(counter: Any, blocks: int) -> Any:
-    """Take a number; returns whether it is in the counter's second half."""
+def _arrive(counter: Any, blocks: int) -> None:
+    """Count this block. Nobody waits for the answer."""
     utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-    number = utils.inline_ptx(
-        "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;",
-        counter,
-        _word(2 * blocks - 1),
-        result_types=_i32(),
-        has_side_effects=True,
-    )
-    return _in_second_half(number, blocks)
+    count = "red.relaxed.gpu.global.inc.u32 [$0], $1;"
+    utils.inline_ptx(count, counter, _word(2 * blocks - 1), has_side_effects=True)
 
 
-def _wait(counter: Any, blocks: int, half: Any) -> None:
+def _wait(counter: Any, blocks: int, half: int) -> None:
     """Wait until the counter has left this half."""
+    stays = arith.CmpIPredicate.uge if half else arith.CmpIPredicate.ult
     loop = scf.WhileOp([], [])
     with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
         number = utils.inline_ptx(
@@ -84,15 +81,10 @@ def _wait(counter: Any, blocks: int, half: Any) -> None:
             result_types=_i32(),
             has_side_effects=True,
         )
-        now = _in_second_half(number, blocks)
-        scf.condition(arith.cmpi(arith.CmpIPredicate.eq, now, half), [])
+        scf.condition(arith.cmpi(stays, number, _word(blocks)), [])
     with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
         scf.yield_([])
     utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-
-
-def _in_second_half(number: Any, blocks: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.uge, number, _word(blocks))
 
 
 def _word(value: int) -> Any:

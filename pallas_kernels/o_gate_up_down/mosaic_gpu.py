@@ -44,7 +44,7 @@ from pallas_kernels.o_gate_up_down.products import (
     add_block,
     no_sums,
 )
-from pallas_kernels.o_gate_up_down.rows import put_normed
+from pallas_kernels.o_gate_up_down.rows import NORM_PART, put_normed
 from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
 
 Refs = dict[str, Any]
@@ -87,6 +87,7 @@ def o_gate_up_down_mosaic(
         interpret=interpret is not None,
     )
     by_phase: Weights = dict(zip(PHASES, products, strict=True))
+    norm = norm.reshape(-1, NORM_PART)
     arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
     if interpret is None or plan.tuning.blocks == 1:
         arrays |= _launch(plan, arrays, by_phase, interpret)
@@ -122,6 +123,8 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
 
         @pl.when(role == warpgroups + 1)
         def _copy():
+            if "norm_weight" in refs:
+                plgpu.copy_gmem_to_smem(refs["norm"], refs["norm_weight"], refs["norm_copied"])
             for at in range(len(plan.phases)):
                 _copy_phase(plan, at, refs)
             _wait_for_ring(plan, refs)
@@ -166,7 +169,7 @@ def _scratch(plan: Plan, weights: Weights) -> Refs:
     scratch: Refs = {
         "values": plgpu.SMEM((stages, TILES, TILE, BLOCK), jnp.int4, transforms=WEIGHT_TRANSFORMS),
         "rows": plgpu.SMEM((ROWS, plan.depth), jnp.bfloat16, transforms=X_TRANSFORMS),
-        "squares": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
+        "squares": plgpu.SMEM((warpgroups, plan.turns, WARPS), jnp.float32),
         "parts": plgpu.SMEM((BUFFERS, warpgroups, *SUMS), jnp.float32),
         "free": plgpu.Barrier(num_barriers=stages),
         "rows_copied": plgpu.Barrier(),
@@ -175,6 +178,9 @@ def _scratch(plan: Plan, weights: Weights) -> Refs:
         "done": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=BUFFERS),
         "stored": plgpu.Barrier(num_barriers=BUFFERS),
     }
+    if "gate_up" in plan.names:
+        scratch["norm_weight"] = plgpu.SMEM((plan.hidden // NORM_PART, NORM_PART), jnp.bfloat16)
+        scratch["norm_copied"] = plgpu.Barrier()
     copies = 1
     for factor in FACTORS:
         of_all = [getattr(packed, factor) for packed in weights.values()]
@@ -269,18 +275,11 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
 
 def _norm_rows(plan: Plan, refs: Refs) -> None:
     """Put the normed rows of the residual stream where they are multiplied."""
-    warpgroup, count = kernel_axes.index("warpgroup"), plan.tuning.warpgroups
-    squares = refs["squares"].at[warpgroup]
-    for begin in range(0, plan.rows, count):
-        row = warpgroup + begin
-
-        @pl.when(row < plan.rows)
-        def _norm(row=row):
-            rows, interpret = refs["rows"], plan.interpret
-            put_normed(
-                refs["total"], refs["norm"], rows, squares, row, plan.eps, interpret=interpret
-            )
-
+    warpgroup = kernel_axes.index("warpgroup")
+    plgpu.barrier_wait(refs["norm_copied"])
+    given = refs["total"], refs["norm_weight"], refs["rows"], refs["squares"].at[warpgroup]
+    how: Any = {"step": plan.tuning.warpgroups, "eps": plan.eps, "interpret": plan.interpret}
+    put_normed(*given, warpgroup, **how)
     plgpu.barrier_arrive(refs["rows_normed"])
     plgpu.barrier_wait(refs["rows_normed"])
 
@@ -292,7 +291,7 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     jobs_before = plan.jobs_before(at)
     if at:
         if not plan.interpret:
-            meet(refs["meeting"], plan.tuning.blocks)
+            meet(refs["meeting"], plan.tuning.blocks, at - 1)
         plgpu.barrier_arrive(refs["met"])
     if phase.name == "gate_up":
         plgpu.barrier_wait(refs["rows_normed"])  # before the next phase's rows take their place

@@ -59,22 +59,29 @@ def _store_interpreted(name: PhaseName, parts: Any, result: Any, residual: Any, 
 
 
 def _emit(_: Any, parts: Any, result: Any, residual: Any, first: Any, *, name: PhaseName) -> None:
-    thread = Word(mgpu.thread_idx()) % 128
+    thread, first = Word(mgpu.thread_idx()) % 128, Word(first.registers.item())
     output, row = thread // ROWS, thread % ROWS
-    sums = _sums(parts, output, row)
     rows, width = ir.MemRefType(result.type).shape
-    if name == "gate_up":
-        sums = [_gated(*map(_rounded, sums))]
     strides, _ = ir.MemRefType(result.type).get_strides_and_offset()
     assert strides == [width, 1]
+    tiles = 1 if name == "gate_up" else TILES
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, _word(rows))):
-        for tile, total in enumerate(sums):
-            place = row * width + Word(first.registers.item()) + (output + TILE * tile)
-            if name == "o":
-                stream = llvm.load(_bf16(), _entry(residual, place), alignment=2)
-                total = arith.addf(arith.extf(_f32(), stream), _rounded(total))
+        places = [row * width + first + (output + TILE * tile) for tile in range(tiles)]
+        # On its way while the sums are made.
+        stream = [_load_bf16(residual, place) for place in places] if name == "o" else None
+        sums = _sums(parts, output, row)
+        if name == "gate_up":
+            sums = [_gated(*map(_rounded, sums))]
+        for at, (place, total) in enumerate(zip(places, sums, strict=True)):
+            if stream is not None:
+                total = arith.addf(stream[at], _rounded(total))
             stored = total if name == "down" else arith.truncf(_bf16(), total)
             llvm.store(stored, _entry(result, place), alignment=4 if name == "down" else 2)
+
+
+def _load_bf16(ref: Any, place: Word) -> Any:
+    """In float32."""
+    return arith.extf(_f32(), llvm.load(_bf16(), _entry(ref, place), alignment=2))
 
 
 def _sums(parts: Any, output: Word, row: Word) -> list[Any]:

@@ -99,6 +99,11 @@ class Plan:
         """Blocks in the ring."""
         return self.tuning.warpgroups * self.tuning.stages
 
+    @property
+    def turns(self) -> int:
+        """Rows that a warpgroup norms."""
+        return -(-self.rows // self.tuning.warpgroups)
+
     def split(self, phase: Phase) -> Array:
         """The part of the inputs that this thread block has."""
         return lax.rem(kernel_axes.index("block"), phase.splits)
