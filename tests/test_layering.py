@@ -57,7 +57,13 @@ DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 
 # Where model code calls kernels by operation name; mixers and MLPs know none. A Linear of
 # models/quantized has a product of its own. Functions of a reference.py are jnp, not kernels.
-KERNEL_CALLERS = {f"jaxspec.models.{name}" for name in ("forward_pass", "attention", "one_launch")}
+KERNEL_CALLERS = {
+    "jaxspec.models.forward_pass",
+    "jaxspec.models.attention",
+    "jaxspec.models.one_launch",  # several blocks of a layer
+    "jaxspec.models.readers",  # norms that round
+    "jaxspec.models.mlps.slots",  # experts in passes of an engine
+}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = (

@@ -1,31 +1,35 @@
 """What the layers of a model share during one forward pass.
 
-Of model code only this file, attention.py and one_launch.py call kernels by operation name. Here
-are those of norms, activations, experts and the search for the largest scores; attention.py calls
-those that read or write pages, one_launch.py those of several blocks of a layer. Mixers and MLPs
-name none: they hand Products to the methods of a ForwardPass, and the heads of attention_heads.py
-to its ``attend``. (A Linear has a product of its own, which may be a kernel: see linear.py and
-quantized/.)
+Of model code only this file, attention.py, readers.py, one_launch.py and mlps/slots.py call kernels
+by operation name. Here are those of norms, activations, experts and the search for the largest
+scores; attention.py calls those that read or write pages, readers.py norms that round,
+one_launch.py those of several blocks of a layer, and mlps/slots.py those of experts in an engine.
+Mixers and MLPs name none: they hand Products to the methods of a ForwardPass, and the heads of
+attention_heads.py to its ``attend``. (A Linear has a product of its own, which may be a kernel: see
+linear.py and quantized/.)
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import KVScales
-from jaxspec.config.experts import ClampedSwiglu, ExpertActivation, LimitedSwiglu, SquaredRelu
+from jaxspec.config.experts import ExpertActivation, SquaredRelu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import QueryScaling, RopeConfig
+from jaxspec.models.activations import clamp_of, gated
 from jaxspec.models.attention_heads import Heads, QueryHeads, times
 from jaxspec.models.linear import (
     Addend,
     AnyLinear,
+    ChosenSum,
     Computed,
     Product,
     ReadsRounded,
@@ -33,13 +37,14 @@ from jaxspec.models.linear import (
     takes_none,
 )
 from jaxspec.models.norms import layer_norm, norm_all_heads, norms_before_rope, rms_norm
+from jaxspec.models.readers import OneReader, norm_for
 from jaxspec.models.rope import query_factors, rope_angles
 from jaxspec.parallel import Layout
 from jaxspec.parallel.collectives import all_tokens
 from pallas_kernels import gated_norm
-from pallas_kernels.activations import Clamp, Gating, Gelu, Limit, units_of
-from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
+from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
@@ -97,35 +102,44 @@ class ForwardPass:
         x: Array,
         product: Addend,
         weight: Array | None,
-        reader: AnyLinear | None = None,
+        reader: AnyLinear | OneReader | None = None,
         beside: Array | None = None,
     ) -> tuple[Array, Any]:
         """(x + product, its norm); without a weight the second is the sum itself.
 
-        ``reader``: what alone reads the norm; if it rounds its input, it may get RoundedRows of the
-        same launch. ``beside`` [1, R, H]: rows that follow the norm's, [1, B * T + R, H] in all.
+        ``reader``: what alone reads the norm, or alone rounds it; if it rounds its input, it may
+        get RoundedRows of the same launch. ``beside`` [1, R, H]: rows that follow the norm's,
+        [1, B * T + R, H] in all.
         """
         if isinstance(product, Product) and weight is not None:
             axis = self._axis_of_kernel(x, product, weight)
             if axis is not None:
                 total, normed = self._reduce_add_norm(x, product, weight, axis)
                 return total, followed_by(normed, beside)
-        taking = self._taking("add_rms_norm", takes_partials)
-        partials = product.partial_sums(self.layout, self.kernels, taking)
+        partials = self._addends(product, weight)
         with jax.named_scope("norm"):
             if self.isolate_blocks:
                 partials = lax.optimization_barrier(partials)
             if weight is None or self.layout.hidden or self.centred:  # no kernel norms so
+                assert not isinstance(partials, ChosenProducts), "the kernel takes them"
                 total = x + sum_partials(partials, len(x), x.dtype)
                 both = total, followed_by(self.norm(total, weight), beside)
-                return lax.optimization_barrier(both) if self.isolate_blocks else both
-            how = self.eps, self.kernels.implementation("add_rms_norm")
-            if beside is None and self._rounds("add_rms_norm", x, reader):
-                total, rounded, scale = add_rms_norm_rounded(x, partials, weight, *how)
-                both = total, RoundedRows(values=rounded, scale=scale, dtype=x.dtype)
             else:
-                both = add_rms_norm(x, partials, weight, *how, beside)
+                how = self.eps, self.kernels.implementation("add_rms_norm")
+                rounds = functools.partial(self._rounds, "add_rms_norm", x)
+                if beside is None:
+                    both = norm_for(reader, rounds, x, partials, weight, *how)
+                else:
+                    both = add_rms_norm(x, partials, weight, *how, beside)
             return lax.optimization_barrier(both) if self.isolate_blocks else both
+
+    def _addends(self, product: Addend, weight: Array | None) -> Array | ChosenProducts:
+        """Partial sums of what is added before a norm, or products that its kernel adds up."""
+        taking = self._taking("add_rms_norm", takes_partials)
+        normed = weight is not None and not self.centred
+        if normed and isinstance(product, ChosenSum) and taking(*product.row):
+            return product.products
+        return product.partial_sums(self.layout, self.kernels, taking)
 
     def gated(self, gate_up: Array, activation: Activation, reader: AnyLinear) -> Any:
         """Hidden units [B, T, F] of gate and up [B, T, 2, F], or of up alone [B, T, 1, F], which
@@ -371,26 +385,3 @@ def make_pass(
     shared = attend, by_rope, factors, eps, layout, kernels
     centred = any(layer.centred for layer in layers)
     return ForwardPass(*shared, isolate_blocks, exchange, centred)
-
-
-@jax.named_scope("activation")
-def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
-    """[..., 2, F] -> [..., F]; without a gate [..., 1, F] -> [..., F]"""
-    if isinstance(activation, SquaredRelu):
-        return jnp.square(jax.nn.relu(gate_up[..., 0, :]))
-    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
-    if not isinstance(activation, str):
-        return units_of(gate, up, clamp_of(activation), jax.nn.sigmoid)
-    function = jax.nn.silu if activation == "silu" else jax.nn.gelu
-    return function(gate) * up
-
-
-def clamp_of(activation: ClampedSwiglu | LimitedSwiglu | Literal["gelu_tanh"]) -> Gating:
-    """An activation in the words of kernels."""
-    match activation:
-        case "gelu_tanh":
-            return Gelu()
-        case ClampedSwiglu(alpha, limit):
-            return Clamp(alpha, limit)
-        case LimitedSwiglu(limit):
-            return Limit(limit)

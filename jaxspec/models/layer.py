@@ -18,6 +18,7 @@ from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers import LatentAttention, Mixer, mixer_shape
 from jaxspec.models.mlps import Dense, Mlp, mlp_shape
 from jaxspec.models.one_launch import o_gate_up_down_of
+from jaxspec.models.readers import OneReader
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
 from jaxspec.models.token_inputs import TokenInput, token_input_shape
@@ -56,8 +57,9 @@ class Layer(Pytree):
     recomputed: bool = static(default=False)
 
     @property
-    def reader(self) -> AnyLinear | None:
-        """The projection that alone reads what the layer's first block reads, if there is one."""
+    def reader(self) -> AnyLinear | OneReader | None:
+        """The projection that alone reads, or rounds, what the layer's first block reads, if there
+        is one."""
         first = self.mlp if self.mixer is None else self.mixer
         return None if self.parallel or first is None else first.reader
 

@@ -17,6 +17,7 @@ from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel import UNSPLIT, Axes, Layout
 from jaxspec.parallel.collectives import all_gather, all_reduce, all_tokens, reduce_scatter
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.products import einsum_f32, precision_of, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.split_k import choose_split_k
@@ -104,11 +105,14 @@ class RoundedRows(Pytree):
     """Activations of 8-bit floats: values * scale, where each token has a scale, or one for each
     of n groups of consecutive inputs (see round_tokens).
 
-    ``dtype``: of what they were rounded from.
+    Attributes:
+      plain: what they were rounded from, if others read that; None: nobody does.
+      dtype: that of ``plain``.
     """
 
     values: Array = array()  # e4m3 [B, T, H]
     scale: Array = array()  # [n, P], P >= B * T
+    plain: Array | None = array(default=None)  # [B, T, H]
     dtype: jnp.dtype = static()
 
     @property
@@ -200,6 +204,26 @@ class Computed:
         self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
     ) -> Array:
         return self.value[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenSum:
+    """An Addend of weighted products of chosen experts, on one device, which are not added up yet:
+    a norm that follows does it. ``like``: [B, T, H], an array of its shape and dtype."""
+
+    products: ChosenProducts
+    like: Array
+
+    @property
+    def row(self) -> tuple[jnp.dtype, int]:
+        """Dtype and width of a row."""
+        return self.like.dtype, self.like.shape[-1]
+
+    def partial_sums(
+        self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
+        total = self.products.total().astype(self.like.dtype)
+        return total.reshape(1, *self.like.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.products import sum_partials
 
 
@@ -15,10 +16,18 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def add_rms_norm_reference(
-    x: Array, partials: Array, weight: Array, eps: float, beside: Array | None = None
+    x: Array,
+    partials: Array | ChosenProducts,
+    weight: Array,
+    eps: float,
+    beside: Array | None = None,
 ) -> tuple[Array, Array]:
     """See pallas_kernels.add_rms_norm.add_rms_norm."""
-    total = x + sum_partials(partials, len(x), x.dtype)
+    if isinstance(partials, ChosenProducts):
+        added = partials.total().astype(x.dtype).reshape(x.shape)
+    else:
+        added = sum_partials(partials, len(x), x.dtype)
+    total = x + added
     return total, followed_by(rms_norm(total, weight, eps), beside)
 
 

@@ -21,7 +21,7 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.plan import ExpertPlan
 from pallas_kernels.expert_product.slot_kernel import lanes_of, launched, result_of
-from pallas_kernels.expert_product.slots import make_slots, num_lanes
+from pallas_kernels.expert_product.slots import SlotProducts, make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
@@ -30,7 +30,6 @@ from pallas_kernels.shared_memory import swizzled
 COLUMNS = 64  # 16-bit entries of a swizzled line
 
 
-# Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
 def expert_product_mosaic(
     x: Array,  # [N, H]
@@ -47,6 +46,24 @@ def expert_product_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    how: dict[str, Any] = {"clamp": clamp, "config": config, "interpret": interpret}
+    return expert_slots_mosaic(x, experts, gate_up, down, bias, **how).by_pair
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
+def expert_slots_mosaic(
+    x: Array,
+    experts: Array,
+    gate_up: Array,
+    down: Array,
+    bias: Array | None = None,
+    *,
+    clamp: Gating | None,
+    config: ExpertTuning | None = None,
+    interpret: Any = None,
+) -> SlotProducts:
+    """``expert_product_mosaic``, without putting the products in order."""
     num_experts, hidden, parts, units = gate_up.shape
     rows, k = experts.shape
     slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
@@ -76,7 +93,7 @@ def expert_product_mosaic(
     mixed = _make_kernel(second, x.dtype, 0, interpret)(
         slots.expert, hidden_units, down.reshape(num_experts * units, hidden)
     )
-    return mixed[slots.places]
+    return SlotProducts(mixed, slots.places)
 
 
 def _make_kernel(plan: ExpertPlan, dtype: Any, num_biases: int, interpret: Any) -> Any:

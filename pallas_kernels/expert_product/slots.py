@@ -7,7 +7,7 @@ There is no sort and no running sum, which a GPU would do in several launches: e
 compared with all others.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,6 +30,29 @@ class Slots(NamedTuple):
     expert: Array
     rows: Array | None
     places: Array
+
+
+class SlotProducts(NamedTuple):
+    """Products of pairs, where a kernel has left them.
+
+    Attributes:
+      products: float32 [L, H], of all lanes.
+      places: int32 [N, k], the entry of each pair. Any place for a pair without an expert.
+    """
+
+    products: Array
+    places: Array
+
+    @classmethod
+    def in_order(cls, products: Array) -> Self:
+        """Those of products [N, k, H], one after the other."""
+        pairs = jnp.arange(products[..., 0].size, dtype=jnp.int32)
+        return cls(products.reshape(-1, products.shape[-1]), pairs.reshape(products.shape[:2]))
+
+    @property
+    def by_pair(self) -> Array:
+        """[N, k, H]"""
+        return self.products[self.places]
 
 
 def num_lanes(rows: int, k: int, num_experts: int) -> int:

@@ -28,7 +28,7 @@ from pallas_kernels.expert_product.slot_kernel import (
     launched,
     result_of,
 )
-from pallas_kernels.expert_product.slots import make_slots, num_lanes
+from pallas_kernels.expert_product.slots import SlotProducts, make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_expert_product.plan import PackedExpertPlan
@@ -49,7 +49,6 @@ from pallas_kernels.shared_memory import swizzled
 COLUMNS = 64  # most 16-bit entries of a swizzled line of x
 
 
-# Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
 def packed_expert_product_mosaic(
     x: Array,  # [N, H]
@@ -67,6 +66,24 @@ def packed_expert_product_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    how: dict[str, Any] = {"clamp": clamp, "config": config, "interpret": interpret}
+    return packed_expert_slots_mosaic(x, experts, gate_up, down, bias, **how).by_pair
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
+def packed_expert_slots_mosaic(
+    x: Array,
+    experts: Array,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    bias: Array | None = None,
+    *,
+    clamp: Gating | None,
+    config: PackedExpertTuning | None = None,
+    interpret: Any = None,
+) -> SlotProducts:
+    """``packed_expert_product_mosaic``, without putting the products in order."""
     num_experts, (rows, k) = gate_up.num_experts, experts.shape
     slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
@@ -101,7 +118,7 @@ def packed_expert_product_mosaic(
     of_lanes = x if slots.rows is None else x[slots.rows.reshape(-1)]
     biases = () if bias is None else (bias,)
     units = product(of_lanes, gate_up, biases, slots.rows is None, x.dtype)
-    return product(units, down, (), False, jnp.float32)[slots.places]
+    return SlotProducts(product(units, down, (), False, jnp.float32), slots.places)
 
 
 def _make_kernel(

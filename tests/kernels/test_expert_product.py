@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
+from jaxspec.models.activations import clamp_of
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.forward_pass import ForwardPass, clamp_of, make_pass
+from jaxspec.models.forward_pass import ForwardPass, make_pass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes

@@ -29,6 +29,7 @@ from jaxspec.models.mixers.mamba2 import Mamba2, mamba2_shape
 from jaxspec.models.mixers.shared_attention import SharedAttention, shared_attention_shape
 from jaxspec.models.mixers.short_conv import ShortConv, short_conv_shape
 from jaxspec.models.mixers.side_by_side import SideBySide
+from jaxspec.models.readers import OneReader
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
@@ -55,7 +56,7 @@ class Mixer(Protocol):
         ...
 
     @property
-    def reader(self) -> AnyLinear | None:
+    def reader(self) -> AnyLinear | OneReader | None:
         """The projection that alone reads the input, if there is one: it may get RoundedRows in
         place of an array (see models.linear). None: the input is an array."""
         ...

@@ -1,5 +1,7 @@
 """The gated delta rule with a causal convolution before it, as in Qwen3-Next and Qwen 3.5."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -11,6 +13,7 @@ from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.mixers.rows import check_whole_sequences, rows_of_pass
+from jaxspec.models.readers import OneReader, plain_rows
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
@@ -33,7 +36,7 @@ class GatedDelta(Pytree):
     config: GatedDeltaConfig = static()
 
     def __call__(
-        self, x: Array, state: DeltaState | None, step: ForwardPass
+        self, x: Any, state: DeltaState | None, step: ForwardPass
     ) -> tuple[Product, DeltaState | None]:
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state.
@@ -42,7 +45,7 @@ class GatedDelta(Pytree):
         """
         check_whole_sequences(step.layout)
         qkvz = self.qkvz.product(x, "qkvz").result(step.layout, step.kernels)
-        ba = self.ba.product(x, "ba").result(step.layout, step.kernels)
+        ba = self.ba.product(plain_rows(x), "ba").result(step.layout, step.kernels)
         with jax.named_scope("delta_rule"):
             out, state = self._mixed(qkvz, ba, state, step)
             out = step.gated_heads(out, qkvz, self.norm, self.o)
@@ -66,7 +69,9 @@ class GatedDelta(Pytree):
         )
         return where.read(state, q, DeltaNodes(inputs=inputs, channels=qkvz), step.kernels)
 
-    reader = None  # several projections read the input
+    @property
+    def reader(self) -> OneReader:
+        return OneReader(linear=self.qkvz)
 
     def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
         """Rows without tokens. Raises ValueError for a layout that splits sequences."""

@@ -20,6 +20,7 @@ from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
 from jaxspec.parallel import Shards
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.chosen_products import ChosenProducts
 
 
 @pytree
@@ -51,6 +52,8 @@ class DenseAndExperts(Pytree):
             rows = whole.reshape(-1, whole.shape[-1])
             normed = rms_norm(rows, self.experts_norm, step.eps)
             mixed = self.experts.mixed(normed, self._routes(rows, step), step)
+            if isinstance(mixed, ChosenProducts):
+                mixed = mixed.total().astype(x.dtype)
         mixture = Mixture(mixed.reshape(whole.shape), step.layout.axes("experts"), None, None)
         given = step.normed(x, dense, self.dense_out_norm)
         return Computed(given + step.normed(x, mixture, self.experts_out_norm))

@@ -15,7 +15,7 @@ from jax import Array
 from jaxspec.config.experts import ExpertsConfig, SquaredRelu
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import Linear, Product, linear_shape, takes_none
+from jaxspec.models.linear import Addend, ChosenSum, Linear, Product, linear_shape, takes_none
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import LocalExperts, mix
@@ -31,6 +31,7 @@ from jaxspec.parallel.collectives import (
     shard_offset,
 )
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.selection import Kernels
 
 
@@ -56,12 +57,16 @@ class Experts(Pytree):
     from_latent: Linear | None = None  # [L, H]
     config: ExpertsConfig = static()
 
-    def __call__(self, x: Array, step: ForwardPass) -> "Mixture":
+    def __call__(self, x: Array, step: ForwardPass) -> Addend:
         """From normed input [B, T, H] to the addend of the residual stream."""
         with jax.named_scope("mlp"):
             whole = self.whole(x, step)
             rows = whole.reshape(-1, whole.shape[-1])
             mixed = self.mixed(rows, self._with_shared(rows, self.routes(rows, step)), step)
+            if isinstance(mixed, ChosenProducts):
+                if self.shared is None and not step.layout.axes("experts"):
+                    return ChosenSum(mixed, x)
+                mixed = mixed.total().astype(x.dtype)
         shared = weight = None
         if self.shared is not None:
             shared = self.shared(x, step)
@@ -76,8 +81,9 @@ class Experts(Pytree):
         tokens = tuple(axis for axis in axes if axis in step.layout.tokens)
         return all_gather(all_tokens(x, tokens), step.layout.hidden)
 
-    def mixed(self, rows: Array, routes: Routes, step: ForwardPass) -> Array:
-        """What this device's experts add to whole rows [N, H]: [N, H]."""
+    def mixed(self, rows: Array, routes: Routes, step: ForwardPass) -> Array | ChosenProducts:
+        """What this device's experts add to whole rows [N, H]: [N, H], or products of experts that
+        are not added up yet."""
         local = LocalExperts(
             gate_up=self.gate_up,
             down=self.down,
@@ -89,8 +95,11 @@ class Experts(Pytree):
             routes = routes._replace(weights=jnp.ones_like(routes.weights))
         read = rows if self.to_latent is None else self.to_latent(rows, step.kernels)
         mixed = mix(local, read, routes, self.config.routing.num_experts, step)
-        # Of this device's part of the sum.
-        return mixed if self.from_latent is None else self.from_latent(mixed, step.kernels)
+        if self.from_latent is None:
+            return mixed
+        if isinstance(mixed, ChosenProducts):
+            mixed = mixed.total().astype(rows.dtype)
+        return self.from_latent(mixed, step.kernels)  # of this device's part of the sum
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
         """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""

@@ -19,11 +19,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.config.experts import ExpertActivation
+from jaxspec.models.activations import gated
 from jaxspec.models.attention import PagedAttend
-from jaxspec.models.forward_pass import ForwardPass, gated
+from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
+from jaxspec.models.mlps.slots import slot_products
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
@@ -66,11 +69,15 @@ class LocalExperts(Pytree):
 
 def mix(
     local: LocalExperts, x: Array, routes: Routes, num_experts: int, step: ForwardPass
-) -> Array:
-    """What the experts of this device add to rows x [N, H]: [N, H] in x's dtype.
+) -> Array | ChosenProducts:
+    """What the experts of this device add to rows x [N, H]: [N, H] in x's dtype, or products that
+    are not added up yet.
 
     ``num_experts``: of all devices.
     """
+    chosen = products_by_kernel(local, x, routes, step)
+    if chosen is not None:
+        return chosen
     mixed = by_kernel(local, x, routes, step)
     if mixed is not None:
         return mixed.astype(x.dtype)
@@ -86,6 +93,23 @@ def mix(
     every = functools.partial(every_expert, most_rows=most_rows)
     mixed = lax.platform_dependent(local, x, routes, cpu=blocks_of_experts, default=every)
     return mixed.astype(x.dtype)
+
+
+def products_by_kernel(
+    local: LocalExperts, x: Array, routes: Routes, step: ForwardPass
+) -> ChosenProducts | None:
+    """``by_kernel`` for up to MOST_ROWS rows of an engine's pass, before it adds up."""
+    paged = isinstance(step.attend, PagedAttend)
+    if not paged or local.down.bias is not None or len(x) > MOST_ROWS:
+        return None
+    index, here = _local(local, routes)
+    here &= _is_token(step, len(x))  # experts that padding chose are not read
+    experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
+    weights = local.gate_up, local.down
+    slots = slot_products(x, experts, *weights, local.activation, step.kernels)
+    if slots is None:
+        return None
+    return ChosenProducts(slots.products, jnp.where(here, slots.places, -1), routes.weights)
 
 
 def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) -> Array | None:

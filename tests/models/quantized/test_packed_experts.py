@@ -1,5 +1,6 @@
 """Experts as the kernel packed_expert_product reads them, beside those of files."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -7,13 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.mlps import mix
 from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
+from pallas_kernels.expert_product.slots import SlotProducts
 from pallas_kernels.packed_expert_product import packed_expert_product
-from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_product_mosaic
+from pallas_kernels.packed_expert_product.mosaic_gpu import (
+    packed_expert_product_mosaic,
+    packed_expert_slots_mosaic,
+)
 from pallas_kernels.packed_experts import FORMATS
+from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.kernels import interpreted
 from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_bytes, random_own, random_rows
@@ -101,7 +108,8 @@ class Interpreted:
         return interpreted(packed_expert_product_mosaic, *arrays, clamp=None)
 
 
-@pytest.mark.parametrize("form", ["fp8", *map(slow, sorted({*FORMATS} - {"fp8"}))])
+@pytest.mark.slow  # by default: in an engine, below
+@pytest.mark.parametrize("form", sorted(FORMATS))
 def test_a_mixture_by_the_kernel_is_that_of_widened_experts(form: str):
     stored, packed = packed_own(form)
     x, routes = random_rows(5, 128, 6, 3, seed=1)
@@ -112,6 +120,36 @@ def test_a_mixture_by_the_kernel_is_that_of_widened_experts(form: str):
     assert found is not None
     assert np.linalg.norm(np.asarray(found) - wanted) <= 1e-2 * np.linalg.norm(wanted)
     assert mix.by_kernel(stored, x, routes, step) is None
+
+
+def test_in_an_engine_products_of_experts_are_not_added_up_yet(monkeypatch: pytest.MonkeyPatch):
+    """Their sums are those of widened experts; padding has none, whatever the kernel leaves."""
+    stored, packed = packed_own("fp8")
+    x, routes = random_rows(5, 128, 6, 3, seed=1)
+    x = jnp.asarray(x, jnp.bfloat16)
+
+    def by_interpreter(x: Any, experts: Any, gate_up: Any, down: Any, *_: Any) -> SlotProducts:
+        arrays = x, experts, gate_up.packed, down.packed
+        slots = interpreted(packed_expert_slots_mosaic, *arrays, clamp=None)
+        return slots._replace(products=jnp.nan_to_num(slots.products, nan=1e30))
+
+    monkeypatch.setattr(mix, "slot_products", by_interpreter)
+    lens = jnp.zeros(1, jnp.int32)
+    attend = PagedAttend(
+        rows=lens,
+        page_table=lens[None],
+        context_lens=lens,
+        slots=jnp.zeros((1, 5), jnp.int32),
+        positions=lens,
+        kv_lens=lens + 4,
+    )
+    step: Any = SimpleNamespace(attend=attend, kernels=NO_KERNELS)
+    found = mix.products_by_kernel(packed, x, routes, step)
+    assert found is not None
+    wanted = np.array(mix.chosen_experts(stored, x, routes))
+    wanted[4] = 0
+    error = np.linalg.norm(np.asarray(found.total()) - wanted)
+    assert error <= 1e-2 * np.linalg.norm(wanted)
 
 
 @pytest.mark.slow
