@@ -51,7 +51,7 @@ def test_other_readers_get_rows_as_they_are():
     found = normed(KERNELS, OneReader(linear=projection("fp8-block")), Computed(rows(1)))
     assert isinstance(found, RoundedRows)
     assert plain_rows(found).shape == (2, 3, HIDDEN)
-    for reader in (OneReader(linear=projection("fp8")), OneReader(projection(None)), None):
+    for reader in (OneReader(linear=projection("fp8")), OneReader(linear=projection(None)), None):
         assert not isinstance(normed(KERNELS, reader, Computed(rows(1))), RoundedRows)
     assert not isinstance(
         normed(NO_KERNELS, projection("fp8-block"), Computed(rows(1))), RoundedRows
