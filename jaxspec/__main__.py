@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench http": "measure what HTTP costs beside the engine, at many streams",
         "bench kernels": "time every kernel and its jnp reference",
         "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",
+        "bench prompts": "time how long prompts of a public model shape take to be read",
         "bench repair": "change weights while rollouts run: repair them, or restart them",
         "bench rollouts": "time rollouts of reinforcement learning, plain and speculative",
         "bench serving": "serve many requests as they arrive, and measure what clients see",

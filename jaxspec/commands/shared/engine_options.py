@@ -46,10 +46,16 @@ def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
 
 def add_quantization_options(parser: argparse.ArgumentParser) -> None:
     """``quantization``, ``lm_head_quantization`` and ``drafter_quantization`` of random weights."""
+    add_target_quantization_options(parser)
+    parser.add_argument("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM "
+        "head included")  # fmt: skip
+
+
+def add_target_quantization_options(parser: argparse.ArgumentParser) -> None:
+    """``quantization`` and ``lm_head_quantization`` of random weights."""
     add = parser.add_argument
     add("--quantization", choices=SCHEMES, help="the target's matrices, but for its LM head")
     add("--lm-head-quantization", choices=SCHEMES, help="the target's LM head")
-    add("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM head included")
 
 
 def add_program_options(group: argparse._ActionsContainer) -> None:

@@ -6,39 +6,46 @@ from collections.abc import Sequence
 from jaxspec.commands.shared.engine_options import (
     KERNELS_HELP,
     add_kv_dtype,
-    add_quantization_options,
     add_sequence_parallel_option,
+    add_target_quantization_options,
     add_tensor_parallel_option,
 )
 from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.shell import given_option
-from jaxspec.config.quantization import EXPERT_FORMATS
+from jaxspec.config.quantization import EXPERT_FORMATS, SCHEMES
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode, check_trees
 from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
 
 
 def add_shape_options(parser: argparse.ArgumentParser, *, contexts: bool = False) -> None:
-    """The model's shape, its weights and cache, and the devices that share it. ``contexts``: the
-    context may be several, separated by commas."""
+    """The model's shape, its weights and cache, its draft head, the devices that share it, and the
+    context. ``contexts``: there may be several, separated by commas."""
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add("--layers", type=number, help="layers of the target; fewer compile faster and need less "
-        "memory (default: the shape's)")  # fmt: skip
+    add_target_options(parser)
     if contexts:
         add("--context", type=numbers, default=(512,), help="prompt tokens of each sequence, "
             "several separated by commas")  # fmt: skip
     else:
         add("--context", type=number, default=512, help="prompt tokens of each sequence")
+    add("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM head included")
+    add("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """The model's shape, its weights and cache, and the devices that share it."""
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add("--layers", type=number, help="layers of the target; fewer compile faster and need less "
+        "memory (default: the shape's)")  # fmt: skip
     add("--page-size", type=number, default=64, help="tokens of a page of the KV cache")
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
-    add_quantization_options(parser)
+    add_target_quantization_options(parser)
     add("--expert-format", choices=EXPERT_FORMATS, help="experts, also of the MTP layer, as they "
         "are published: FP8 in blocks of 128, MXFP8, MXFP4, NVFP4, INT4 in groups of 32, or in "
         "groups of 128 with zeros")  # fmt: skip
-    add("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--kernels", default="auto", help=KERNELS_HELP)
 
 
