@@ -8,13 +8,14 @@ from jaxspec.cache.recurrent import DeltaState
 from pallas_kernels.delta_inputs import (
     ConvolvedNodes,
     Strengths,
+    Unprojected,
     delta_inputs,
     inputs_of,
     unit_length,
 )
 from pallas_kernels.selection import Kernels
 
-__all__ = ["Strengths", "projected_inputs", "unit_length"]
+__all__ = ["Strengths", "Unprojected", "projected_inputs", "unit_length"]
 
 
 def projected_inputs(
@@ -33,7 +34,7 @@ def projected_inputs(
     Args:
       state: of all rows, with the inputs of the convolution before the pass.
       qkvz: [B, T, G, c or more], projected, the c channels of the convolution first.
-      strengths: the projected strengths and decays.
+      strengths: the strengths and decays, projected or not.
       taps: [K, G, c], weights of the convolution.
       k_dim: Dk, of a key head.
       rows: [B], each sequence's of the state.
@@ -41,7 +42,8 @@ def projected_inputs(
     """
     if tree is None:
         channels = qkvz[..., : taps.shape[-1]]
-        q, tokens = inputs_of(state.convolved(rows, channels, taps, None, None), strengths, k_dim)
+        convolved = state.convolved(rows, channels, taps, None, None)
+        q, tokens = inputs_of(convolved, strengths.projected(), k_dim)
     else:
         places = tree_places(*tree, state.channels.shape[1])
         nodes = ConvolvedNodes(qkvz, state.channels, rows, places, taps)

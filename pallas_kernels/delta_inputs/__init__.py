@@ -2,16 +2,27 @@
 
 import math
 
+import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.delta_inputs.arguments import ConvolvedNodes, Strengths
+from pallas_kernels.delta_inputs.arguments import ConvolvedNodes, Strengths, Unprojected
 from pallas_kernels.delta_inputs.reference import delta_inputs_reference, inputs_of, unit_length
 from pallas_kernels.delta_rule.tokens import Tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
-__all__ = ["ConvolvedNodes", "Strengths", "delta_inputs", "inputs_of", "misfit", "unit_length"]
+__all__ = [
+    "ConvolvedNodes",
+    "Strengths",
+    "Unprojected",
+    "delta_inputs",
+    "inputs_of",
+    "misfit",
+    "projects",
+    "unit_length",
+]
 
 KEY_DIM = 128  # of a head: a thread of a warpgroup has an entry
+WIDTH_STEP = 256  # inputs of strengths and decays: two for each thread
 MAX_NODES = 512  # of all trees: with more of them few launches save nothing
 
 
@@ -26,7 +37,8 @@ def delta_inputs(
 
     Args:
       nodes: the projected inputs of the convolution, and what they follow.
-      strengths: the projected decays and strengths.
+      strengths: the decays and strengths, projected or not. The kernel projects those of few nodes
+        where that saves launches.
       k_dim: Dk, of a key head.
       implementation: see selection.Implementation; ``misfit`` says what the Hopper kernel takes.
 
@@ -34,8 +46,18 @@ def delta_inputs(
     """
     mosaic = kernel_module("delta_inputs", implementation, misfit(nodes, k_dim))
     if mosaic is None:
-        return delta_inputs_reference(nodes, strengths, k_dim)
+        return delta_inputs_reference(nodes, strengths.projected(), k_dim)
+    if not projects(strengths):
+        strengths = strengths.projected()
     return mosaic.delta_inputs_mosaic(nodes, strengths)
+
+
+def projects(strengths: Strengths) -> bool:
+    """Whether the kernel can project these strengths and decays, if they are of few nodes."""
+    ba = strengths.ba
+    if not isinstance(ba, Unprojected):
+        return False
+    return ba.x.dtype == ba.weight.dtype == jnp.bfloat16 and ba.x.shape[-1] % WIDTH_STEP == 0
 
 
 def misfit(nodes: ConvolvedNodes, k_dim: int) -> str | None:

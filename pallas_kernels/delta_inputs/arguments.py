@@ -1,8 +1,10 @@
 """Projections of tree nodes before a gated delta rule, and the weights that make inputs of them."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from jax import Array
+
+from pallas_kernels.products import einsum_f32
 
 
 class ConvolvedNodes(NamedTuple):
@@ -26,15 +28,35 @@ class ConvolvedNodes(NamedTuple):
     taps: Array
 
 
+class Unprojected(NamedTuple):
+    """Strengths and decays before their projection, which has few outputs.
+
+    Attributes:
+      x: [B, N, H], its inputs.
+      weight: [G, 2 r, H].
+    """
+
+    x: Array
+    weight: Array
+
+    def projected(self) -> Array:
+        """[B, N, G, 2 r], in the dtype of x."""
+        return einsum_f32("bnh,gsh->bngs", self.x, self.weight).astype(self.x.dtype)
+
+
 class Strengths(NamedTuple):
     """Decays and strengths of r value heads for each key head, before they are one.
 
     Attributes:
-      ba: [B, N, G, 2 r]: strengths, then decays.
+      ba: [B, N, G, 2 r]: strengths, then decays. Or what they are projected from.
       bias: float32 [G, r], of the decays.
       a_log: float32 [G, r], logs of the decays' rates.
     """
 
-    ba: Array
+    ba: Array | Unprojected
     bias: Array
     a_log: Array
+
+    def projected(self) -> Self:
+        """With ``ba`` as an array."""
+        return self._replace(ba=self.ba.projected()) if isinstance(self.ba, Unprojected) else self

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_inputs import delta_inputs
+from pallas_kernels.delta_inputs import Unprojected, delta_inputs
 from pallas_kernels.delta_inputs.cases import KEY_DIM, TEST_CASES, Case, make_arguments
 from pallas_kernels.delta_inputs.mosaic_gpu import delta_inputs_mosaic
 from tests.helpers.kernels import interpreted, lowered
@@ -21,7 +21,7 @@ by_kernel = functools.partial(delta_inputs, k_dim=KEY_DIM, implementation="mosai
 def expected(nodes: Any, strengths: Any) -> list[np.ndarray]:
     """q, k, v, g and beta in float64, node by node."""
     qkvz, before, rows, places, taps = (np.asarray(x, np.float64) for x in nodes)
-    ba, bias, a_log = (np.asarray(x, np.float64) for x in strengths)
+    ba, bias, a_log = (np.asarray(x, np.float64) for x in strengths.projected())
     rows, places = rows.astype(int), places.astype(int)
     past, width, values = before.shape[1], taps.shape[-1], bias.shape[-1]
     convolved = np.zeros((*qkvz.shape[:-1], width))
@@ -40,6 +40,17 @@ def expected(nodes: Any, strengths: Any) -> list[np.ndarray]:
     g = -np.exp(a_log) * np.log1p(np.exp(a + bias))
     v = v.reshape(*v.shape[:-1], values, -1)
     return [q / np.sqrt(KEY_DIM), k, v, g, 1 / (1 + np.exp(-b))]
+
+
+def with_projection(arguments: Any, width: int = 256) -> Any:
+    """Arguments with strengths and decays that are not projected yet, of so many inputs."""
+    nodes, strengths = arguments
+    random, (batch, size, groups, outputs) = np.random.default_rng(0), strengths.ba.shape
+    x, weight = (
+        jnp.asarray(random.standard_normal(shape) * width**-0.25, jnp.bfloat16)
+        for shape in ((batch, size, width), (groups, outputs, width))
+    )
+    return nodes, strengths._replace(ba=Unprojected(x, weight))
 
 
 def assert_close(found: Any, arguments: Any) -> None:
@@ -62,9 +73,41 @@ def test_both_grids_are_written_out_in_numpy(by_parts: bool):
     assert_close(found, arguments)
 
 
+def test_it_projects_strengths_and_decays():
+    """Sums that lie between two numbers of 16 bits may round to either."""
+    arguments = with_projection(make_arguments(Case(1, 2, 1)))
+    *channels, g, beta = jax.tree.leaves(interpreted(delta_inputs_mosaic, *arguments))
+    *wanted, wanted_g, wanted_beta = expected(*arguments)
+    for one, other in zip(channels, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+    for one, other in ((g, wanted_g), (beta, wanted_beta)):
+        np.testing.assert_allclose(one, other, rtol=2**-6)
+
+
+@pytest.mark.parametrize("nodes", [13, 14])
+def test_a_product_of_many_nodes_comes_before(nodes: int):
+    """Those of few nodes are projected by the kernel, of 16 key heads with two value heads."""
+    arguments = jax.eval_shape(lambda: with_projection(make_arguments(Case(1, nodes, 16)), 2048))
+    assert ("dot_general" in lowered(by_kernel, *arguments)) == (nodes > 13)
+
+
 @pytest.mark.parametrize("case", [*TEST_CASES, Case(1, 64, 16)], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     lowered(by_kernel, *jax.eval_shape(functools.partial(make_arguments, case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(1, 1, 16), Case(2, 4, 16), Case(2, 5)], ids=str)
+def test_on_the_device_it_projects_strengths_and_decays(case: Case):
+    """As XLA does: of sums that lie between two numbers of 16 bits some are rounded elsewhere."""
+    nodes, strengths = arguments = with_projection(make_arguments(case), 2048)
+    kernel = jax.jit(by_kernel)
+    first, wanted = kernel(*arguments), kernel(nodes, strengths.projected())
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2**-6)
+    for _ in range(20):
+        again = kernel(*arguments)
+        assert all(map(jnp.array_equal, jax.tree.leaves(first), jax.tree.leaves(again))), "a race"
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.delta_inputs import Strengths, projected_inputs
+from jaxspec.cache.delta_inputs import Strengths, Unprojected, projected_inputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.recurrent import GatedDeltaConfig
 from jaxspec.models.forward_pass import ForwardPass
@@ -17,7 +17,7 @@ from jaxspec.models.readers import OneReader, plain_rows
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Grouped, Part
-from jaxspec.parallel import Layout, Shards, check_divides
+from jaxspec.parallel import UNSPLIT, Layout, Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 
@@ -45,14 +45,22 @@ class GatedDelta(Pytree):
         """
         check_whole_sequences(step.layout)
         qkvz = self.qkvz.product(x, "qkvz").result(step.layout, step.kernels)
-        ba = self.ba.product(plain_rows(x), "ba").result(step.layout, step.kernels)
+        ba = self._strengths(plain_rows(x), step)
         with jax.named_scope("delta_rule"):
             out, state = self._mixed(qkvz, ba, state, step)
             out = step.gated_heads(out, qkvz, self.norm, self.o)
         return self.o.product(out, "o"), state
 
+    def _strengths(self, x: Array, step: ForwardPass) -> Array | Unprojected:
+        """Strengths and decays; where the kernel runs that may project them, what they are
+        projected from."""
+        whole = step.layout.product(self.ba.axes) == UNSPLIT and not step.layout.tokens
+        if "delta_inputs" in step.kernels and whole and isinstance(self.ba, Linear):
+            return Unprojected(x, jnp.moveaxis(self.ba.weight, 0, -1))
+        return self.ba.product(x, "ba").result(step.layout, step.kernels)
+
     def _mixed(
-        self, qkvz: Array, ba: Array, state: DeltaState | None, step: ForwardPass
+        self, qkvz: Array, ba: Array | Unprojected, state: DeltaState | None, step: ForwardPass
     ) -> tuple[Array, DeltaState | None]:
         """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
         the tokens are sequences of their own, of which nothing is kept."""
