@@ -1,10 +1,5 @@
-"""Loading and saving decoders as Hugging Face safetensors directories, one array at a time.
+"""Loading and saving decoders as Hugging Face safetensors directories, array by array."""
 
-A shard of an array is read from the file slices that it consists of, a few megabytes at a time.
-Each slice is cast and transposed as it is read. The host holds at most one array and one slice.
-"""
-
-import functools
 import itertools
 import json
 import math
@@ -17,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.layout import Format
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors, scan
@@ -26,6 +20,7 @@ from jaxspec.checkpoints.formats.to_linear import as_stored
 from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.gguf.packed import with_packed
 from jaxspec.checkpoints.kernel_order import in_order, is_ordered
+from jaxspec.checkpoints.read_arrays import copy_in_strips, read_side_by_side
 from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
@@ -41,7 +36,6 @@ from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.quantized.scaled import ScaledLinear
 from jaxspec.models.tensors import (
     CheckpointTensor,
-    Piece,
     Source,
     Split,
     choosing,
@@ -49,7 +43,7 @@ from jaxspec.models.tensors import (
     tensor_shapes,
 )
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
-from jaxspec.parallel.memory_format import default_place, put_weight, weight_place
+from jaxspec.parallel.memory_format import default_place, weight_place
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -62,8 +56,6 @@ EXACT_DTYPES = MappingProxyType(
         "F8_E4M3": E4M3,
     }
 )
-CHUNK_ELEMENTS = 4 << 20  # most elements read at a time
-STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
 MOST_PROBLEMS = 20  # most that are listed in an error
 
@@ -208,13 +200,11 @@ def load_tree(
     """Fill a tree of shapes with arrays. ``harmless`` tensors may be present and are not read."""
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
     check_tensors(stored, tensor_shapes(leaves), harmless)
-    load_array = functools.partial(_load_array, stored)
-
-    def load_node(shape: Any, split: Any, place: Any) -> Any:
-        """A node at a time is put in order, so that no other is in memory twice."""
-        return in_order(jax.tree.map(load_array, shape, split, place))
-
-    return jax.tree.map(load_node, shapes, splits, shardings, is_leaf=is_ordered)
+    nodes, structure = jax.tree.flatten(shapes, is_leaf=is_ordered)
+    wanted = zip(nodes, *map(structure.flatten_up_to, (splits, shardings)), strict=True)
+    # A node at a time is put in order, so that no other is in memory twice.
+    loaded = [in_order(node) for node in read_side_by_side(stored, wanted)]
+    return jax.tree.unflatten(structure, loaded)
 
 
 def check_tensors(
@@ -256,59 +246,6 @@ def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
     if dtype in FLOATS:
         return FLOAT_DTYPES
     return tuple(name for name, supported in EXACT_DTYPES.items() if supported == dtype)
-
-
-def _load_array(
-    stored: Mapping[str, CheckpointTensor],
-    shape: jax.ShapeDtypeStruct,
-    split: Split,
-    place: Sharding | Format,
-) -> Array:
-    @functools.cache  # replicas of a block are read once
-    def read_block(*bounds: tuple[int, int]) -> np.ndarray:
-        block = np.zeros([stop - start for start, stop in bounds], shape.dtype)
-        for piece in split(block, tuple(start for start, _ in bounds)):
-            _read_piece(stored[piece.name], piece)
-        return block
-
-    def block_at(index: tuple[slice, ...] | None) -> np.ndarray:
-        sizes = zip(index or (), shape.shape, strict=True)
-        return read_block(*(part.indices(size)[:2] for part, size in sizes))
-
-    if isinstance(place, SingleDeviceSharding):
-        array = put_weight(read_block(*((0, size) for size in shape.shape)), place)
-    else:
-        array = jax.make_array_from_callback(shape.shape, place, block_at)
-    return jax.block_until_ready(array)  # bounds host memory: copies to the device are asynchronous
-
-
-def _read_piece(tensor: CheckpointTensor, piece: Piece) -> None:
-    """Fill a piece's view in chunks of its leading axis."""
-    step = max(1, CHUNK_ELEMENTS // math.prod(piece.view.shape[1:]))
-    size = math.prod(piece.row_shape[1:])  # rows for each index of the leading axis
-    for first in range(0, len(piece.view), step):
-        part = piece.view[first : first + step]
-        row = piece.row + first * size
-        rows = tensor.read(*piece.of_tensor(slice(row, row + len(part) * size)))
-        rows = rows.T if piece.inputs_first else rows
-        if piece.offset:
-            rows = rows.astype(np.float32) + piece.offset
-        if piece.factor != 1:
-            rows = rows.astype(np.float32) * np.float32(piece.factor)
-        _copy(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
-
-
-def _copy(destination: np.ndarray, source: np.ndarray) -> None:
-    """Copy in strips of columns, as one of the two arrays is usually transposed."""
-    if source.ndim > 2:
-        for part, rows in zip(destination, source, strict=True):
-            _copy(part, rows)
-        return
-    if source.ndim == 2 and destination.strides[0] < destination.strides[1]:
-        destination, source = destination.T, source.T
-    for first in range(0, source.shape[-1], STRIP):
-        strip = (..., slice(first, first + STRIP))
-        destination[strip] = source[strip]
 
 
 def save_tree(
@@ -386,4 +323,4 @@ def _fill(tensors: dict[str, np.ndarray], block: np.ndarray, split: Split) -> No
         if piece.inputs_first:
             part[...] = piece.view.reshape(count, -1).T
         else:
-            _copy(part.reshape(piece.view.shape), piece.view)
+            copy_in_strips(part.reshape(piece.view.shape), piece.view)

@@ -1,8 +1,11 @@
-"""Loading holds one array on the host beyond those on devices, whatever the format of a file."""
+"""Loading holds READ_AHEAD bytes of arrays on the host beyond those on devices, or an array that is
+larger, whatever the format of a file."""
 
 import json
+import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoints import safetensors_io
+from jaxspec.checkpoints import read_arrays
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.parallel.memory_format import default_place
@@ -110,7 +113,8 @@ def test_the_host_holds_an_array_at_a_time(
     """On a CPU devices have the host's memory, but not that of NumPy, which is counted."""
     path = write(tmp_path, *written())
     size = (path / "model.safetensors").stat().st_size
-    monkeypatch.setattr(safetensors_io, "CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(read_arrays, "CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(read_arrays, "READ_AHEAD", 0)  # else as many as are read side by side
     config = load_model_config(path)
     default_place()  # JAX starts
     tracemalloc.start()
@@ -122,3 +126,25 @@ def test_the_host_holds_an_array_at_a_time(
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(model))
     # An array, the one before, which JAX may not have let go yet, and what describes the tensors.
     assert most - left < 2 * largest + (4 << 20) < size / 3
+
+
+def test_arrays_that_fit_together_are_read_side_by_side():
+    both, held = threading.Barrier(2), read_arrays.HeldBytes(10)
+    large = threading.Event()
+
+    def meet() -> None:
+        with held.while_reading(5):
+            both.wait(timeout=30)
+            assert not large.is_set()
+
+    def hold_all() -> None:
+        with held.while_reading(100):
+            large.set()
+
+    with ThreadPoolExecutor(3) as pool:
+        small = pool.submit(meet)
+        with held.while_reading(5):
+            waiting = pool.submit(hold_all)
+            both.wait(timeout=30)
+        for future in (small, waiting):
+            future.result(timeout=30)

