@@ -21,6 +21,8 @@ from jax import Array, lax
 from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.h100 import largest_fitting
 from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.products import total_f32
+from pallas_kernels.top_k.routes import LEAST_SUM, RouteRule, SharedGate
 
 THREADS = 128  # of a warpgroup
 TAKEN = np.uint32(0)  # below the key of every number
@@ -163,3 +165,89 @@ def _of_all(ref: Any, shares: int, layout: Any) -> list[Array]:
         plgpu.load(plgpu.cluster_ref(ref, {kernel_axes.name("share"): jnp.int32(i)}), layout=layout)
         for i in range(shares)
     ]
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("rule", "interpret"))
+def expert_routes_mosaic(
+    partials: Array,  # [S, M, E]
+    is_row: Array,  # int32 [N]
+    *,
+    rule: RouteRule,
+    gate: SharedGate | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """See pallas_kernels.top_k.routes.expert_routes; only for arguments that ``misfit`` of that
+    file accepts. A warpgroup has a row.
+
+    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    num_splits, _, num_experts = partials.shape
+    rows, chosen = len(is_row), rule.k + rule.has_shared
+    layout = _strided(num_experts)
+
+    @fixed_name(interpret)
+    def expert_routes_kernel(partials_ref, is_row_ref, *refs):
+        *gate_refs, experts_ref, weights_ref = refs
+        row = kernel_axes.index("row")
+        is_there = is_row_ref[row] != 0
+        logits = total_f32(
+            [plgpu.load(partials_ref.at[i, row], layout=layout) for i in range(num_splits)]
+        )
+        indices = plgpu.broadcasted_iota(jnp.int32, (num_experts,), 0, layout=layout)
+        largest = _largest(_key(logits), indices, rule.k)
+        weights = _weights(rule, logits, [_number(key) for key, _ in largest])
+        experts = [index for _, index in largest]
+        if rule.has_shared:
+            weights.append(_weight_of_shared(row, *gate_refs))
+            experts.append(jnp.int32(num_experts))
+        for place, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
+            none = jnp.int32(num_experts + rule.has_shared)
+            experts_ref[row, place] = jnp.where(is_there, expert, none)
+            weights_ref[row, place] = weight
+
+    kernel = plgpu.kernel(
+        expert_routes_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, chosen), jnp.int32),
+            jax.ShapeDtypeStruct((rows, chosen), jnp.float32),
+        ),
+        grid=(rows,),
+        grid_names=kernel_axes.names("row"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    return kernel(partials, is_row, *(gate or ()))
+
+
+def _weights(rule: RouteRule, logits: Array, largest: Sequence[Array]) -> list[Array]:
+    """The weights of the chosen experts, whose logits are the ``largest``."""
+    match rule.scores:
+        case "softmax":
+            log_sum = _log_sum(logits, largest[0])
+            weights = [jnp.exp(logit - log_sum) for logit in largest]
+        case "sigmoid":
+            weights = [1 / (1 + jnp.exp(-logit)) for logit in largest]
+        case "chosen":
+            weights = [jnp.exp(logit - largest[0]) for logit in largest]
+            total = functools.reduce(jnp.add, weights)
+            weights = [weight / total for weight in weights]
+    if rule.normalize:
+        total = functools.reduce(jnp.add, weights) + LEAST_SUM
+        weights = [weight / total for weight in weights]
+    return [weight * rule.scale for weight in weights]
+
+
+def _weight_of_shared(row: Array, *gate_refs: Any) -> Array:
+    if not gate_refs:
+        return jnp.float32(1)
+    x_ref, weight_ref = gate_refs
+    layout = _strided(weight_ref.shape[0])
+    x, weight = (
+        plgpu.load(ref, layout=layout).astype(jnp.float32) for ref in (x_ref.at[row], weight_ref)
+    )
+    return 1 / (1 + jnp.exp(-jnp.sum(x * weight)))
+
+
+def _strided(width: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))

@@ -20,6 +20,7 @@ from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import LocalExperts, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
+from jaxspec.models.mlps.slots import routes_by_kernel
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.parallel import Axes, Layout, Shards, check_divides
@@ -62,7 +63,7 @@ class Experts(Pytree):
         with jax.named_scope("mlp"):
             whole = self.whole(x, step)
             rows = whole.reshape(-1, whole.shape[-1])
-            mixed = self.mixed(rows, self._with_shared(rows, self.routes(rows, step)), step)
+            mixed = self.mixed(rows, self.routes(rows, step), step)
             if isinstance(mixed, ChosenProducts):
                 if self.shared is None and not step.layout.axes("experts"):
                     return ChosenSum(mixed, x)
@@ -102,9 +103,16 @@ class Experts(Pytree):
         return self.from_latent(mixed, step.kernels)  # of this device's part of the sum
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
-        """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""
+        """The chosen experts of rows [N, H], and the shared one if it is the last of them. In
+        float32: near-ties are decided before rounding."""
+        config, has_shared = self.config.routing, self.shared_is_last
+        parts = self.router, self.shared_gate, config, has_shared
+        routes = routes_by_kernel(rows, *parts, step)
+        if routes is not None:
+            return routes
         logits = self.router.float32(rows)
-        return choose_experts(logits, self.config.routing, self.correction, step.top_k)
+        routes = choose_experts(logits, config, self.correction, step.top_k)
+        return self._with_shared(rows, routes)
 
     @property
     def shared_is_last(self) -> bool:
@@ -117,7 +125,7 @@ class Experts(Pytree):
         return (chosen + shared) / (self.config.routing.num_experts + shared)
 
     def _with_shared(self, rows: Array, routes: Routes) -> Routes:
-        """The routes of rows [N, H], and of all to the shared expert if it is the last one."""
+        """The routes of rows [N, H], with those of all to the shared expert if it is the last."""
         if not self.shared_is_last:
             return routes
         shape, last = (len(rows), 1), self.config.routing.num_experts

@@ -1,17 +1,73 @@
-"""Products of experts in passes of an engine, which need no gradient: kernels leave them in slots,
-and the norm that follows adds them up."""
+"""Experts in passes of an engine, which need no gradient: a kernel makes routes of partial sums of
+a router's product, others leave products of experts in slots, and the norm that follows adds them
+up."""
+
+from typing import TypeGuard
 
 from jax import Array
 
-from jaxspec.config.experts import ExpertActivation, SquaredRelu
+from jaxspec.config.experts import ExpertActivation, RoutingConfig, SquaredRelu
 from jaxspec.models.activations import clamp_of
+from jaxspec.models.attention import PagedAttend
+from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
+from jaxspec.models.mlps.routing import Routes
 from pallas_kernels.expert_product import expert_slots
 from pallas_kernels.expert_product import misfit as expert_misfit
 from pallas_kernels.expert_product.slots import SlotProducts
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
 from pallas_kernels.packed_expert_product import packed_expert_slots
+from pallas_kernels.products import split_k_product
 from pallas_kernels.selection import Kernels
+from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes
+from pallas_kernels.top_k.routes import misfit as routes_misfit
+
+SPLITS = 16  # of a router's product of few rows, as XLA splits it for an H100
+MOST_SPLIT_ROWS = 64
+LEAST_DEPTH = 128  # of a split
+
+
+def routes_by_kernel(
+    rows: Array,
+    router: AnyLinear,
+    gate: AnyLinear | None,
+    config: RoutingConfig,
+    has_shared: bool,
+    step: ForwardPass,
+) -> Routes | None:
+    """The routes of rows [N, H], of padding to no expert; None where no kernel finds them.
+
+    ``has_shared``: whether the last expert is the shared one, which all rows choose; ``gate``: of
+    its weight, if it has one.
+    """
+    attend, grouped = step.attend, config.correction or config.num_groups > 1
+    if grouped or "top_k" not in step.kernels or not isinstance(attend, PagedAttend):
+        return None
+    if attend.slots.size != len(rows) or not _is_plain(router):
+        return None
+    given = None
+    if has_shared and gate is not None:
+        if not _is_plain(gate):
+            return None
+        given = SharedGate(rows, gate.weight.reshape(-1))
+    rule = RouteRule(config.top_k, config.scores, config.normalize, config.scale, has_shared)
+    partials, is_row = _logits(rows, router), attend.is_token.reshape(-1)
+    if routes_misfit(partials, rule, given):
+        return None
+    how = step.kernels.implementation("top_k")
+    return Routes(*expert_routes(partials, is_row, rule, given, how))
+
+
+def _is_plain(linear: AnyLinear) -> TypeGuard[Linear]:
+    return isinstance(linear, Linear) and linear.bias is None
+
+
+def _logits(rows: Array, router: Linear) -> Array:
+    """Partial sums float32 [S, N or more, E]."""
+    if len(rows) <= MOST_SPLIT_ROWS and rows.shape[-1] % (SPLITS * LEAST_DEPTH) == 0:
+        return split_k_product(rows, router.weight, SPLITS)
+    return router.float32(rows)[None]
 
 
 def slot_products(
