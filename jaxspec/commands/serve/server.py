@@ -16,8 +16,9 @@ from rich.console import Console
 from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.commands.generate.generation import local_program_folder
+from jaxspec.commands.serve.start_up import StartUp
 from jaxspec.commands.shared.engine_config import engine_config, llm_options, with_memory
-from jaxspec.commands.shared.importing import import_command
+from jaxspec.commands.shared.importing import STARTED, import_command
 from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs
 from jaxspec.commands.shared.several_processes import processes_of
@@ -115,14 +116,17 @@ def load_engines(
     metrics: Metrics,
     show: Callable[[str], None],
     processes: Processes | None,
+    start_up: StartUp,
 ) -> AsyncLLM | ReplicatedLLM:
     """An engine on each mesh. Later ones find the programs that the first has compiled, on GPUs."""
     tokenizer, engines = TextTokenizer(arguments.model), []
     for mesh, member in zip(meshes, metrics.members, strict=True):
         which = f"engine {len(engines) + 1} of {len(meshes)}: " if len(meshes) > 1 else ""
         show(f"{which}loading {name}")
-        llm = make_llm(arguments, mesh, tokenizer, processes)
-        warm_up(llm.engine, arguments.warm_up, lambda text, which=which: show(which + text))
+        with start_up.part("loading"):
+            llm = make_llm(arguments, mesh, tokenizer, processes)
+        with start_up.part("compiling"), start_up.counting_stored_programs():
+            warm_up(llm.engine, arguments.warm_up, lambda text, which=which: show(which + text))
         member.watch(llm.engine)
         beside = arguments.warm_up == "background"
         engines.append(AsyncLLM(llm, on_chunk=member.observe, holds_back=beside))
@@ -172,16 +176,17 @@ def spans_of(arguments: argparse.Namespace) -> Spans:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
+    start_up = StartUp(STARTED)
     keep_compiled_programs(local_program_folder(arguments))
     with processes_of(arguments) as processes:
         if processes is None or processes.leads:
-            lead(arguments, processes)
+            lead(arguments, processes, start_up)
             return
         [mesh] = engine_meshes(arguments)
         make_llm(arguments, mesh, TextTokenizer(arguments.model), processes).follow()
 
 
-def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
+def lead(arguments: argparse.Namespace, processes: Processes | None, start_up: StartUp) -> None:
     """In the process that clients ask."""
     directory = resolve_directory(arguments.model)  # a bad name is found at once
     is_local = Path(arguments.model).exists()
@@ -205,7 +210,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
     for _ in meshes[1:]:
         metrics.beside()
     try:
-        asyncio.run(_serve(arguments, endpoint, meshes, service, metrics, processes))
+        asyncio.run(_serve(arguments, endpoint, meshes, service, metrics, processes, start_up))
     finally:
         for member in metrics.members:
             member.close()
@@ -219,6 +224,7 @@ async def _serve(
     service: Service,
     metrics: Metrics,
     processes: Processes | None,
+    start_up: StartUp,
 ) -> None:
     console, spans = progress_console(), spans_of(arguments)
     app = make_app(service, metrics, app_options(arguments, spans))
@@ -233,11 +239,13 @@ async def _serve(
                 console.print(text)
 
         def load() -> AsyncLLM | ReplicatedLLM:
-            return load_engines(arguments, service.name, meshes, metrics, show, processes)
+            named = service.name, meshes, metrics
+            return load_engines(arguments, *named, show, processes, start_up)
 
         def ready(address: str) -> None:
             status.stop()
             tell_of_service(arguments, service, len(meshes), address, console)
+            console.print(start_up.line())
             background.append(asyncio.create_task(tell_of_tools(service, console)))
             if arguments.warm_up == "background":
                 rest = (compile_rest(llm, service, console) for llm in service.llm.replicas)

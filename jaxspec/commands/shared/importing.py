@@ -5,9 +5,11 @@ import gc
 import importlib
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
 
+STARTED = time.perf_counter()  # of the process, but for what Python itself takes
 INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
 # Packages that a plain installation lacks, and the extra that has them.
 EXTRAS: Mapping[str, str] = MappingProxyType(

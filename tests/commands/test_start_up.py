@@ -1,0 +1,37 @@
+"""What a server says of its start."""
+
+import time
+
+import jax.monitoring
+import pytest
+
+from jaxspec.commands.serve.start_up import FOUND, MISSED, StartUp
+
+
+def test_parts_of_a_start_are_added_up():
+    start_up = StartUp(time.perf_counter() - 2)
+    for name, seconds in (("loading", 0.1), ("compiling", 0.05), ("loading", 0.1)):
+        with start_up.part(name):
+            time.sleep(seconds)
+    assert list(start_up.seconds) == ["importing", "loading", "compiling"]
+    assert start_up.seconds["importing"] == pytest.approx(2, abs=0.1)
+    assert start_up.seconds["loading"] >= 0.2 and start_up.seconds["compiling"] >= 0.05
+    parts = start_up.line().split(": ")
+    assert parts[0].startswith("ready after 2.") and parts[1].startswith("importing 2.0, loading ")
+    assert parts[1].endswith(" (programs are not stored)")
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([FOUND, FOUND], "all programs were stored"),
+        ([FOUND, MISSED], "1 of 2 programs were stored"),
+    ],
+)
+def test_stored_programs_are_counted(events: list[str], said: str):
+    start_up = StartUp(time.perf_counter())
+    with start_up.counting_stored_programs():
+        for event in (*events, "/jax/another_event"):
+            jax.monitoring.record_event(event)
+    jax.monitoring.record_event(MISSED)  # afterwards
+    assert start_up.line().endswith(f" ({said})")
