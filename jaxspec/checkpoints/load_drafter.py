@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 
 import jax
@@ -178,6 +179,7 @@ def _model_drafter(directory: Path, drafted: DraftedModel) -> DraftModelDrafter:
     config = load_model_config(directory, "draft model")
     shared = _shared_vocabulary(directory, config, drafted)
     config.check_tree_depth(drafted.speculation.max_depth)
+    _warn_of_positions(directory, config, drafted.config)
     num_ids = config.vocab_size if shared is None else len(shared.shared)
     check_top_k(drafted.speculation, num_ids)
     model = load_decoder(directory, config, drafted.dtype, drafted.mesh, sharded=drafted.sharded)
@@ -187,6 +189,18 @@ def _model_drafter(directory: Path, drafted: DraftedModel) -> DraftModelDrafter:
     model_ids, ids, token_ids = jax.device_put(shared[:3], place)
     words = VocabularyMap(model_ids=model_ids, shared=ids, token_ids=token_ids)
     return MappedModelDrafter(model=model, vocabulary=words)
+
+
+def _warn_of_positions(directory: Path, config: ModelConfig, target: ModelConfig) -> None:
+    """Warn of a draft model for shorter texts than the target's. It gets no window as heads do: a
+    model that no longer sees the beginning of its text fails (arXiv 2309.17453)."""
+    if config.max_position < target.max_position:
+        warnings.warn(
+            f"draft model {directory} has {config.max_position} positions, and the target "
+            f"{target.max_position}: in texts of more than {config.max_position} tokens few drafts "
+            "may be accepted; ngram and suffix draft there, too",
+            stacklevel=2,
+        )
 
 
 def platform_of(mesh: Mesh | None) -> str:

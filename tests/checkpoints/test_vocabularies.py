@@ -75,3 +75,12 @@ def test_a_draft_model_of_other_ids_is_mapped(tmp_path: Path):
         jaxspec.load(target, other, speculation=chain)
     save_byte_tokenizer(other)
     assert not isinstance(jaxspec.load(target, other, speculation=chain).drafter, type(drafter))
+
+
+def test_a_draft_model_for_shorter_texts_than_the_targets_is_told(tmp_path: Path):
+    target = tiny_byte_llama(tmp_path / "target", max_position_embeddings=256)
+    draft = tiny_byte_llama(tmp_path / "draft", max_position_embeddings=128)
+    chain = SpeculationConfig.chain(2)
+    with pytest.warns(UserWarning, match="draft has 128 positions, and the target 256: in texts"):
+        jaxspec.load(target, draft, speculation=chain)
+    jaxspec.load(draft, target, speculation=chain)  # of longer ones it may be

@@ -102,6 +102,36 @@ def test_windows_of_as_many_layers_as_the_head_has_are_its_own():
     assert layer.attention.window == 64
 
 
+@pytest.mark.parametrize(
+    ("given", "target_positions", "window"),
+    [
+        ({"max_position_embeddings": 128}, 512, 128),
+        ({"max_position_embeddings": 512}, 512, None),
+        ({"max_position_embeddings": 1024}, 512, None),
+        ({"max_position_embeddings": None}, 4096, None),  # a file that does not say
+        (
+            {
+                "max_position_embeddings": 128,
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 64,
+            },
+            512,
+            64,
+        ),
+    ],
+)
+def test_a_head_with_fewer_positions_than_the_target_sees_as_many(
+    given: dict[str, Any], target_positions: int, window: int | None
+):
+    target = parse_model_config(
+        LLAMA | {"num_hidden_layers": 12, "max_position_embeddings": target_positions}
+    )
+    for head in (HEAD3, HEAD):
+        raw = {key: value for key, value in (head | given).items() if value is not None}
+        [layer] = eagle_head_config(raw, target).model.layers
+        assert layer.attention.window == window
+
+
 def test_layers_of_the_speculators_library_may_be_qwen3s():
     raw = SPECULATORS | {"transformer_layer_config": HEAD | {"model_type": "qwen3"}}
     [layer] = eagle_head_config(raw, TARGET).model.layers

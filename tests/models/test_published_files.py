@@ -3,6 +3,7 @@
 published/README.md says where they come from.
 """
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -206,6 +207,17 @@ def read_head(name: str) -> tuple[Any, ...]:
     mixer = model.layers[0].mixer
     assert isinstance(mixer, AttentionConfig)
     return kind, *sizes(model), mixer.rope.theta, last
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("llama3-8B-eagle3", 2048), ("gpt-oss-20B-eagle3", 4096), ("deepseek-v3-671b-eagle3", None)],
+)
+def test_heads_of_few_positions_see_as_many_tokens(name: str, window: int | None):
+    raw = contents(f"specforge/{name}")
+    target = dataclasses.replace(target_of(raw), max_position=131_072)
+    [layer] = eagle_head_config(raw, target).model.layers
+    assert layer.attention.window == window
 
 
 def test_every_file_has_a_row():

@@ -96,7 +96,7 @@ def eagle_head_config(
     with problems.caught():
         check_head_keys(layers)
     with problems.caught():
-        model = _head_model(layers)
+        model = _within_positions(_head_model(layers), layers, target)
     problems.raise_all()
     bias = extra.get("qkv_bias")
     if bias is not None:
@@ -228,6 +228,23 @@ def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
     of_windows = {"num_hidden_layers": len(types), "layer_types": types, "sliding_window": window}
     pairs = zip(model.layers, windows_by_kind(of_windows, []), strict=True)
     return dataclasses.replace(model, layers=tuple(_with_window(*pair) for pair in pairs))
+
+
+def _within_positions(
+    model: ModelConfig, raw: Mapping[str, Any], target: ModelConfig
+) -> ModelConfig:
+    """The head's layers for texts that are longer than those it was trained on.
+
+    If the file gives the head fewer positions than the target has, a layer without a window gets
+    one of as many: then no two tokens that attend to each other are at a distance that the head has
+    not seen. Rotary embeddings know distances alone, so positions may run on.
+    """
+    positions = model.max_position
+    if "max_position_embeddings" not in raw or positions >= target.max_position:
+        return model
+    return model.map_layers(
+        lambda layer: layer if layer.attention.window else _with_window(layer, positions)
+    )
 
 
 def _with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
