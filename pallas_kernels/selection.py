@@ -27,6 +27,7 @@ OPERATIONS = (
     "round_tokens",
     "expert_product",
     "packed_expert_product",
+    "packed_float_product",
     "delta_rule",
     "delta_run",  # of delta_rule, where prompts are read
     "delta_inputs",
@@ -47,6 +48,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "round_tokens": (1, 2),
         "expert_product": (1, 2),
         "packed_expert_product": (1,),
+        "packed_float_product": (1,),  # with other numbers of slots, the same kernel
         "delta_rule": (1, 2),
         "delta_run": (1, 2),
         "delta_inputs": (1,),

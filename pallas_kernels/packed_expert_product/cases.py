@@ -87,17 +87,19 @@ def make_arguments(
     return (
         noise(seed, 0, (case.rows, case.hidden), jnp.bfloat16),
         jnp.asarray(cases.chosen_experts(case, seed)),
-        _weights(case, seed, 1, (case.num_experts, 2, case.units), case.hidden),
-        _weights(case, seed, 2, (case.num_experts, 1, case.hidden), case.units),
+        random_weights(case.stored, seed, 1, (case.num_experts, 2, case.units), case.hidden),
+        random_weights(case.stored, seed, 2, (case.num_experts, 1, case.hidden), case.units),
         bias,
     )
 
 
-def _weights(
-    case: Case, seed: int, index: int, outputs: tuple[int, ...], depth: int
+def random_weights(
+    stored: Format, seed: int, index: int, outputs: tuple[int, ...], depth: int
 ) -> PackedExperts:
-    """Random bytes, with scales that make the outputs about 1."""
-    stored = case.stored
+    """Random bytes, with scales that make the outputs about 1: those of ``index`` of a seed.
+
+    ``outputs``: experts, parts, outputs of a part.
+    """
     shape = (*outputs, depth * stored.bits // 8)
     values = np.random.default_rng([seed, index, 1]).integers(0, 256, shape, np.uint8)
     if stored.code == "e4m3":

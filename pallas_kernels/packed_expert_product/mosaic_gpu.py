@@ -88,37 +88,72 @@ def packed_expert_slots_mosaic(
     slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
     def product(x: Array, weights: PackedExperts, biases: Any, shared: bool, dtype: Any) -> Array:
-        plan = PackedExpertPlan(
-            num_experts=num_experts,
-            slots=len(slots.expert),
-            lanes=lanes,
+        sizes = len(slots.expert), lanes
+        plan = plan_of(
+            weights,
+            *sizes,
             shared=shared,
-            depth=weights.depth,
-            parts=weights.parts,
-            width=weights.width,
-            code=weights.code,
-            scaled=weights.block,
-            scale_dtype=weights.scale.dtype,
-            scale_code=weights.scale_code,
-            has_zeros=weights.zero is not None,
             clamp=clamp,
-            config=config
-            or packed_expert_tuning(len(slots.expert), lanes, weights.width, weights.bits),
-            dtype=jnp.dtype(dtype),
-            interpret=interpret is not None,
+            config=config or packed_expert_tuning(*sizes, weights.width, weights.bits),
+            dtype=dtype,
+            interpreted=interpret is not None,
         )
-        assert plan.width % plan.config.tile == 0, "tiles do not cover the outputs"
-        factors = () if weights.factor is None else (weights.factor,)
-        kernel = _make_kernel(plan, x.dtype, len(factors), len(biases), interpret)
-        values = weights.values.reshape(-1, weights.values.shape[-1])
-        scale = weights.scale.reshape(-1, weights.scale.shape[-1])
-        zeros = () if weights.zero is None else (weights.zero.reshape(scale.shape),)
-        return kernel(slots.expert, x, values, scale, *zeros, *factors, *biases)
+        return slot_product(plan, x, slots.expert, weights, biases, interpret)
 
     of_lanes = x if slots.rows is None else x[slots.rows.reshape(-1)]
     biases = () if bias is None else (bias,)
     units = product(of_lanes, gate_up, biases, slots.rows is None, x.dtype)
     return SlotProducts(product(units, down, (), False, jnp.float32), slots.places)
+
+
+def plan_of(
+    weights: PackedExperts,
+    slots: int,
+    lanes: int,
+    *,
+    shared: bool,
+    clamp: Gating | None,
+    config: PackedExpertTuning,
+    dtype: Any,
+    interpreted: bool,
+) -> PackedExpertPlan:
+    """The sizes of a product of slots with such weights, whose results are of ``dtype``."""
+    assert weights.width % config.tile == 0, "tiles do not cover the outputs"
+    return PackedExpertPlan(
+        num_experts=weights.num_experts,
+        slots=slots,
+        lanes=lanes,
+        shared=shared,
+        depth=weights.depth,
+        parts=weights.parts,
+        width=weights.width,
+        clamp=clamp,
+        code=weights.code,
+        scaled=weights.block,
+        scale_dtype=weights.scale.dtype,
+        scale_code=weights.scale_code,
+        has_zeros=weights.zero is not None,
+        config=config,
+        dtype=jnp.dtype(dtype),
+        interpret=interpreted,
+    )
+
+
+def slot_product(
+    plan: PackedExpertPlan,
+    x: Array,
+    expert_of_slot: Array,
+    weights: PackedExperts,
+    biases: Sequence[Array],
+    interpret: Any,
+) -> Array:
+    """What slots make of their lanes of x: [lanes of all slots, width]."""
+    factors = () if weights.factor is None else (weights.factor,)
+    kernel = _make_kernel(plan, x.dtype, len(factors), len(biases), interpret)
+    values = weights.values.reshape(-1, weights.values.shape[-1])
+    scale = weights.scale.reshape(-1, weights.scale.shape[-1])
+    zeros = () if weights.zero is None else (weights.zero.reshape(scale.shape),)
+    return kernel(expert_of_slot, x, values, scale, *zeros, *factors, *biases)
 
 
 def _make_kernel(

@@ -39,7 +39,10 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-OF_ONE = {"packed_expert_product", "delta_inputs", "gated_norm", "o_gate_up_down"}
+OF_ONE = {
+    *("packed_expert_product", "packed_float_product"),
+    *("delta_inputs", "gated_norm", "o_gate_up_down"),
+}
 AUTO = Kernels(frozenset(OPERATIONS) - {"reduce_add_rms_norm", "partial_attention"})
 FOR_TWO = Kernels(frozenset(OPERATIONS) - OF_ONE)
 FOR_FOUR = Kernels(

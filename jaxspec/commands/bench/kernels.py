@@ -51,6 +51,7 @@ from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.latent_attention import cases as latent_attention
 from pallas_kernels.o_gate_up_down import cases as o_gate_up_down
 from pallas_kernels.packed_expert_product import cases as packed_expert_product
+from pallas_kernels.packed_float_product import cases as packed_float_product
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.paged_attention import large_head_cases as large_head_attention
@@ -73,6 +74,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "packed_product": packed_product.benchmarks,
         "expert_product": expert_product.benchmarks,
         "packed_expert_product": packed_expert_product.benchmarks,
+        "packed_float_product": packed_float_product.benchmarks,
         "delta_rule": delta_rule.benchmarks,
         "delta_inputs": delta_inputs.benchmarks,
         "gated_norm": gated_norm.benchmarks,
