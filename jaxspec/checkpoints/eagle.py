@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoints.checkpoint_files import as_vector, canonical_tensors
 from jaxspec.checkpoints.draft_ids import ID_TABLES, id_tables, ids_are_equal, load_head
+from jaxspec.checkpoints.formats.widened import matrix_of
 from jaxspec.checkpoints.safetensors_io import check_not_quantized, open_checkpoint, save_tree
 from jaxspec.checkpoints.tied_head import EMBEDDINGS, warn_of_changed_copies
 from jaxspec.config.mlps import DenseConfig
@@ -60,13 +61,12 @@ def _method(
 
 def _fc(stored: Mapping[str, CheckpointTensor]) -> CheckpointTensor | None:
     """The matrix that joins a head's inputs, quantized or not."""
-    return stored.get("fc.weight", stored.get("fc.values"))
+    return matrix_of(stored, "fc")
 
 
 def _looks_like_head(stored: Mapping[str, CheckpointTensor]) -> bool:
     """Whether these are a head's tensors: a layer without a final norm, or EAGLE-3's midlayer."""
-    query = "layers.0.self_attn.q_proj"
-    layer = f"{query}.weight" in stored or f"{query}.values" in stored
+    layer = matrix_of(stored, "layers.0.self_attn.q_proj") is not None
     layer = layer and "norm.weight" not in stored
     return layer or any(name.startswith("midlayer.") for name in stored)
 

@@ -6,6 +6,7 @@ import jax
 
 from jaxspec.models.mlps.experts import Experts
 from jaxspec.models.nodes import map_nodes
+from jaxspec.models.quantized.float4 import Float4Linear, in_float4_order
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
@@ -15,7 +16,7 @@ from jaxspec.models.quantized.shared_among import shared_among
 from jaxspec.parallel.placement import place_of
 from pallas_kernels.selection import is_hopper
 
-ORDERED = (GroupedLinear, Float8Linear, Float8Experts, FourBitExperts)
+ORDERED = (GroupedLinear, Float4Linear, Float8Linear, Float8Experts, FourBitExperts)
 
 
 def is_ordered(node: Any) -> bool:
@@ -26,7 +27,8 @@ def is_ordered(node: Any) -> bool:
 def in_order(node: Any) -> Any:
     """The same weights in the order of kernels, where they were; others as they are.
 
-    Experts are put in order on a GPU that runs their kernel only, and the shared one among them.
+    Floats of 4 bits, and experts, are put in order on GPUs that run their kernels only: experts on
+    a single one, and the shared one among them.
     The scale of a Float8Linear's inputs becomes one number.
     """
     match node:
@@ -34,19 +36,31 @@ def in_order(node: Any) -> Any:
             return shared_among(map_nodes(node, in_order, *ORDERED))
         case GroupedLinear():
             made = in_kernel_order(node)
-            if not node.values.committed:
-                return made
-            values = jax.device_put(made.values, place_of(node.values), donate=True)
-            return made.replace(values=values)
+            return _where_it_lay(made, node)
+        case Float4Linear():
+            return _where_it_lay(in_float4_order(node), node) if _are_hopper(node) else node
         case Float8Linear():
             return node.with_one_input_scale()
         case Float8Experts() | FourBitExperts():
-            return packed_experts(node) if _is_for_kernel(node) else node
+            return packed_experts(node) if _are_hopper(node, most=1) else node
         case _:
             return node
 
 
-def _is_for_kernel(experts: Any) -> bool:
-    """Whether the device runs the kernel."""
-    devices = {device for leaf in jax.tree.leaves(experts) for device in leaf.sharding.device_set}
-    return len(devices) == 1 and is_hopper(*devices)
+def _where_it_lay[T: GroupedLinear | Float4Linear](made: T, node: T) -> T:
+    """The arrays that were put in order on the devices of those before."""
+    if not node.values.committed:
+        return made
+    names = ("values", "scale")
+    moved = {
+        name: jax.device_put(getattr(made, name), place_of(getattr(node, name)), donate=True)
+        for name in names
+        if getattr(made, name) is not getattr(node, name)
+    }
+    return made.replace(**moved)
+
+
+def _are_hopper(weights: Any, most: int | None = None) -> bool:
+    """Whether the devices run the kernels, and are at most so many."""
+    devices = {device for leaf in jax.tree.leaves(weights) for device in leaf.sharding.device_set}
+    return (most is None or len(devices) <= most) and all(map(is_hopper, devices))

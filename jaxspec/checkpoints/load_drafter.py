@@ -46,6 +46,7 @@ from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.corrections import PairCorrection
 from jaxspec.models.mlps import Experts
 from jaxspec.models.nodes import map_nodes, nodes_of
+from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.float8 import Float8Linear, as_linear
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
@@ -210,8 +211,8 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def _widened(head: DraftHead, dtype: jnp.dtype) -> DraftHead:
-    """The head without 8-bit floats: each program of a CPU would widen them anew."""
-    return map_nodes(head, functools.partial(as_linear, dtype=dtype), Float8Linear)
+    """The head without floats of 8 and 4 bits: each program of a CPU would widen them anew."""
+    return map_nodes(head, functools.partial(as_linear, dtype=dtype), Float8Linear, Float4Linear)
 
 
 def _least_probability(mesh: Mesh | None) -> float:

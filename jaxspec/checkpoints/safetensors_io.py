@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors, scan
 from jaxspec.checkpoints.formats.to_linear import as_stored
+from jaxspec.checkpoints.formats.widened import with_widened
 from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.gguf.packed import with_packed
 from jaxspec.checkpoints.kernel_order import in_order, is_ordered
@@ -30,6 +31,7 @@ from jaxspec.models.json.values import shown_name
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.nodes import nodes_of
 from jaxspec.models.pipeline_cut import Pipeline, as_one, cut, pipeline_shapes
+from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.float8 import E4M3, Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
@@ -56,6 +58,7 @@ EXACT_DTYPES = MappingProxyType(
         "F8_E4M3": E4M3,
     }
 )
+ROUNDED = (GroupedLinear, Float4Linear, Float8Linear, ScaledLinear)
 MAX_FILE_BYTES = 4 << 30
 MOST_PROBLEMS = 20  # most that are listed in an error
 
@@ -175,7 +178,7 @@ def save_decoder(
 def check_not_quantized(weights: Any) -> None:
     """Raise ValueError for weights that were rounded: files of these are written by quantizers."""
     experts = any(node.in_memory is None for node in nodes_of(weights, AnyExpertLinear))
-    if experts or nodes_of(weights, GroupedLinear, Float8Linear, ScaledLinear):
+    if experts or nodes_of(weights, *ROUNDED):
         raise ValueError("quantized weights are not saved: copy the checkpoint they were read from")
 
 
@@ -197,9 +200,12 @@ def load_tree(
     shardings: Any,
     harmless: Collection[str] = (),
 ) -> Any:
-    """Fill a tree of shapes with arrays. ``harmless`` tensors may be present and are not read."""
+    """Fill a tree of shapes with arrays. ``harmless`` tensors may be present and are not read.
+    Weights may be stored as 4-bit floats."""
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
-    check_tensors(stored, tensor_shapes(leaves), harmless)
+    wanted_shapes = tensor_shapes(leaves)
+    stored = with_widened(stored, wanted_shapes)
+    check_tensors(stored, wanted_shapes, harmless)
     nodes, structure = jax.tree.flatten(shapes, is_leaf=is_ordered)
     wanted = zip(nodes, *map(structure.flatten_up_to, (splits, shardings)), strict=True)
     # A node at a time is put in order, so that no other is in memory twice.

@@ -11,7 +11,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.tensors import CheckpointTensor
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-QUANTIZED_HEAD = "lm_head.values"  # see checkpoints.formats
+QUANTIZED_HEAD = ("lm_head.values", "lm_head.codes")  # see checkpoints.formats
 CHUNK_ELEMENTS = 4 << 20  # most elements of a tensor that are compared at a time
 COMPARED_DTYPES = {"F32", "F16", "BF16"}  # of copies in the checkpoints of draft heads
 
@@ -37,7 +37,7 @@ def with_stored_head(
 
 def _is_tied(stored: Mapping[str, CheckpointTensor]) -> bool:
     """Whether there is no LM head, or one that repeats the embeddings, perhaps padded with rows."""
-    if QUANTIZED_HEAD in stored:
+    if any(name in stored for name in QUANTIZED_HEAD):
         return False
     head, embeddings = stored.get(HEAD), stored.get(EMBEDDINGS)
     if head is None or embeddings is None:
@@ -66,7 +66,7 @@ def warn_of_changed_copies(
     Raises ValueError for a copy of another shape in whose place the target's table is read.
     """
     for name, copy in copies.items():
-        is_tied = name == HEAD and HEAD not in stored and QUANTIZED_HEAD not in stored
+        is_tied = name == HEAD and not any(head in stored for head in (HEAD, *QUANTIZED_HEAD))
         target = stored.get(EMBEDDINGS if is_tied else name)
         if target is None or not {copy.dtype, target.dtype} <= COMPARED_DTYPES:
             continue

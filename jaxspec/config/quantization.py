@@ -3,7 +3,7 @@ quantized.packed_experts."""
 
 from typing import Literal, get_args
 
-Scheme = Literal["w4a16", "w4a16-zeros", "w4a8", "w8a16", "fp8", "fp8-block"]
+Scheme = Literal["w4a16", "w4a16-zeros", "w4a8", "w8a16", "fp8", "fp8-block", "mxfp4", "nvfp4"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 ExpertFormat = Literal["fp8", "mxfp8", "mxfp4", "nvfp4", "int4", "int4-zeros"]

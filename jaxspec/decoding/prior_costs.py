@@ -17,6 +17,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.layer import Layer
 from jaxspec.models.mlps import Experts
 from jaxspec.models.nodes import nodes_of
+from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
 from jaxspec.parallel.bytes import local_bytes
@@ -196,6 +197,7 @@ def _elements(tree: Any) -> int:
     """Weights of a device. Bytes of two count twice."""
     pairs = [node.pairs for node in nodes_of(tree, FourBitExperts)]
     pairs += [node.values for node in nodes_of(tree, PackedExpertLinear) if node.code != "e4m3"]
+    pairs += [node.values for node in nodes_of(tree, Float4Linear)]
     leaves = (*jax.tree.leaves(tree), *pairs)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 

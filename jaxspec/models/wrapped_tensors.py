@@ -125,6 +125,19 @@ def scaled(source: Source, *factors: float) -> Source:
     return source if set(factors) == {1} else Scaled(source, factors)
 
 
+def multiplies(source: Source) -> bool:
+    """Whether a source multiplies tensors by numbers."""
+    match source:
+        case Scaled():
+            return True
+        case Grouped(parts):
+            return any(part.factor != 1 for part in parts)
+        case Wrapped(inner) | Fused(source=inner):
+            return multiplies(inner)
+        case _:
+            return False
+
+
 def _times(piece: Piece, factor: float, kind: str) -> Piece:
     """Raises ValueError for tensors of packed numbers, whose values are not multiplied."""
     if factor == 1:

@@ -14,6 +14,7 @@ from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.nodes import map_nodes, nodes_of
+from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.float8 import Float8Linear, as_linear, rounded_to_float8
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
@@ -25,7 +26,7 @@ from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import UNKNOWN_STEPS
 
-INTEGERS = (GroupedLinear, ScaledLinear)  # formats of quantized weights that do not learn
+UNLEARNT = (GroupedLinear, Float4Linear, ScaledLinear)  # formats that do not learn
 
 
 class HeadAdapter:
@@ -44,7 +45,7 @@ class HeadAdapter:
       length: tokens of a row; longer completions are cut.
 
     Raises ValueError if the LLM does not draft with one head, or is split over devices, for a head
-    that training does not know (see loss.check_unrolled), and for one in integers of a few bits.
+    that training does not know (see loss.check_unrolled), and for one in integers or 4-bit floats.
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
@@ -107,15 +108,15 @@ def to_train(head: DraftHead) -> DraftHead:
     """A float32 copy, without scales of a cache. Training donates its weights, so the engine needs
     arrays of its own.
 
-    Raises ValueError for quantized experts, and for weights in integers of a few bits, whose
-    rounding would undo the steps.
+    Raises ValueError for quantized experts, and for weights in integers or 4-bit floats,
+    whose rounding would undo the steps.
     """
     bare = without_kv_scales(head)
     experts = any(node.in_memory is None for node in nodes_of(bare, AnyExpertLinear))
-    if experts or nodes_of(bare, *INTEGERS):
+    if experts or nodes_of(bare, *UNLEARNT):
         raise ValueError(
-            "a head with quantized experts or in integers of a few bits cannot learn: give it as "
-            "it was before it was quantized, without drafter_bits"
+            "a head with quantized experts or in integers or 4-bit floats cannot learn: give it "
+            "as it was before it was quantized, without drafter_bits"
         )
     wide = map_nodes(bare, lambda node: as_linear(node, jnp.dtype(jnp.float32)), Float8Linear)
     return jax.tree.map(jnp.copy, cast_weights(wide, jnp.float32))

@@ -78,7 +78,7 @@ WIDE = ["--shape", "tiny-wide", "--layers", "1", "--context", "20", "--page-size
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [4, 8])
-@pytest.mark.parametrize("quantization", [None, "w4a16", "fp8"])
+@pytest.mark.parametrize("quantization", [None, "w4a16", "nvfp4", "fp8"])
 def test_a_model_over_several_devices_is_timed(quantization: str | None, tp: int, capsys):
     scheme = [] if quantization is None else ["--quantization", quantization]
     counts = ["--batch", "1,8", "--repeats", "1", "--new-tokens", "6"]
@@ -91,6 +91,8 @@ def test_a_model_over_several_devices_is_timed(quantization: str | None, tp: int
         *(("plain", 1), ("tree:9:3:4@2", 1), ("plain", 8), ("tree:9:3:4@2", 8))
     ]
     layer = 128 * 64 * (2 * 16 + 2 * 8) + 3 * 128 * 1024
-    bytes_each = {None: 2.0, "w4a16": 0.5 + 2 / 128, "fp8": 1.0}[quantization]
+    bytes_each = {None: 2.0, "w4a16": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16, "fp8": 1.0}[
+        quantization
+    ]
     expected = (layer * bytes_each + 128 * 1000 * 2) / tp  # the LM head has 16 bits
     assert timings[0]["floor"]["target_weights"] == pytest.approx(expected, rel=0.03)  # and norms

@@ -135,21 +135,30 @@ def test_a_round_of_rows_that_sample_is_one_graph():
 
 
 @pytest.mark.parametrize("mode", ["plain", "chain:5"])
-def test_weights_of_4_bits_stay_so(mode: str):
+@pytest.mark.parametrize(
+    ("scheme", "kernel", "scales"),
+    [
+        ("w4a16", "packed_product", 2 / 128),  # bytes of 16 bits for 128 weights
+        ("nvfp4", "packed_expert_product", 1 / 16),
+    ],
+)
+def test_weights_of_4_bits_stay_so(mode: str, scheme: str, kernel: str, scales: float):
     """No array of widened weights: temporaries are as without quantization."""
-    one = compiled(mode, kernels="all", quantization="w4a16")
-    assert "packed_product" in {kernel.name for kernel in one.kernels}
-    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    one = compiled(mode, kernels="all", quantization=scheme)
+    assert kernel in {each.name for each in one.kernels}
+    assert not [each for each in one.kernels if each.spilled_bytes]
     assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
     assert one.temporary_bytes <= most_temporary_bytes(mode, tp=1)
-    # Two layers of 218 million weights at 4 bits and 1 / 128 of them 16-bit scales, instead of 16.
+    # Two layers of 218 million weights at 4 bits and their scales, instead of 16.
     saved = compiled(mode).argument_bytes - one.argument_bytes
-    assert saved == pytest.approx(LAYERS * 218e6 * (2 - 0.5 - 2 / 128), rel=0.01)
+    assert saved == pytest.approx(LAYERS * 218e6 * (2 - 0.5 - scales), rel=0.01)
 
 
 # Inputs of 8 bits are rounded: those of o in launches of their own, the others by the norms and by
 # the activation.
-@pytest.mark.parametrize(("scheme", "rounding"), [("w4a16", 0), ("w4a8", 1), ("fp8", 1)])
+@pytest.mark.parametrize(
+    ("scheme", "rounding"), [("w4a16", 0), ("nvfp4", 0), ("w4a8", 1), ("fp8", 1)]
+)
 def test_launches_of_a_quantized_layer(scheme: str, rounding: int):
     how = {"kernels": "all", "quantization": scheme}
     few = compiled("plain", **how).launches

@@ -86,7 +86,7 @@ def test_a_head_in_8_bit_floats_is_trained_as_what_it_stands_for(model, head):
 def test_a_head_in_integers_is_refused(model, head, bits):
     speculation = SpeculationConfig.chain(3)
     llm = LLM(model, head, drafter_bits=bits, speculation=speculation, max_length=64)
-    with pytest.raises(ValueError, match="in integers of a few bits cannot learn"):
+    with pytest.raises(ValueError, match="in integers or 4-bit floats cannot learn"):
         HeadAdapter(llm, DraftTrainConfig(), length=64)
 
 

@@ -13,9 +13,10 @@ A quantized module ``<name>`` has, in place of ``<name>.weight``:
 - ``<name>.inputs``: [out], of 8-bit floats: the scale with which inputs are rounded in place of one
   for each token, the same for all outputs.
 
-w = (values - zero) * scale. Experts' numbers of 4 bits are bytes (U8), two in each (four_bits.py):
+w = (values - zero) * scale. Floats of 4 bits, and experts' integers, are bytes (U8), two in each
+(four_bits.py):
 
-- ``<name>.pairs``: [out, in / 2] integers plus 8, in place of ``values``,
+- ``<name>.pairs``: [out, in / 2] integers plus 8, of experts, in place of ``values``,
 - ``<name>.codes``: [out, in / 2] floats, whose scale may be U8, 2^(scale - 127),
 - ``<name>.factor``: [out] multiplies the scales of floats, if it is there.
 """

@@ -2,8 +2,7 @@
 
 The low half of a byte is the even input's. Floats have a scale for groups of 32 inputs, whose byte
 is an exponent (MXFP4: 2^(byte - 127)), or for groups of 16, in e4m3, with a number for the whole
-tensor beside them (NVFP4). Experts stay as they are stored. The weights of other modules are
-widened while they are read.
+tensor beside them (NVFP4). They stay as they are stored; widened.py says which do not.
 """
 
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from jaxspec.models.tensors import CheckpointTensor
 E4M3 = "F8_E4M3"
 GROUPS = {"U8": 32, "F8_E8M0": 32, E4M3: 16}  # inputs of a group, by the dtype of its scale
 MOST_EXPONENT = 252  # 6 * 2^(252 - 127) is the largest number that float32 has; 255 is no number
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-NUMBERS = np.concatenate([E2M1, -E2M1])  # by code
 
 
 def float4_module(
@@ -33,7 +30,7 @@ def float4_module(
     scale: CheckpointTensor,
     factor: View | None = None,
 ) -> dict[str, CheckpointTensor]:
-    """The tensors of a module: codes, scale and factor of an expert's, else the widened weight.
+    """The tensors of a module: codes, scale and factor.
 
     Args:
       codes: U8 or I8 [out, in / 2].
@@ -55,12 +52,10 @@ def float4_module(
     if size % group:
         raise ValueError(f"groups of {group} do not divide the {size} inputs of {module}")
     check_shape(scale, (outputs, size // group))
-    parts = {"codes": as_bytes(codes), "scale": checked_scales(scale)}
+    parts: dict[str, CheckpointTensor] = {"codes": as_bytes(codes), "scale": checked_scales(scale)}
     if factor is not None:
         parts["factor"] = factor
-    if OF_EXPERT.search(module):
-        return {f"{module}.{kind}": part for kind, part in parts.items()}
-    return {f"{module}.weight": _widened(parts, group)}
+    return {f"{module}.{kind}": part for kind, part in parts.items()}
 
 
 def as_bytes(codes: CheckpointTensor) -> View:
@@ -128,27 +123,6 @@ def factor_of(tensor: CheckpointTensor, outputs: int, *, divides: bool) -> View:
         return np.full(rows[1] - rows[0], 1 / number if divides else number, np.float32)
 
     return View(tensor, (outputs,), "F32", compute)
-
-
-def _widened(parts: dict[str, View], group: int) -> View:
-    """The weights F32 [out, in] of a module of 4-bit floats."""
-    codes, scale, factor = parts["codes"], parts["scale"], parts.get("factor")
-    outputs, pairs = codes.shape
-
-    def compute(rows: Bounds, columns: Bounds) -> np.ndarray:
-        first, last = columns[0] // group, -(-columns[1] // group)
-        read = codes.read(slice(*rows), slice(first * group // 2, last * group // 2))
-        numbers = NUMBERS[np.stack([read & 15, read >> 4], axis=-1)]
-        scales = scale.read(slice(*rows), slice(first, last))
-        if scales.dtype == np.uint8:
-            scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-        scales = scales.astype(np.float32)
-        if factor is not None:
-            scales = scales * factor.read(slice(*rows))[:, None]
-        weights = (numbers.reshape(*scales.shape, group) * scales[..., None]).reshape(len(read), -1)
-        return weights[:, columns[0] - first * group : columns[1] - first * group]
-
-    return View(codes, (outputs, 2 * pairs), "F32", compute)
 
 
 def with_pairs(stored: Tensors) -> dict[str, CheckpointTensor]:

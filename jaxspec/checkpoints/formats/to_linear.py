@@ -9,9 +9,11 @@ from jaxspec.checkpoints.formats.dtypes import DTYPES
 from jaxspec.checkpoints.formats.to_experts import experts_shape
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear
+from jaxspec.models.quantized.float4 import float4_shape
 from jaxspec.models.quantized.float8 import E4M3, float8_shape
 from jaxspec.models.quantized.grouped import grouped_shape
 from jaxspec.models.tensors import CheckpointTensor, Source
+from jaxspec.models.wrapped_tensors import multiplies
 from jaxspec.parallel import Shards
 
 VALUES = ("values", "pairs", "codes")
@@ -29,7 +31,7 @@ def as_stored(
 
     def kind(linear: Any, source: Source) -> AnyLinear | AnyExpertLinear:
         found = [n for n in source.names if any(f"{n}.{part}" in stored for part in VALUES)]
-        if not found:
+        if not found or _must_be_widened(stored, source, linear):
             return linear
         if missing := [name for name in source.names if name not in found]:
             raise ValueError(
@@ -48,7 +50,7 @@ def _shapes(
     stored: Mapping[str, CheckpointTensor], name: str, linear: Linear, shards: Shards
 ) -> AnyLinear:
     """A quantized Linear of ShapeDtypeStructs, in the format of the module ``name``."""
-    values, scale = (stored[f"{name}.{kind}"] for kind in ("values", "scale"))
+    scale = stored[f"{name}.scale"]
     num_groups = scale.shape[1]
     mixed = f"{name}.groups" in stored
     parts = shards.of(linear.axes[0])
@@ -63,7 +65,10 @@ def _shapes(
             "over a grid of devices; take a number of devices, no grid"
         )
 
-    dtype, scale_dtype = DTYPES[values.dtype], DTYPES[scale.dtype]
+    scale_dtype = DTYPES[scale.dtype]
+    if f"{name}.codes" in stored:
+        return float4_shape(linear, num_groups, scale_dtype, factor=f"{name}.factor" in stored)
+    dtype = DTYPES[stored[f"{name}.values"].dtype]
     if dtype == E4M3:
         is_static = f"{name}.inputs" in stored
         return float8_shape(linear, num_groups, scale_dtype, is_static=is_static)
@@ -71,6 +76,18 @@ def _shapes(
     return grouped_shape(
         linear, num_groups, dtype, scale_dtype, zero=zero, mixed=mixed, rounds=rounds
     )
+
+
+def _must_be_widened(stored: Mapping[str, CheckpointTensor], source: Source, linear: Any) -> bool:
+    """Whether a Linear has 4-bit floats that cannot stay so (see widened.py): beside weights that
+    are not quantized or other such floats, or times a number of the config."""
+    if isinstance(linear, ExpertLinear):
+        return False
+    if any(f"{name}.values" in stored for name in source.names):
+        return False
+    scales = {_signature(stored.get(f"{name}.scale"), "scale") for name in source.names}
+    has_codes = any(f"{name}.codes" in stored for name in source.names)
+    return has_codes and (len(scales) > 1 or multiplies(source))
 
 
 def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...]) -> None:

@@ -29,6 +29,7 @@ from jaxspec.models.mixers import (
     ShortConv,
 )
 from jaxspec.models.nodes import nodes_of
+from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import WHOLE
@@ -152,7 +153,7 @@ def _moved_by_delta(mixer: GatedDelta | KimiDelta | Mamba2, committed: float) ->
 
 def _local_heads(qkv: Any) -> int:
     """KV heads of a device."""
-    if isinstance(qkv, GroupedLinear | Float8Linear):
+    if isinstance(qkv, GroupedLinear | Float4Linear | Float8Linear):
         return qkv.values.sharding.shard_shape(qkv.values.shape)[0]
     return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
@@ -17,8 +18,8 @@ from pallas_kernels.packed_expert_product.scales import ONE
 from pallas_kernels.packed_experts import BIAS, Code
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
-QUANTIZED = (GroupedLinear, Float8Linear, PackedExpertLinear)
-# Root mean squares of random numbers of experts, where those of e4m3 are below 2.
+QUANTIZED = (GroupedLinear, Float4Linear, Float8Linear, PackedExpertLinear)
+# Root mean squares of random numbers in bytes, where those of e4m3 are below 2.
 NUMBERS: Mapping[Code, float] = MappingProxyType({"e4m3": 0.6, "e2m1": 2.9, "int4": 4.6})
 SMALL_E4M3 = 0xBF  # keeps the bits of a number below 2
 
@@ -32,6 +33,8 @@ def random_quantized(shapes: Any, places: Any, key: Array, spread: float) -> Any
     """
     if isinstance(shapes, PackedExpertLinear):
         return _random_experts(shapes, places, key, spread)
+    if isinstance(shapes, Float4Linear):
+        return _random_float4(shapes, places, key, spread)
     step = spread / SPREADS[shapes.values.dtype.name]
     keys = jax.random.split(key, 3)
     values, scale = shapes.values, shapes.scale
@@ -48,27 +51,52 @@ def random_quantized(shapes: Any, places: Any, key: Array, spread: float) -> Any
 def _random_experts(
     shapes: PackedExpertLinear, places: Any, key: Array, spread: float
 ) -> PackedExpertLinear:
-    keys, step = jax.random.split(key, 5), spread / NUMBERS[shapes.code]
-    values, scale, bias, factor = shapes.values, shapes.scale, shapes.bias, shapes.factor
-    made = shapes.replace(values=_bytes(values.shape, shapes.code, places.values)(keys[0]))
-    if factor is not None:  # then scales are about 1
-        factor, step = _scales(factor.shape, factor.dtype, places.factor)(keys[3], step), 1.0
-    if shapes.scale_code == "e5m3":
-        scales = _near_one(scale.shape, places.scale)(keys[1])
-    elif scale.dtype == jnp.uint8:
-        scales = _exponents(scale.shape, places.scale)(keys[1], step)
-    else:
-        scales = _scales(scale.shape, scale.dtype, places.scale)(keys[1], step)
-    if bias is not None:
-        bias = _scales(bias.shape, bias.dtype, places.bias)(keys[2], spread)
+    keys = jax.random.split(key, 5)
+    made = shapes.replace(
+        values=_bytes(shapes.values.shape, shapes.code, places.values)(keys[0]),
+        bias=_bias(shapes, places, keys[2], spread),
+    )
+    step = spread / NUMBERS[shapes.code]
+    scale, factor = _scales_and_factor(shapes, places, (keys[1], keys[3]), step)
     if (zero := shapes.zero) is not None:
         zero = BIAS + _zeros(zero.shape, zero.dtype, places.zero)(keys[4])
-    return made.replace(scale=scales, zero=zero, factor=factor, bias=bias)
+    return made.replace(scale=scale, zero=zero, factor=factor)
+
+
+def _random_float4(shapes: Float4Linear, places: Any, key: Array, spread: float) -> Float4Linear:
+    keys = jax.random.split(key, 4)
+    values = _bytes(shapes.values.shape, "e2m1", places.values)(keys[0])
+    step = spread / NUMBERS["e2m1"]
+    scale, factor = _scales_and_factor(shapes, places, (keys[1], keys[2]), step)
+    bias = _bias(shapes, places, keys[3], spread)
+    return shapes.replace(values=values, scale=scale, factor=factor, bias=bias)
+
+
+def _bias(
+    shapes: PackedExpertLinear | Float4Linear, places: Any, key: Array, spread: float
+) -> Array | None:
+    if (bias := shapes.bias) is None:
+        return None
+    return _scales(bias.shape, bias.dtype, places.bias)(key, spread)
+
+
+def _scales_and_factor(
+    shapes: PackedExpertLinear | Float4Linear, places: Any, keys: tuple[Array, Array], step: float
+) -> tuple[Array, Array | None]:
+    """Scales about ``step``, or a factor about that and scales about 1."""
+    scale, factor = shapes.scale, shapes.factor
+    if factor is not None:
+        factor, step = _scales(factor.shape, factor.dtype, places.factor)(keys[1], step), 1.0
+    if shapes.scale_code == "e5m3":
+        return _near_one(scale.shape, places.scale)(keys[0]), factor
+    if scale.dtype == jnp.uint8:
+        return _exponents(scale.shape, places.scale)(keys[0], step), factor
+    return _scales(scale.shape, scale.dtype, places.scale)(keys[0], step), factor
 
 
 @functools.cache
 def _bytes(shape: tuple[int, ...], code: Code, place: Any) -> Any:
-    """From a key to bytes as experts are stored."""
+    """From a key to bytes in the order of packed_expert_product."""
 
     def generate(key: Array) -> Array:
         random = jax.random.bits(key, shape, jnp.uint8)

@@ -167,7 +167,7 @@ def rounded_to_float8(linear: Linear, num_groups: int = 1) -> Float8Linear:
     )
 
 
-def as_linear(linear: Float8Linear, dtype: jnp.dtype) -> Linear:
+def as_linear(linear: PackedLinear, dtype: jnp.dtype) -> Linear:
     """The Linear whose weights these values stand for, in ``dtype``: to train them."""
     weight, bias = jnp.moveaxis(linear.dense(dtype), -1, 0), linear.bias
     return Linear(

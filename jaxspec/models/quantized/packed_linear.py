@@ -69,6 +69,10 @@ class PackedLinear(Pytree):
     def mapped(self, source: Source, tensor_map: TensorMap) -> Any:
         """The same, with every array replaced by ``tensor_map``'s result for ``source``."""
 
+    @abstractmethod
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+
     @property
     @abstractmethod
     def _bits(self) -> tuple[int, int]:

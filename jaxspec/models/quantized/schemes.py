@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import check_no_experts
+from jaxspec.models.quantized.float4 import rounded_to_float4
 from jaxspec.models.quantized.float8 import rounded_to_float8
 from jaxspec.models.quantized.grouped import rounded_to_groups
 from jaxspec.parallel import named_shardings
@@ -27,6 +28,7 @@ def _float8_blocks(linear: Linear) -> AnyLinear:
 
 
 # int4 and int8 with a scale for 128 inputs; e4m3 with a scale for each output, or for 128 inputs.
+# Floats of 4 bits with a scale for 32 inputs (mxfp4), or for 16 and one for all (nvfp4).
 # a8: inputs are rounded to e4m3, as those of weights of e4m3 are.
 ROUNDINGS: Mapping[Scheme, Callable[[Linear], AnyLinear]] = MappingProxyType(
     {
@@ -36,6 +38,8 @@ ROUNDINGS: Mapping[Scheme, Callable[[Linear], AnyLinear]] = MappingProxyType(
         "w8a16": functools.partial(rounded_to_groups, bits=8, group=GROUP),
         "fp8": rounded_to_float8,
         "fp8-block": _float8_blocks,
+        "mxfp4": functools.partial(rounded_to_float4, form="mxfp4"),
+        "nvfp4": functools.partial(rounded_to_float4, form="nvfp4"),
     }
 )
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoints.formats import canonical, named_quantization
+from jaxspec.checkpoints.formats.widened import matrix_of, with_widened
 from tests.helpers.quantized_checkpoints import words
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -110,7 +111,7 @@ def module(form: str, name: str) -> tuple[Tensors, np.ndarray]:
 
 
 def widened(tensors: dict[str, Any], name: str) -> np.ndarray:
-    """The weights of an expert's tensors."""
+    """The weights of a module's tensors."""
     kind = "pairs" if f"{name}.pairs" in tensors else "codes"
     read = tensors[f"{name}.{kind}"].read()
     fields = np.stack([read & 15, read >> 4], axis=-1).reshape(OUTPUTS, INPUTS)
@@ -122,23 +123,33 @@ def widened(tensors: dict[str, Any], name: str) -> np.ndarray:
     return numbers * np.repeat(number, INPUTS // scale.shape[1], axis=1) * by_output[:, None]
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "deepseek-v4", "nvfp4", "modelopt", "int4"])
-def test_experts_keep_their_bytes(form: str):
-    tensors, meant = module(form, EXPERT)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *((form, EXPERT) for form in ("mxfp4", "deepseek-v4", "nvfp4", "modelopt", "int4")),
+        *((form, DENSE) for form in ("mxfp4", "nvfp4", "modelopt")),
+    ],
+)
+def test_modules_keep_their_bytes(form: str, name: str):
+    tensors, meant = module(form, name)
     found = canonical(CONFIGS[form], stored(tensors))
-    np.testing.assert_allclose(widened(found, EXPERT), meant, rtol=3e-7)
+    np.testing.assert_allclose(widened(found, name), meant, rtol=3e-7)
     kinds = {"pairs" if form == "int4" else "codes", "scale"}
     kinds |= {"factor"} if form in ("nvfp4", "modelopt") else set()
-    assert set(found) == {f"{EXPERT}.{kind}" for kind in kinds}
+    assert set(found) == {f"{name}.{kind}" for kind in kinds}
     for name, tensor in found.items():
         assert tensor.shape == tensor.read().shape
         assert tensor.dtype == ("F32" if name.endswith("factor") else DTYPES[tensor.read().dtype])
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "modelopt"])
-def test_floats_of_other_modules_are_widened_while_they_are_read(form: str):
+def test_floats_are_widened_while_they_are_read_where_weights_are_wanted(form: str):
     tensors, meant = module(form, DENSE)
-    [(name, weight)] = canonical(CONFIGS[form], stored(tensors)).items()
+    packed = canonical(CONFIGS[form], stored(tensors))
+    assert with_widened(packed, [f"{DENSE}.codes", "other.weight"]) == packed
+    [(name, weight)] = with_widened(packed, [f"{DENSE}.weight", "other.weight"]).items()
+    matrix = matrix_of(packed, DENSE)
+    assert matrix is not None and matrix.shape == meant.shape
     assert name == f"{DENSE}.weight" and weight.shape == meant.shape and weight.dtype == "F32"
     np.testing.assert_allclose(weight.read(), meant, rtol=3e-7)
     for rows, columns in ((slice(2, 5), slice(7, 40)), (slice(0, 1), slice(32, 33))):

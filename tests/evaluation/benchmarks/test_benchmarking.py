@@ -217,7 +217,7 @@ def test_a_head_of_eight_bits_has_about_half_the_floor():
     assert (scaled.target_weights, scaled.draft_kv) == (own.target_weights, own.draft_kv)
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("w4a16", 4), ("w8a16", 8), ("fp8", 8)])
+@pytest.mark.parametrize(("scheme", "bits"), [("w4a16", 4), ("nvfp4", 4), ("w8a16", 8), ("fp8", 8)])
 def test_the_floor_counts_a_quantized_lm_head(scheme: Scheme, bits: int):
     plain, config = parse_mode("plain"), dataclasses.replace(TINY, hidden_size=128)
     own, made = (
