@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.reference import expert_product_reference
-from pallas_kernels.expert_product.slots import SlotProducts
+from pallas_kernels.expert_slots import SlotProducts, Slots
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.selection import Implementation, kernel_module
 
@@ -57,15 +57,19 @@ def expert_slots(
     gate_up: Array,
     down: Array,
     bias: Array | None = None,
+    slots: Slots | None = None,
     *,
     clamp: Gating | None = None,
     implementation: Implementation = "reference",
 ) -> SlotProducts:
-    """``expert_product``, whose products stay where the kernel leaves them: it has no gradient."""
+    """``expert_product``, whose products stay where the kernel leaves them: it has no gradient.
+
+    ``slots``: of ``experts``, if they are known already.
+    """
     problem = misfit(x, gate_up, down, bias)
     mosaic = kernel_module("expert_product", implementation, problem)
     if mosaic is not None:
-        return mosaic.expert_slots_mosaic(x, experts, gate_up, down, bias, clamp=clamp)
+        return mosaic.expert_slots_mosaic(x, experts, gate_up, down, bias, slots, clamp=clamp)
     return SlotProducts.in_order(
         expert_product_reference(x, experts, gate_up, down, bias, clamp=clamp)
     )

@@ -21,8 +21,8 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.plan import ExpertPlan
 from pallas_kernels.expert_product.slot_kernel import lanes_of, launched, result_of
-from pallas_kernels.expert_product.slots import SlotProducts, make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
+from pallas_kernels.expert_slots import SlotProducts, Slots, make_slots, num_lanes
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
 from pallas_kernels.shared_memory import swizzled
@@ -58,15 +58,17 @@ def expert_slots_mosaic(
     gate_up: Array,
     down: Array,
     bias: Array | None = None,
+    slots: Slots | None = None,
     *,
     clamp: Gating | None,
     config: ExpertTuning | None = None,
     interpret: Any = None,
 ) -> SlotProducts:
-    """``expert_product_mosaic``, without putting the products in order."""
+    """``expert_product_mosaic``, without putting the products in order;
+    ``slots`` None: found here."""
     num_experts, hidden, parts, units = gate_up.shape
     rows, k = experts.shape
-    slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
+    slots, lanes = slots or make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
     def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> ExpertPlan:
         return ExpertPlan(

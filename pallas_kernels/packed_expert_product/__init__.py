@@ -9,7 +9,7 @@ from jax import Array
 
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product import LEAST_UNITS, MOST_ROWS
-from pallas_kernels.expert_product.slots import SlotProducts
+from pallas_kernels.expert_slots import SlotProducts, Slots
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
 from pallas_kernels.packed_experts import PackedExperts
@@ -61,16 +61,19 @@ def packed_expert_slots(
     gate_up: PackedExperts,
     down: PackedExperts,
     bias: Array | None = None,
+    slots: Slots | None = None,
     *,
     clamp: Gating | None = None,
     implementation: Implementation = "reference",
 ) -> SlotProducts:
     """``packed_expert_product``, whose products stay where the kernel leaves them: it has no
-    gradient."""
+    gradient. ``slots``: of ``experts``, if they are known already."""
     problem = misfit(x, gate_up, down, bias)
     mosaic = kernel_module("packed_expert_product", implementation, problem)
     if mosaic is not None:
-        return mosaic.packed_expert_slots_mosaic(x, experts, gate_up, down, bias, clamp=clamp)
+        return mosaic.packed_expert_slots_mosaic(
+            x, experts, gate_up, down, bias, slots, clamp=clamp
+        )
     return SlotProducts.in_order(
         packed_expert_product_reference(x, experts, gate_up, down, bias, clamp=clamp)
     )

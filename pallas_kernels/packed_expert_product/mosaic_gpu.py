@@ -28,8 +28,8 @@ from pallas_kernels.expert_product.slot_kernel import (
     launched,
     result_of,
 )
-from pallas_kernels.expert_product.slots import SlotProducts, make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS
+from pallas_kernels.expert_slots import SlotProducts, Slots, make_slots, num_lanes
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_expert_product.plan import PackedExpertPlan
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning, packed_expert_tuning
@@ -78,14 +78,16 @@ def packed_expert_slots_mosaic(
     gate_up: PackedExperts,
     down: PackedExperts,
     bias: Array | None = None,
+    slots: Slots | None = None,
     *,
     clamp: Gating | None,
     config: PackedExpertTuning | None = None,
     interpret: Any = None,
 ) -> SlotProducts:
-    """``packed_expert_product_mosaic``, without putting the products in order."""
+    """``packed_expert_product_mosaic``, without putting the products in order;
+    ``slots`` None: found here."""
     num_experts, (rows, k) = gate_up.num_experts, experts.shape
-    slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
+    slots, lanes = slots or make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
     def product(x: Array, weights: PackedExperts, biases: Any, shared: bool, dtype: Any) -> Array:
         sizes = len(slots.expert), lanes

@@ -5,8 +5,8 @@ Chosen by times on an H200, see docs/results/experts.md.
 
 import dataclasses
 
-from pallas_kernels.expert_product.slots import LEAST_LANES
 from pallas_kernels.expert_product.tuning import OUTPUTS
+from pallas_kernels.expert_slots import LEAST_LANES
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.shared_memory import LINE
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster, kernel_axes
+from pallas_kernels.expert_slots import LEAST_LANES
 from pallas_kernels.h100 import largest_fitting
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.products import total_f32
@@ -182,42 +183,135 @@ def expert_routes_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    num_splits, _, num_experts = partials.shape
-    rows, chosen = len(is_row), rule.k + rule.has_shared
-    layout = _strided(num_experts)
 
     @fixed_name(interpret)
     def expert_routes_kernel(partials_ref, is_row_ref, *refs):
         *gate_refs, experts_ref, weights_ref = refs
         row = kernel_axes.index("row")
-        is_there = is_row_ref[row] != 0
-        logits = total_f32(
-            [plgpu.load(partials_ref.at[i, row], layout=layout) for i in range(num_splits)]
-        )
-        indices = plgpu.broadcasted_iota(jnp.int32, (num_experts,), 0, layout=layout)
-        largest = _largest(_key(logits), indices, rule.k)
-        weights = _weights(rule, logits, [_number(key) for key, _ in largest])
-        experts = [index for _, index in largest]
-        if rule.has_shared:
-            weights.append(_weight_of_shared(row, *gate_refs))
-            experts.append(jnp.int32(num_experts))
-        for place, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
-            none = jnp.int32(num_experts + rule.has_shared)
-            experts_ref[row, place] = jnp.where(is_there, expert, none)
-            weights_ref[row, place] = weight
+        routes = _routes(rule, row, partials_ref, is_row_ref, gate_refs)
+        _store_routes(row, routes, experts_ref, weights_ref)
 
     kernel = plgpu.kernel(
         expert_routes_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((rows, chosen), jnp.int32),
-            jax.ShapeDtypeStruct((rows, chosen), jnp.float32),
-        ),
-        grid=(rows,),
+        out_type=_routes_type(len(is_row), rule),
+        grid=(len(is_row),),
         grid_names=kernel_axes.names("row"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
     return kernel(partials, is_row, *(gate or ()))
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "interpret"))
+def expert_routes_in_slots_mosaic(
+    partials: Array,
+    is_row: Array,
+    *,
+    rule: RouteRule,
+    gate: SharedGate | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array, Array]:
+    """See pallas_kernels.top_k.routes.expert_routes_in_slots, and ``expert_routes_mosaic``. The
+    thread blocks of all rows are a cluster: each reads what the others have chosen.
+
+    Returns experts, weights, the expert of each slot, and places.
+    """
+    rows, chosen, none = len(is_row), rule.k + rule.has_shared, partials.shape[-1] + rule.has_shared
+    of_pairs = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+    outputs = len(gate or ()) + 4  # they follow the gate, and scratch memory follows them
+
+    @fixed_name(interpret)
+    def expert_routes_kernel(partials_ref, is_row_ref, *refs):
+        *gate_refs, experts_ref, weights_ref, expert_of_slot_ref, places_ref = refs[:outputs]
+        row, first = kernel_axes.index("share"), kernel_axes.index("share") * chosen
+        routes = _routes(rule, row, partials_ref, is_row_ref, gate_refs)
+        _store_routes(row, routes, experts_ref, weights_ref)
+
+        def store(choice: int, slot: Array) -> None:
+            """Slots of the first of equal pairs have their expert, others none."""
+            expert, pair = routes[choice][0], first + choice
+            expert_of_slot_ref[pair] = jnp.where(slot == pair, expert, jnp.int32(none))
+            place = slot * LEAST_LANES + row
+            places_ref[row, choice] = jnp.where(expert < none, place, jnp.int32(-1))
+
+        if rows == 1:
+            for choice in range(chosen):
+                store(choice, first + choice)
+            return
+
+        found = refs[-1]
+        pair = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=of_pairs)
+        own = plgpu.layout_cast(jnp.full((THREADS,), NO_INDEX), of_pairs)
+        for choice, (expert, _) in enumerate(routes):
+            own = jnp.where(pair == first + choice, expert, own)
+        found[...] = own
+        cluster.sync()
+
+        is_first = (row == 0) | (routes[0][0] == none)  # or padding
+
+        @pl.when(is_first)
+        def _distinct():
+            for choice in range(chosen):
+                store(choice, first + choice)
+
+        @pl.when(jnp.logical_not(is_first))
+        def _compare():
+            every = functools.reduce(jnp.minimum, _of_all(found, rows, of_pairs))
+            for choice, (expert, _) in enumerate(routes):
+                store(choice, jnp.min(jnp.where(every == expert, pair, NO_INDEX)))
+
+        cluster.sync()  # no block may exit before the others have read what it chose
+
+    kernel = plgpu.kernel(
+        expert_routes_kernel,
+        out_type=(
+            *_routes_type(rows, rule),
+            jax.ShapeDtypeStruct((rows * chosen,), jnp.int32),
+            jax.ShapeDtypeStruct((rows, chosen), jnp.int32),
+        ),
+        scratch_types=[plgpu.SMEM((THREADS,), jnp.int32)] if rows > 1 else [],
+        grid=(1,),
+        grid_names=kernel_axes.names("launch"),
+        cluster=(rows,),
+        cluster_names=kernel_axes.names("share"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    return kernel(partials, is_row, *(gate or ()))
+
+
+def _routes(
+    rule: RouteRule, row: Array, partials_ref: Any, is_row_ref: Any, gate_refs: Sequence[Any]
+) -> list[tuple[Array, Array]]:
+    """Experts of a row, and their weights."""
+    num_splits, _, num_experts = partials_ref.shape
+    layout = _strided(num_experts)
+    logits = total_f32(
+        [plgpu.load(partials_ref.at[i, row], layout=layout) for i in range(num_splits)]
+    )
+    indices = plgpu.broadcasted_iota(jnp.int32, (num_experts,), 0, layout=layout)
+    largest = _largest(_key(logits), indices, rule.k)
+    weights = _weights(rule, logits, [_number(key) for key, _ in largest])
+    experts = [index for _, index in largest]
+    if rule.has_shared:
+        weights.append(_weight_of_shared(row, *gate_refs))
+        experts.append(jnp.int32(num_experts))
+    is_there, none = is_row_ref[row] != 0, jnp.int32(num_experts + rule.has_shared)
+    experts = [jnp.where(is_there, expert, none) for expert in experts]
+    return list(zip(experts, weights, strict=True))
+
+
+def _store_routes(
+    row: Array, routes: Sequence[tuple[Array, Array]], experts_ref: Any, weights_ref: Any
+) -> None:
+    for choice, (expert, weight) in enumerate(routes):
+        experts_ref[row, choice] = expert
+        weights_ref[row, choice] = weight
+
+
+def _routes_type(rows: int, rule: RouteRule) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = rows, rule.k + rule.has_shared
+    return jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _weights(rule: RouteRule, logits: Array, largest: Sequence[Array]) -> list[Array]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.expert_slots import Slots, make_slots
 from pallas_kernels.products import added_up, einsum_f32
 from pallas_kernels.selection import Implementation, kernel_module
 from pallas_kernels.top_k.reference import top_k_reference
@@ -65,6 +66,36 @@ def expert_routes(
     if mosaic is None:
         return expert_routes_reference(partials, is_row, rule, gate)
     return mosaic.expert_routes_mosaic(partials, is_row.astype(jnp.int32), rule=rule, gate=gate)
+
+
+def expert_routes_in_slots(
+    partials: Array,
+    is_row: Array,
+    rule: RouteRule,
+    gate: SharedGate | None = None,
+    implementation: Implementation = "reference",
+) -> tuple[Array, Array, Slots]:
+    """``expert_routes`` of few rows, and the slots that pairs of a row and an expert go to (see
+    expert_slots.py); places of rows without experts are below 0."""
+    problem = slots_misfit(len(is_row), rule) or misfit(partials, rule, gate)
+    mosaic = kernel_module("top_k", implementation, problem)
+    if mosaic is None:
+        experts, weights = expert_routes_reference(partials, is_row, rule, gate)
+        slots = make_slots(experts, partials.shape[-1] + rule.has_shared)
+        places = jnp.where(is_row[:, None], slots.places, -1)
+        return experts, weights, slots._replace(places=places)
+    kernel = mosaic.expert_routes_in_slots_mosaic
+    experts, weights, *slots = kernel(partials, is_row.astype(jnp.int32), rule=rule, gate=gate)
+    expert, places = slots
+    return experts, weights, Slots(expert, None, places)
+
+
+def slots_misfit(rows: int, rule: RouteRule) -> str | None:
+    """Why the kernel cannot find slots for so many rows, None if it can."""
+    pairs = rows * (rule.k + rule.has_shared)
+    if rows not in (1, 2, 4, 8) or pairs > LANES:
+        return f"{rows} rows with {pairs} experts: 1, 2, 4 or 8 rows, at most {LANES} experts"
+    return None
 
 
 def expert_routes_reference(

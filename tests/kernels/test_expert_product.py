@@ -28,8 +28,8 @@ from pallas_kernels.expert_product.cases import (
     make_arguments,
 )
 from pallas_kernels.expert_product.mosaic_gpu import expert_product_mosaic
-from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import ExpertTuning
+from pallas_kernels.expert_slots import make_slots, num_lanes
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered

@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.top_k.mosaic_gpu import expert_routes_mosaic
-from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes
+from pallas_kernels.expert_slots import Slots
+from pallas_kernels.top_k.mosaic_gpu import expert_routes_in_slots_mosaic, expert_routes_mosaic
+from pallas_kernels.top_k.routes import (
+    RouteRule,
+    SharedGate,
+    expert_routes,
+    expert_routes_in_slots,
+)
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
 
@@ -79,6 +85,44 @@ def test_interpreted_they_are_written_out_in_numpy(rule: RouteRule):
     )
 
 
+def assert_slots_right(found: Any, rule: RouteRule, arguments: Any) -> None:
+    """Each pair of a row and an expert is in the slot of the first pair of that expert."""
+    assert_right(found[:2], rule, arguments)
+    experts, none = np.asarray(found[0]), arguments[0].shape[-1] + rule.has_shared
+    expert_of_slot, rows, places = found[2]
+    assert rows is None
+    flat, slots, seen = experts.reshape(-1), np.full(experts.size, none), {}
+    wanted = np.full(experts.size, -1)
+    for pair, expert in enumerate(flat):
+        if expert == none:
+            continue
+        slot = seen.setdefault(expert, pair)
+        slots[slot] = expert
+        wanted[pair] = 8 * slot + pair // experts.shape[1]
+    np.testing.assert_array_equal(expert_of_slot, slots)
+    np.testing.assert_array_equal(places, wanted.reshape(experts.shape))
+
+
+def in_slots(rule: RouteRule, how: Any, partials: Any, is_row: Any, gate: Any) -> Any:
+    return expert_routes_in_slots(partials, is_row, rule, gate, how)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_slots_are_those_of_the_first_row_that_chose_an_expert(rows: int):
+    arguments = make_arguments(RULES[0], rows)
+    assert_slots_right(in_slots(RULES[0], "reference", *arguments), RULES[0], arguments)
+
+
+def test_interpreted_slots_of_a_row_are_its_choices():
+    """Of more rows clusters of thread blocks, which the interpreter does not know, find them."""
+    partials, is_row, gate = arguments = make_arguments(RULES[0], 1)
+    rows = is_row.astype(jnp.int32)
+    experts, weights, *slots = interpreted(
+        expert_routes_in_slots_mosaic, partials, rows, rule=RULES[0], gate=gate
+    )
+    assert_slots_right((experts, weights, Slots(slots[0], None, slots[1])), RULES[0], arguments)
+
+
 def by_kernel(rule: RouteRule, partials: Any, is_row: Any, gate: Any) -> Any:
     return expert_routes(partials, is_row, rule, gate, "mosaic_gpu")
 
@@ -87,6 +131,22 @@ def by_kernel(rule: RouteRule, partials: Any, is_row: Any, gate: Any) -> Any:
 def test_it_lowers_for_cuda(rule: RouteRule):
     arguments = jax.eval_shape(functools.partial(make_arguments, rule, 8, 256, 16))
     lowered(functools.partial(by_kernel, rule), *arguments)
+    lowered(functools.partial(in_slots, rule, "mosaic_gpu"), *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(("rows", "experts", "splits"), [(1, 256, 16), (2, 256, 16), (8, 128, 2)])
+def test_on_the_device_slots_are_written_out_in_numpy(
+    rule: RouteRule, rows: int, experts: int, splits: int
+):
+    arguments = make_arguments(rule, rows, experts, splits)
+    kernel = jax.jit(functools.partial(in_slots, rule, "mosaic_gpu"))
+    first = kernel(*arguments)
+    assert_slots_right(first, rule, arguments)
+    for _ in range(20):
+        again = kernel(*arguments)
+        assert all(map(jnp.array_equal, jax.tree.leaves(first), jax.tree.leaves(again))), "a race"
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
-from jaxspec.models.mlps.routing import Routes, choose_experts
+from jaxspec.models.mlps.routing import choose_experts
 from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.parallel import Layout, Shards
 from pallas_kernels.selection import NO_KERNELS
@@ -50,7 +50,7 @@ def test_a_row_does_not_depend_on_the_others(way):
         others[seed - 2] = np.nan  # of another row
         place = seed * 4 - 5
         others[place] = x[0]
-        moved = Routes(*(o.at[place].set(r[0]) for o, r in zip(chosen, routes, strict=True)))
+        moved = jax.tree.map(lambda o, r, at=place: o.at[at].set(r[0]), chosen, routes)
         np.testing.assert_array_equal(np.asarray(way(own, others, moved))[place], expected)
 
 
@@ -80,7 +80,7 @@ def test_many_rows_are_those_of_smaller_pieces(rows, monkeypatch):
     assert 2 * mix.ROW_STEP < part.shape[0] <= mix.MOST_ROWS
     piece = jax.jit(whole)
     pieces = [
-        piece(own, x[start : start + 200], Routes(*(one[start : start + 200] for one in routes)))
+        piece(own, *jax.tree.map(lambda one, at=start: one[at : at + 200], (x, routes)))
         for start in range(0, rows, 200)
     ]
     np.testing.assert_allclose(found, np.concatenate(pieces), rtol=0, atol=1e-5)

@@ -102,14 +102,16 @@ def products_by_kernel(
     paged = isinstance(step.attend, PagedAttend)
     if not paged or local.down.bias is not None or len(x) > MOST_ROWS:
         return None
+    how = local.gate_up, local.down, local.activation, step.kernels
+    if routes.slots is not None and (found := slot_products(x, routes, *how)) is not None:
+        return ChosenProducts(found.products, found.places, routes.weights)
     index, here = _local(local, routes)
     here &= _is_token(step, len(x))  # experts that padding chose are not read
     experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
-    weights = local.gate_up, local.down
-    slots = slot_products(x, experts, *weights, local.activation, step.kernels)
-    if slots is None:
+    found = slot_products(x, Routes(experts, routes.weights), *how)
+    if found is None:
         return None
-    return ChosenProducts(slots.products, jnp.where(here, slots.places, -1), routes.weights)
+    return ChosenProducts(found.products, jnp.where(here, found.places, -1), routes.weights)
 
 
 def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) -> Array | None:

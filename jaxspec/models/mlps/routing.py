@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.config.experts import RoutingConfig
+from pallas_kernels.expert_slots import Slots
 
 # (float32 [N, E], k) -> the k largest entries of a row, their indices, and its log-sum-exp
 TopK = Callable[[Array, int], tuple[Array, Array, Array]]
@@ -21,10 +22,12 @@ class Routes(NamedTuple):
     Attributes:
       experts: int32 [N, k], distinct in each row.
       weights: float32 [N, k].
+      slots: of pairs of a row and an expert, if the kernel of routes has found them.
     """
 
     experts: Array
     weights: Array
+    slots: Slots | None = None
 
 
 @jax.named_scope("routing")

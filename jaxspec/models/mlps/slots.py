@@ -15,12 +15,18 @@ from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
 from pallas_kernels.expert_product import expert_slots
 from pallas_kernels.expert_product import misfit as expert_misfit
-from pallas_kernels.expert_product.slots import SlotProducts
+from pallas_kernels.expert_slots import SlotProducts
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
 from pallas_kernels.packed_expert_product import packed_expert_slots
 from pallas_kernels.products import split_k_product
 from pallas_kernels.selection import Kernels
-from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes
+from pallas_kernels.top_k.routes import (
+    RouteRule,
+    SharedGate,
+    expert_routes,
+    expert_routes_in_slots,
+    slots_misfit,
+)
 from pallas_kernels.top_k.routes import misfit as routes_misfit
 
 SPLITS = 16  # of a router's product of few rows, as XLA splits it for an H100
@@ -56,6 +62,8 @@ def routes_by_kernel(
     if routes_misfit(partials, rule, given):
         return None
     how = step.kernels.implementation("top_k")
+    if not step.layout.axes("experts") and not slots_misfit(len(rows), rule):
+        return Routes(*expert_routes_in_slots(partials, is_row, rule, given, how))
     return Routes(*expert_routes(partials, is_row, rule, given, how))
 
 
@@ -72,14 +80,14 @@ def _logits(rows: Array, router: Linear) -> Array:
 
 def slot_products(
     x: Array,
-    experts: Array,
+    routes: Routes,
     gate_up: AnyExpertLinear,
     down: AnyExpertLinear,
     activation: ExpertActivation | None,
     kernels: Kernels,
 ) -> SlotProducts | None:
     """What each chosen expert makes of rows x [N, H], see expert_product and packed_expert_product;
-    None where no kernel does it. ``experts``: int32 [N, k], E for none."""
+    None where no kernel does it. ``routes``: to E for no expert."""
     if isinstance(activation, SquaredRelu):
         return None
     clamp = activation and clamp_of(activation)
@@ -88,11 +96,13 @@ def slot_products(
         if "expert_product" not in kernels or expert_misfit(x, *wide):
             return None
         how = kernels.implementation("expert_product")
-        return expert_slots(x, experts, *wide, clamp=clamp, implementation=how)
+        return expert_slots(x, routes.experts, *wide, routes.slots, clamp=clamp, implementation=how)
     if gate_up.packed is None or down.packed is None:
         return None
     packed = gate_up.packed, down.packed, gate_up.bias
     if "packed_expert_product" not in kernels or packed_expert_misfit(x, *packed):
         return None
     how = kernels.implementation("packed_expert_product")
-    return packed_expert_slots(x, experts, *packed, clamp=clamp, implementation=how)
+    return packed_expert_slots(
+        x, routes.experts, *packed, routes.slots, clamp=clamp, implementation=how
+    )
