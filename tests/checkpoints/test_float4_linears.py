@@ -26,11 +26,13 @@ from tests.helpers import four_bit_checkpoints as four_bits
 from tests.helpers.checkpoints import tiny_eagle3_head, tiny_qwen2
 from tests.helpers.families import save_family
 from tests.helpers.marks import slow
+from tests.helpers.model_kinds import KINDS
 from tests.helpers.parity import load, paged_logits
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.quantized_checkpoints import Format, quantize_checkpoint
 from tests.helpers.random_models import generate, random_prompts
 from tests.helpers.sampling_reference import plain_logits
+from tests.parallel.test_several_gpus import differences, logprobs
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 TOKENS = np.random.default_rng(3).integers(0, 90, (2, 21))
@@ -182,3 +184,14 @@ def test_heads_and_draft_models_of_4_bits_draft(folders: Any, tmp_path: Path):
     assert isinstance(split, EagleDrafter) and isinstance(split.head.front.fc, Float4Linear)
     model = load_params(dense, quantized, speculation=CHAIN).drafter
     assert nodes_of(model, Float4Linear)
+
+
+@pytest.mark.gpu
+def test_the_kernel_computes_what_the_widened_weights_do(tmp_path: Path):
+    kind = KINDS["nvfp4"]
+    path = kind.save(tmp_path)
+    ours, wide = (kind.load(path, 1, kernels) for kernels in ("all", "none"))
+    found = nodes_of(ours.target, Float4Linear)
+    assert found and all(linear.reordered for linear in found)
+    off = np.concatenate(differences(logprobs(ours), logprobs(wide), last=5))
+    assert off.max() <= kind.close and off.mean() <= kind.close_on_average

@@ -60,6 +60,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": {"num_key_value_heads": 1},
     "olmo3": WINDOW | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True} | WINDOW,
+    "qwen2": {},  # biases of queries, keys and values
+    "mimo": {},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
 }
 # Tensors and factors that other families do not have, on meshes.
@@ -73,7 +75,9 @@ ALIASES = (
     ("hy_v3", "tp2"),
     ("glm4_moe_lite", "tp2"),
     ("granite4", "tp2"),
+    ("exaone4", "tp2"),
     ("exaone4", "pp2"),
+    ("kimi_k25", "tp2"),
     ("step3p7", "tp2"),
     ("step3p7", "tp2x2"),
     ("hunyuan", "tp2"),

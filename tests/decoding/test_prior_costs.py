@@ -1,5 +1,6 @@
 """What rounds are expected to cost, against rounds that were measured on GPUs."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.decoding.drafters import NoDrafter
 from jaxspec.decoding.prior_costs import ACCELERATOR, PriorCosts, RoundWork, round_work
+from jaxspec.models.linear import Linear
 from jaxspec.models.mlps.expert_linear import ExpertLinear
-from jaxspec.models.nodes import map_nodes
+from jaxspec.models.nodes import map_nodes, nodes_of
+from jaxspec.models.quantized.float4 import float4_shape
 from jaxspec.models.quantized.four_bit_experts import four_bit_experts_shape
 from tests.helpers.random_experts import random_expert_target
 
@@ -107,3 +110,17 @@ def test_experts_of_4_bits_multiply_as_others_and_are_read_as_an_eighth():
     scales = 2 * outputs * mlp.config.routing.top_k / count
     assert ours.operations == pytest.approx(theirs.operations + scales, abs=2)
     assert theirs.experts == 4 * experts and theirs.read(1) == theirs.weights - 3 * experts
+
+
+def test_linears_of_4_bit_floats_multiply_as_others():
+    dense = random_expert_target()
+
+    def packed(linear: Linear) -> Any:
+        shapes = float4_shape(linear, 1, jnp.dtype("uint8"))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    ours, theirs = (
+        round_work(target, NoDrafter()) for target in (map_nodes(dense, packed, Linear), dense)
+    )
+    scales = sum(math.prod(linear.out_shape) for linear in nodes_of(dense, Linear))
+    assert ours.operations == theirs.operations + 2 * scales

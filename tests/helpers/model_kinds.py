@@ -15,6 +15,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
+from tests.helpers import four_bit_checkpoints as four_bits
 from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
 from tests.helpers.random_experts import random_expert_target
 
@@ -67,13 +68,16 @@ RECURRENT = {
 }
 
 
+FORMS = MappingProxyType({**FORMATS, "nvfp4": four_bits.nvfp4()})
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelKind:
     """A random model of one or two layers, and how it is stored and loaded.
 
     Attributes:
       config: changes of SIZES, as in config.json.
-      form: the name of a file format of quantized weights (see quantized_checkpoints.FORMATS).
+      form: the name of a file format of quantized weights (see FORMS).
       kv_dtype: of the caches, see ``load``.
       kernels: the names of kernels, as programs call them, that only such a model uses.
       close: bound of the differences of log-probabilities between one device and several, which
@@ -96,7 +100,7 @@ class ModelKind:
         save_tree(folder / "float32", model, model.mapped(splitting()), raw)
         if self.form is None:
             return folder / "float32"
-        return quantize_checkpoint(folder / "float32", folder, FORMATS[self.form])[0]
+        return quantize_checkpoint(folder / "float32", folder, FORMS[self.form])[0]
 
     def load(self, directory: Path, devices: int, kernels: str) -> EngineParams:
         """The saved model over so many devices (--tp), in bfloat16, with n-gram lookup."""
@@ -126,6 +130,7 @@ def _forgetting_slowly(target: Decoder) -> Decoder:
 KINDS: Mapping[str, ModelKind] = MappingProxyType(
     {
         "w4a16": ModelKind(frozenset({"packed_product"}), form="compressed"),
+        "nvfp4": ModelKind(frozenset({"packed_expert_product"}), form="nvfp4"),
         "fp8": ModelKind(
             frozenset({"packed_product", "round_tokens"}),
             form="float8",

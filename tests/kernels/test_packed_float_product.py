@@ -64,6 +64,16 @@ def test_it_lowers_for_cuda(case: Case):
     lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
 
 
+def test_its_gradient_is_that_of_the_reference():
+    x, weights = make_arguments(Case(3, 128, 64))
+
+    def of_squares(implementation: Any) -> Any:
+        product = functools.partial(packed_float_product, implementation=implementation)
+        return jax.grad(lambda x: jnp.sum(product(x, weights) ** 2))(x)
+
+    np.testing.assert_array_equal(of_squares("mosaic_gpu"), of_squares("reference"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)

@@ -22,6 +22,8 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.nodes import map_nodes
+from jaxspec.models.quantized.float4 import Float4Linear, in_float4_order
 from jaxspec.parallel import replica_meshes, stage_meshes
 from pallas_kernels.selection import OPERATIONS, Kernels
 from tests.helpers.layouts import in_stages, on_mesh
@@ -180,7 +182,8 @@ def test_every_kernel_computes_on_several_devices_what_it_does_on_one(
 def test_the_kernels_are_in_the_programs_of_four_devices(kind: str, checkpoint: Any):
     """So that the test above, on GPUs, runs what it is for."""
     params = KINDS[kind].load(checkpoint(kind), 4, "none")
-    params = params.replace(kernels=Kernels(frozenset(OPERATIONS)))
+    target = map_nodes(params.target, in_float4_order, Float4Linear)  # as GPUs have them
+    params = params.replace(target=target, kernels=Kernels(frozenset(OPERATIONS)))
     state = functional.init_state(params, 4, 128, page_size=32)
 
     def generate(params: EngineParams, state: Any) -> Any:

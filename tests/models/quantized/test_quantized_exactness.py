@@ -15,6 +15,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.linear import Linear
+from jaxspec.models.quantized.float4 import rounded_to_float4
 from jaxspec.models.quantized.float8 import Float8Linear, rounded_to_float8
 from jaxspec.models.quantized.grouped import GroupedLinear, rounded_to_groups
 from jaxspec.models.quantized.schemes import rounded
@@ -58,6 +59,7 @@ PLAIN_ROUNDINGS: dict[str, Callable[[Linear], Any]] = {
     "mixed groups": mixed_groups,
     "4 bits, rounded inputs": functools.partial(four_bits, rounds=True),
     "8 bits": functools.partial(rounded_to_groups, bits=8, group=16),
+    "4-bit floats": functools.partial(rounded_to_float4, form="nvfp4"),
     "float8": rounded_to_float8,
     "float8 groups": float8_groups,
     "float8 static": float8_static,
