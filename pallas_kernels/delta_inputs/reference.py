@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.delta_inputs.arguments import ConvolvedNodes, Strengths
+from pallas_kernels.delta_inputs.arguments import ConvolvedNodes, Strengths, Unprojected
 from pallas_kernels.delta_rule.tokens import Tokens
 
 NORM_EPS = 1e-6  # of queries and keys, in all families
@@ -30,6 +30,7 @@ def inputs_of(convolved: Array, strengths: Strengths, k_dim: int) -> tuple[Array
     """Queries and tokens of float32 convolved channels [B, T, G, c]: see delta_inputs."""
     channels, values = jax.nn.silu(convolved), strengths.bias.shape[-1]
     q, k, v = jnp.split(channels, [k_dim, 2 * k_dim], axis=-1)
+    assert not isinstance(strengths.ba, Unprojected), "see Strengths.projected"
     b, a = jnp.split(strengths.ba.astype(jnp.float32), 2, axis=-1)
     tokens = Tokens(
         k=unit_length(k),
