@@ -1,5 +1,7 @@
 """What a server says of its start."""
 
+import subprocess
+import sys
 import time
 
 import jax.monitoring
@@ -35,3 +37,13 @@ def test_stored_programs_are_counted(events: list[str], said: str):
             jax.monitoring.record_event(event)
     jax.monitoring.record_event(MISSED)  # afterwards
     assert start_up.line().endswith(f" ({said})")
+
+
+def test_generate_imports_what_it_needs():
+    code = (
+        "import sys, jaxspec.commands.generate.generation; "
+        "print({'orbax', 'transformers', 'flax', 'fastapi', 'torch'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
