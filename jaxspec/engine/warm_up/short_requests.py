@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.host_drafter import drafts_on_host
 from jaxspec.engine.programs.programs import Programs
 from jaxspec.engine.programs.sizes import ReadKey, RoundsKey
 from jaxspec.engine.warm_up.compile_all import batch_keys
@@ -26,7 +27,8 @@ def begin_short_requests(engine: Engine, most: int, pool: ThreadPoolExecutor) ->
 
 def short_keys(engine: Engine, most: int) -> list[Key]:
     """The programs that the engine is expected to run for them. Those of the rounds of many are
-    left out where their tree depends on how well the first one drafts."""
+    left out where their tree depends on how well the first one drafts, and those of all rounds
+    where the host drafts: they have masks."""
     shapes, programs = engine.shapes, engine.programs
     alone = [_with(key, shape=_first_shape(engine)) for key in _keys(programs, 1)]
     together, undrafted = _keys(programs, most), shapes.crowds.is_crowd(most)
@@ -34,7 +36,9 @@ def short_keys(engine: Engine, most: int) -> list[Key]:
         together = [_with(key, shape=PLAIN)._replace(undrafted=True) for key in together]
     elif shapes.policy is not None:
         together = [key for key in together if isinstance(key, ReadKey)]
-    return [*dict.fromkeys([*alone, *together])]
+    keys = dict.fromkeys([*alone, *together])
+    only_reads = drafts_on_host(programs.params, SHORT)
+    return [key for key in keys if isinstance(key, ReadKey) or not only_reads]
 
 
 def _keys(programs: Programs, count: int) -> list[Key]:
