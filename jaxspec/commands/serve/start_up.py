@@ -52,11 +52,11 @@ class StartUp:
         """What the log says when the server is ready."""
         whole = time.perf_counter() - self.started
         parts = [f"{name} {seconds:.1f}" for name, seconds in self.seconds.items()]
-        return f"ready after {whole:.1f} s: {', '.join(parts)} ({self._programs()})"
+        return f"ready after {whole:.1f} s: {', '.join(parts)}{self._programs()}"
 
     def _programs(self) -> str:
-        if not self.found + self.missed:
-            return "programs are not stored"
+        if not self.found + self.missed:  # none is stored, or none was compiled
+            return ""
         if not self.missed:
-            return "all programs were stored"
-        return f"{self.found} of {self.found + self.missed} programs were stored"
+            return " (all programs were stored)"
+        return f" ({self.found} of {self.found + self.missed} programs were stored)"
