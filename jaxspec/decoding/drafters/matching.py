@@ -6,7 +6,6 @@ from jax import Array, lax
 from jaxspec.config.checks import check_count
 
 BLOCK = 128  # positions that are skipped together where many are searched
-NO_TOKEN = -1
 
 
 def check_limits(min_match: int, max_match: int) -> None:
@@ -42,18 +41,12 @@ def lengths_in_past(past: Array, tokens: Array, end: Array, most: int) -> Array:
 
 def _lengths(text: Array, alive: Array, tokens: Array, end: Array, most: int) -> Array:
     """Lengths int32 [B, S] of matches ending in ``text`` [B, S] or [S] where ``alive`` is true."""
-    size = text.shape[-1]
-    places = jnp.maximum(end[:, None] - jnp.arange(most), 0)
-    last = jnp.take_along_axis(tokens, places, axis=1)  # [B, most], the latest first
-    # Parts of one array, which XLA reads in one loop. Rolled copies of the text would be written to
-    # memory: on a CPU 8 rows of 131,072 tokens took 70 times as long.
-    padding = [(0, 0)] * (text.ndim - 1) + [(most - 1, 0)]
-    padded = jnp.pad(text, padding, constant_values=NO_TOKEN)
-    length = jnp.zeros((len(tokens), size), jnp.int32)
+    index = jnp.arange(text.shape[-1])
+    length = jnp.zeros((len(tokens), len(index)), jnp.int32)
     for back in range(most):
-        start = most - 1 - back
-        before = lax.slice_in_dim(padded, start, start + size, axis=-1)
-        alive = alive & (before == last[:, back, None]) & (end[:, None] >= back)
+        last = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0)[:, None], axis=1)
+        inside = (index >= back) & (end[:, None] >= back)
+        alive = alive & (jnp.roll(text, back, axis=-1) == last) & inside
         length += alive
     return length
 
