@@ -41,6 +41,7 @@ from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.parallel import Shards, mesh_layout
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads, and of P-EAGLE's
+EAGLE3_POSITIONS = 2048  # of those for Llama-3.1-8B
 P_EAGLE_LAYERS = 4  # of SpecForge's P-EAGLE head for Qwen3-8B
 BLOCK_LAYERS = 5  # of published block heads for Qwen3-8B; as many hidden states are read
 
@@ -56,14 +57,15 @@ BlockKind = Literal[
     "domino",
     "xpress",
 ]
-HeadKind = BlockKind | Literal["auto", "mtp", "p-eagle"]
+HeadKind = BlockKind | Literal["auto", "mtp", "eagle3-windowed", "p-eagle"]
 BLOCK_KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
-HEAD_KINDS: tuple[HeadKind, ...] = ("auto", "mtp", "p-eagle", *BLOCK_KINDS)
+HEAD_KINDS: tuple[HeadKind, ...] = ("auto", "mtp", "eagle3-windowed", "p-eagle", *BLOCK_KINDS)
 HEAD_HELP = (
     "the drafter: the shape's MTP layer if it has one, else an EAGLE-3 head (auto); an MTP layer "
     "for any shape, like the shape's last layer with attention, experts included, as "
-    "train_drafter.py makes them (mtp); a head that drafts all tokens in one pass (p-eagle); or a "
-    "block head"
+    "train_drafter.py makes them (mtp); an EAGLE-3 head that sees 2,048 tokens, as published ones "
+    "do that have no more positions (eagle3-windowed); a head that drafts all tokens in one pass "
+    "(p-eagle); or a block head"
 )
 
 
@@ -146,6 +148,8 @@ def head_shapes_for(
             shapes = head_shapes(head_config(target), target, dtype, shards)
         case "mtp":
             shapes = head_shapes(mtp_config(target), target, dtype, shards)
+        case "eagle3-windowed":
+            shapes = head_shapes(windowed_eagle3_config(target), target, dtype, shards)
         case "p-eagle":
             shapes = head_shapes(p_eagle_config(target), target, dtype, shards)
         case _:
@@ -187,6 +191,14 @@ def eagle3_config(target: ModelConfig) -> HeadConfig:
     capture = default_capture("eagle3", target.num_layers)
     vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
     return HeadConfig(model, "eagle3", capture, draft_vocab_size=vocab)
+
+
+def windowed_eagle3_config(target: ModelConfig) -> HeadConfig:
+    """An EAGLE-3 head as it is loaded if its file gives it 2,048 positions, fewer than the target
+    has: with a window of as many tokens."""
+    config = eagle3_config(target)
+    model = config.model.map_layers(lambda layer: _with_window(layer, EAGLE3_POSITIONS))
+    return dataclasses.replace(config, model=model)
 
 
 def p_eagle_config(target: ModelConfig) -> HeadConfig:

@@ -19,6 +19,7 @@ from jaxspec.evaluation.benchmarks.draft_heads import (
     head_shapes_for,
     mtp_config,
     p_eagle_config,
+    windowed_eagle3_config,
 )
 from jaxspec.evaluation.benchmarks.floors import floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
@@ -127,6 +128,14 @@ def test_corrections_are_not_rounded():
     assert isinstance(plain, BlockHead) and isinstance(rounded, BlockHead)
     assert isinstance(rounded.fc, GroupedLinear)
     assert jax.tree.structure(rounded.correction) == jax.tree.structure(plain.correction)
+
+
+def test_a_windowed_head_is_that_of_a_published_file_for_longer_texts():
+    raw = read_json(PUBLISHED / "specforge/llama3-8B-eagle3.json")
+    target = SHAPES["llama-3.1-8b"]
+    [said] = eagle_head_config(raw, target).model.layers
+    [layer] = windowed_eagle3_config(target).model.layers
+    assert layer.attention.window == said.attention.window == 2048
 
 
 @pytest.mark.parametrize("kind", ["auto", "mtp", "dflash", "dspark", "dflash2"])
