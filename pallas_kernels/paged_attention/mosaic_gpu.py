@@ -35,7 +35,7 @@ from pallas_kernels.paged_attention.attend import attend
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.memory import named, scratch
 from pallas_kernels.paged_attention.output import merge_and_store, store
-from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials
+from pallas_kernels.paged_attention.parts import PartialAttention, merge_normalized
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
 from pallas_kernels.paged_attention.queries import load_queries
 from pallas_kernels.paged_attention.rows import load_words, row_load, words_of_rows
@@ -61,7 +61,7 @@ def paged_attention_mosaic(
     plan = make_plan(q, pages, context, options, None, config, interpret)
     kernel = _make_kernel(plan, q.dtype, interpret)
     found = kernel(*_operands(plan, q, pages, context), *_scales(pages))
-    return found if plan.config.parts == 1 else _merged_parts(plan, *found).astype(q.dtype)
+    return found if plan.config.parts == 1 else _merged_parts(plan, *found)[0].astype(q.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "options", "config", "interpret"))
@@ -82,8 +82,8 @@ def partial_attention_mosaic(
     """
     plan = make_plan(q, pages, context, options, page_size, config, interpret)
     kernel = _make_kernel(plan, q.dtype, interpret)
-    out, log_sums = kernel(*_operands(plan, q, pages, context), offset[None], *_scales(pages))
-    log_sums = _by_token(plan, log_sums)
+    found = kernel(*_operands(plan, q, pages, context), offset[None], *_scales(pages))
+    out, log_sums = _merged_parts(plan, *found)
     return PartialAttention(out, log_sums, jnp.ones_like(log_sums))
 
 
@@ -125,13 +125,15 @@ def _by_token(plan: AttentionPlan, rows: Array) -> Array:
     return by_token.swapaxes(1, 2).reshape(batch, plan.num_tokens, -1)
 
 
-def _merged_parts(plan: AttentionPlan, out: Array, log_sums: Array) -> Array:
-    """Attention to whole contexts: float32 [B, T, Q, D]."""
+def _merged_parts(plan: AttentionPlan, out: Array, log_sums: Array) -> tuple[Array, Array]:
+    """A call's outputs for each query: float32 [B, T, Q, D], and log-sum-exps [B, T, Q]."""
     log_sums = _by_token(plan, log_sums)
+    if plan.config.parts == 1:
+        return out, log_sums
     out, log_sums = (
         x.reshape(plan.batch, -1, *x.shape[1:]).swapaxes(0, 1) for x in (out, log_sums)
     )
-    return merge_partials(PartialAttention(out, log_sums, jnp.ones_like(log_sums)))
+    return merge_normalized(out, log_sums)
 
 
 def _make_kernel(plan: AttentionPlan, dtype: Any, interpret: Any) -> Any:

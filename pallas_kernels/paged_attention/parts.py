@@ -8,13 +8,14 @@ that are read one after the other.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.paged_attention.reference import (
+    MASKED,
     by_head,
     by_token,
     masked_scores,
@@ -127,6 +128,26 @@ def merge_partials(parts: PartialAttention) -> Array:
     weights = jnp.exp(parts.peak - jnp.max(parts.peak, axis=0))
     total = jnp.sum(parts.total * weights, axis=0)
     return jnp.sum(parts.weighted * weights[..., None], axis=0) / total[..., None]
+
+
+def merge_normalized(parts: Array, log_sums: Array) -> tuple[Array, Array]:
+    """Attention over all slots, float32 [..., D], and the log-sum-exps of its scores [...].
+
+    ``parts`` [n, ..., D] are what attention to each part of the slots gives, and ``log_sums`` [n,
+    ...] their log-sum-exps. It is one reduction, and so one launch on a GPU.
+    """
+
+    def both(first: Any, other: Any) -> Any:
+        (x, x_log_sum), (y, y_log_sum) = first, other
+        peak = jnp.maximum(x_log_sum, y_log_sum)
+        x_weight, y_weight = jnp.exp(x_log_sum - peak), jnp.exp(y_log_sum - peak)
+        total = x_weight + y_weight
+        return (x * x_weight + y * y_weight) / total, peak + jnp.log(total)
+
+    operands = parts, jnp.broadcast_to(log_sums[..., None], parts.shape)
+    none = jnp.float32(0), jnp.float32(MASKED)
+    merged, log_sum = lax.reduce(operands, none, both, (0,))
+    return merged, log_sum[..., 0]
 
 
 def with_sinks(part: PartialAttention, sinks: Array) -> PartialAttention:

@@ -6,8 +6,7 @@ from pallas_kernels.h100 import MULTIPROCESSORS, largest_fitting
 
 ROWS = 64  # query rows of one warpgroup matrix product (wgmma)
 LONG_SPLIT = 1024  # context slots from which a split uses 128-slot blocks
-# Slots of contexts that are read in parts, also with heads of 256, and of a part at least.
-LONG_PARTS, LARGE_HEAD_LONG_PARTS, LEAST_PART = 16384, 8192, 512
+LONG_PARTS, LEAST_PART = 8192, 512  # slots of contexts that are read in parts, and least of a part
 REGISTERS = 65536  # of a multiprocessor
 MIN_REGISTERS = 24  # fewest registers that a thread may have
 
@@ -24,7 +23,7 @@ class AttentionTuning:
       heads: KV heads of a CTA.
       splits: CTAs of a cluster that share one context, and merge their parts of its softmax.
       parts: of a context, each a CTA's; XLA merges them. Unlike splits there may be any number, but
-        it takes a launch or two more.
+        it takes a launch more.
       ping_pong: two warpgroups alternate: one has the tensor cores while the other computes its
         softmax (ping-pong scheduling of FlashAttention-3, arXiv 2407.08608).
       byte_stages: blocks of bytes in flight, before they are widened; for 8-bit pages.
@@ -156,17 +155,14 @@ def large_head_float8_tuning(
 def _shared(config: AttentionTuning, blocks: int, slots: int) -> AttentionTuning:
     """With contexts shared by the CTAs of clusters, or long ones in parts."""
     splits = _splits(blocks, slots // 128)
-    config = dataclasses.replace(config, splits=splits)
-    return _spread(config, blocks, slots, LARGE_HEAD_LONG_PARTS)
+    return _spread(dataclasses.replace(config, splits=splits), blocks, slots)
 
 
-def _spread(
-    config: AttentionTuning, blocks: int, slots: int, long: int = LONG_PARTS
-) -> AttentionTuning:
+def _spread(config: AttentionTuning, blocks: int, slots: int) -> AttentionTuning:
     """With long contexts in parts, where that puts at least half as many CTAs more to work than
     clusters do: those of 4 and 8 leave about half of the multiprocessors idle."""
     parts = min(MULTIPROCESSORS // blocks, slots // LEAST_PART)
-    if slots < long or 2 * parts < 3 * config.splits:
+    if slots < LONG_PARTS or 2 * parts < 3 * config.splits:
         return config
     return dataclasses.replace(config, splits=1, parts=parts)
 

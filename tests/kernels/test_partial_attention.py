@@ -58,6 +58,7 @@ CONFIGS = {
     "two splits": dataclasses.replace(WIDE, splits=2, registers=None, block=64),
     "eight splits": AttentionTuning(block=64, stages=5, splits=8),
     "eight splits of long blocks": AttentionTuning(block=128, stages=2, splits=8),
+    "parts": AttentionTuning(block=128, stages=2, parts=3),
 }
 FAST_TO_LOWER = {"tuned", "two splits"}
 # The second of two devices has no slot of the first sequence, nor of the second one's tree.
@@ -68,7 +69,18 @@ INTERPRETED = (
     (Case("a window under a tree", (330,), 40, 4, 1, 64, 64, tree=True, window=200), WIDE),
     (Case("first slot", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
     (Case("a padded tree", (70, 0), 6, 4, 1, 128, 16, tree=True, real_tokens=4), NARROW),
+    (Case("parts", (600, 3), 3, 4, 1, 64, 16, tree=True), CONFIGS["parts"]),
 )
+
+
+def test_parts_of_long_contexts_are_merged():
+    """The tuning reads them in parts: no part of the output is left for the caller to merge."""
+    case = Case("long", (65_536,), 6, 32, 8, 128, 128, tree=True)
+    shapes = jax.eval_shape(lambda: parts_of(make_arguments(case, jnp.bfloat16), 2)[0])
+    attend = functools.partial(partial_attention_mosaic, page_size=128, options=case.options)
+    found = jax.eval_shape(attend, *shapes)
+    assert found.weighted.shape == (1, 6, 32, 128)
+    assert found.peak.shape == found.total.shape == (1, 6, 32)
 
 
 def check(case: Case, devices: int, attend: Callable[..., PartialAttention]) -> None:
