@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.expert_product.slots import LEAST_LANES
+from pallas_kernels.expert_slots import LEAST_LANES
 from pallas_kernels.packed_expert_product.mosaic_gpu import plan_of, slot_product
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
 from pallas_kernels.packed_experts import PackedExperts

@@ -4,8 +4,8 @@ Those of packed_expert_product, with fewer warpgroups where a CTA for each multi
 missing: a single expert has few tiles. Not timed.
 """
 
-from pallas_kernels.expert_product.slots import LEAST_LANES, MOST_LANES
 from pallas_kernels.expert_product.tuning import OUTPUTS
+from pallas_kernels.expert_slots import LEAST_LANES, MOST_LANES
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
 from pallas_kernels.shared_memory import LINE
