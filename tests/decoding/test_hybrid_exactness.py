@@ -86,6 +86,20 @@ BAMBA = {
     "mamba_d_state": 16,
     "mamba_d_head": 8,
 }
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_d_head": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 16,
+    "shared_intermediate_size": 24,
+    "residual_multiplier": 0.8,
+    "position_embedding_type": "nope",
+}
 FALCON = {  # multipliers that change a random model's text
     "intermediate_size": 48,
     "mamba_d_ssm": 64,
@@ -134,11 +148,15 @@ KIMI = {
 }
 # Of MTP layers that are not Qwen's.
 MTP: dict[str, Any] = {"nemotron_h": {"layout": "nemotron", "context": 0.05}}
-WITHOUT_MTP = ("bamba", "one group", "two groups", "falcon_h1", "kimi_linear", "lfm2", "lfm2_moe")
+WITHOUT_MTP = (
+    *("bamba", "one group", "two groups", "granite 4", "falcon_h1", "kimi_linear"),
+    *("lfm2", "lfm2_moe"),
+)
 CONFIGS = {
     "bamba": BAMBA,
     "one group": BAMBA | {"model_type": "bamba", "mamba_n_groups": 1},  # devices share it
     "two groups": BAMBA | {"model_type": "bamba", "mamba_n_groups": 2},
+    "granite 4": GRANITE,
     "falcon_h1": FALCON,
     "nemotron_h": NEMOTRON,
     "kimi_linear": KIMI,
@@ -304,6 +322,8 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("one group", {"tensor_parallel": 2}, TREE),
         slow("two groups", {"tensor_parallel": 4}, TREE),
         slow("two groups", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("granite 4", {"tensor_parallel": 2}, TREE),
+        slow("granite 4", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("falcon_h1", {"tensor_parallel": 2}, TREE),
         slow("falcon_h1", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("falcon_h1", {"data_parallel": 2}, CHAIN),
