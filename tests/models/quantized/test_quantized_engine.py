@@ -19,7 +19,8 @@ from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.parallel import make_mesh
 from tests.helpers.checkpoints import tiny_eagle3_head, tiny_llama
 from tests.helpers.marks import slow
-from tests.helpers.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.helpers.model_kinds import FORMS
+from tests.helpers.quantized_checkpoints import quantize_checkpoint
 
 PROMPTS = [list(range(3, 40)), [7, 2, 9]]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -35,8 +36,8 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def targets(source: Path, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("targets")
-    names = ("awq", "gptq act-order", "float8 blocks", "float8 static", "mxfp8", *ROUNDED)
-    return {name: quantize_checkpoint(source, folder / name, FORMATS[name])[0] for name in names}
+    names = ("awq", "gptq act-order", "float8 blocks", "float8 static", "mxfp8", "nvfp4", *ROUNDED)
+    return {name: quantize_checkpoint(source, folder / name, FORMS[name])[0] for name in names}
 
 
 def texts(model: Path, drafter: Any = "ngram", **options: Any) -> list[list[int]]:
@@ -49,7 +50,7 @@ def texts(model: Path, drafter: Any = "ngram", **options: Any) -> list[list[int]
     return [one.token_ids for one in generations]
 
 
-@pytest.mark.parametrize("name", ["awq", slow("gptq act-order"), slow("float8 static")])
+@pytest.mark.parametrize("name", ["awq", *map(slow, ("gptq act-order", "float8 static", "nvfp4"))])
 @pytest.mark.parametrize(
     "mesh",
     [slow({"tensor_parallel": 2}), slow({"pipeline_parallel": 2}), slow({"sequence_parallel": 2})],
@@ -68,7 +69,7 @@ def test_rounded_inputs_in_stages(name: str, targets):
 
 
 def test_channels_over_a_grid_are_refused(source: Path, tmp_path: Path):
-    model, _ = quantize_checkpoint(source, tmp_path, FORMATS["gptq 8 bits, channels"])
+    model, _ = quantize_checkpoint(source, tmp_path, FORMS["gptq 8 bits, channels"])
     with pytest.raises(ValueError, match="it cannot be split over a grid of devices"):
         load(model, mesh=make_mesh((2, 2)))
 
@@ -81,12 +82,12 @@ def test_drafters_come_from_quantized_checkpoints(name: str, source: Path, tmp_p
     kind = Float8Linear if name == "float8" else GroupedLinear
     of_head = Linear if name == "float8" else GroupedLinear  # a CPU widens it once
     head_dir = tiny_eagle3_head(tmp_path / "head", source)
-    head, _ = quantize_checkpoint(head_dir, tmp_path / "quantized", FORMATS[name], quantizes)
+    head, _ = quantize_checkpoint(head_dir, tmp_path / "quantized", FORMS[name], quantizes)
     drafter = load(source, head, speculation=CHAIN).drafter
     assert isinstance(drafter, EagleDrafter)
     assert isinstance(drafter.head.front.fc, of_head)
     assert isinstance(drafter.head.lm_head, of_head)
-    draft, dense = quantize_checkpoint(source, tmp_path / "draft", FORMATS[name])
+    draft, dense = quantize_checkpoint(source, tmp_path / "draft", FORMS[name])
     model = load(source, draft, speculation=CHAIN).drafter
     assert isinstance(model, DraftModelDrafter)
     mixer: Any = model.model.layers[0].mixer
