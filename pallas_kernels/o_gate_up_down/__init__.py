@@ -10,7 +10,7 @@ from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     GROUP,
     MOST_INPUTS,
-    MOST_ROWS,
+    ROWS,
     TILE,
     splits_of,
 )
@@ -60,8 +60,8 @@ def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:
 def _problems(x: Array, residual: Array, weights: LayerWeights) -> Iterator[str]:
     norm, *products = weights
     (rows, inputs), hidden, units = x.shape, residual.shape[1], weights.down.values.shape[1]
-    if rows > MOST_ROWS:
-        yield f"{rows} rows: at most {MOST_ROWS}"
+    if rows > ROWS:
+        yield f"{rows} rows: at most {ROWS}"
     if not x.dtype == residual.dtype == norm.dtype == jnp.bfloat16:
         kinds = f"{x.dtype} x, a residual stream of {residual.dtype} and a norm of {norm.dtype}"
         yield f"{kinds}: all must be bfloat16"

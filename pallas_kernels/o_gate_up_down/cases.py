@@ -41,9 +41,8 @@ TEST_CASES = (
     Case(2, 1024, 1024, 1536),
     Case(5, 512, 1024, 512, zeros=True),
     Case(8, 2048, 1024, 4608),
-    Case(13, 1024, 2048, 1536),
 )
-BENCHMARK_CASES = tuple(Case(rows, 4096, 4096, 14336) for rows in (1, 2, 8, 16))
+BENCHMARK_CASES = tuple(Case(rows, 4096, 4096, 14336) for rows in (1, 2, 8))
 
 
 def make_arguments(case: Case, dtype: Any = jnp.bfloat16, seed: int = 0) -> Arguments:

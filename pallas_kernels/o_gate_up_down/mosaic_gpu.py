@@ -25,6 +25,7 @@ from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.o_gate_up_down.outputs import store_job
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
+    BUFFERS,
     PHASES,
     ROWS,
     TILE,
@@ -37,11 +38,11 @@ from pallas_kernels.o_gate_up_down.plan import (
     splits_of,
 )
 from pallas_kernels.o_gate_up_down.products import (
+    SUMS,
     WEIGHT_TRANSFORMS,
     X_TRANSFORMS,
     add_block,
     no_sums,
-    sums_shape,
 )
 from pallas_kernels.o_gate_up_down.rows import NORM_PART, put_normed
 from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
@@ -81,7 +82,7 @@ def o_gate_up_down_mosaic(
         units=units,
         num_splits=num_splits,
         eps=eps,
-        tuning=tuning or Tuning.of(len(x)),
+        tuning=tuning or Tuning(),
         names=PHASES,
         interpret=interpret is not None,
     )
@@ -164,18 +165,18 @@ def _result(plan: Plan, name: PhaseName) -> jax.ShapeDtypeStruct:
 
 def _scratch(plan: Plan, weights: Weights) -> Refs:
     """The ring of weights, x, the parts of jobs, and barriers."""
-    stages, warpgroups, groups = plan.stages, plan.tuning.warpgroups, plan.groups
+    stages, warpgroups = plan.stages, plan.tuning.warpgroups
     scratch: Refs = {
         "values": plgpu.SMEM((stages, TILES, TILE, BLOCK), jnp.int4, transforms=WEIGHT_TRANSFORMS),
-        "rows": plgpu.SMEM((groups, ROWS, plan.depth), jnp.bfloat16, transforms=X_TRANSFORMS),
+        "rows": plgpu.SMEM((ROWS, plan.depth), jnp.bfloat16, transforms=X_TRANSFORMS),
         "squares": plgpu.SMEM((warpgroups, plan.turns, WARPS), jnp.float32),
-        "parts": plgpu.SMEM((plan.buffers, warpgroups, *sums_shape(groups)), jnp.float32),
+        "parts": plgpu.SMEM((BUFFERS, warpgroups, *SUMS), jnp.float32),
         "free": plgpu.Barrier(num_barriers=stages),
-        "rows_copied": plgpu.Barrier(num_arrivals=groups),
+        "rows_copied": plgpu.Barrier(),
         "rows_normed": plgpu.Barrier(num_arrivals=warpgroups),
         "met": plgpu.Barrier(),
-        "done": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=plan.buffers),
-        "stored": plgpu.Barrier(num_barriers=plan.buffers),
+        "done": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=BUFFERS),
+        "stored": plgpu.Barrier(num_barriers=BUFFERS),
     }
     if "gate_up" in plan.names:
         scratch["norm_weight"] = plgpu.SMEM((plan.hidden // NORM_PART, NORM_PART), jnp.bfloat16)
@@ -258,11 +259,11 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             return total
 
         steps = lax.div(phase.blocks - first + count - 1, count)
-        total = lax.fori_loop(0, steps, step, no_sums(plan.groups, interpret=plan.interpret))
+        total = lax.fori_loop(0, steps, step, no_sums(interpret=plan.interpret))
         place = jobs_before + index
-        buffer = lax.rem(place, plan.buffers)
+        buffer = lax.rem(place, BUFFERS)
 
-        @pl.when(place >= plan.buffers)
+        @pl.when(place >= BUFFERS)
         def _():
             plgpu.barrier_wait(refs["stored"].at[buffer])
 
@@ -301,7 +302,7 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
         result = result.at[plan.split(phase)]
 
     def store(index: Array, _: None) -> None:
-        buffer = lax.rem(jobs_before + index, plan.buffers)
+        buffer = lax.rem(jobs_before + index, BUFFERS)
         plgpu.barrier_wait(refs["done"].at[buffer])
         column = (first + index) * (TILE if phase.name == "gate_up" else TILES * TILE)
         parts, residual = refs["parts"].at[buffer], refs["residual"]
@@ -315,14 +316,12 @@ def _copy_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
     """Copy the inputs of this thread block; the copy engine writes zeros for rows that are not
     there."""
     start = plan.split(phase) * phase.depth
+    rows = pl.ds(0 * start, ROWS)  # a start that is not known keeps the slice from being checked
     if not plan.interpret:
         fence_copies()
-    for group in range(plan.groups):
-        # A start that is not known keeps the slice from being checked.
-        rows = pl.ds(0 * start + ROWS * group, ROWS)
-        source = refs[READS[phase.name]].at[rows, pl.ds(start, phase.depth)]
-        place = refs["rows"].at[group, :, pl.ds(0, phase.depth)]
-        plgpu.copy_gmem_to_smem(source, place, refs["rows_copied"])
+    source = refs[READS[phase.name]].at[rows, pl.ds(start, phase.depth)]
+    place = refs["rows"].at[:, pl.ds(0, phase.depth)]
+    plgpu.copy_gmem_to_smem(source, place, refs["rows_copied"])
 
 
 def _wait_for_ring(plan: Plan, refs: Refs) -> None:

@@ -1,6 +1,6 @@
 """The outputs of a job from the parts of all warps, on Hopper GPUs, in one warpgroup.
 
-A thread has the same output of both tiles, of one row of each group.
+A thread has the same output of both tiles, of one row.
 """
 
 import functools
@@ -32,7 +32,7 @@ def store_job(
     - "down": float32 sums.
 
     Args:
-      parts: float32 [warpgroups, *products.sums_shape(groups)] in shared memory.
+      parts: float32 [warpgroups, *products.SUMS] in shared memory.
       result, residual: [rows, ...]
     """
     if interpret:  # the interpreter does not support inlined MLIR
@@ -45,7 +45,7 @@ def store_job(
 
 def _store_interpreted(name: PhaseName, parts: Any, result: Any, residual: Any, first: Any) -> None:
     rows = result.shape[0]
-    by_warp = parts[...].reshape(-1, TILE, TILES, parts.shape[-1] // TILES)
+    by_warp = parts[...].reshape(-1, TILE, TILES, ROWS)
     sums = by_warp.sum(0).transpose(2, 1, 0)[:rows]  # [rows, TILES, TILE]
     columns = pl.ds(first, TILE if name == "gate_up" else TILES * TILE)
     rounded = sums.astype(jnp.bfloat16)
@@ -60,33 +60,23 @@ def _store_interpreted(name: PhaseName, parts: Any, result: Any, residual: Any, 
 
 def _emit(_: Any, parts: Any, result: Any, residual: Any, first: Any, *, name: PhaseName) -> None:
     thread, first = Word(mgpu.thread_idx()) % 128, Word(first.registers.item())
+    output, row = thread // ROWS, thread % ROWS
     rows, width = ir.MemRefType(result.type).shape
     strides, _ = ir.MemRefType(result.type).get_strides_and_offset()
     assert strides == [width, 1]
-    output, tiles = thread // ROWS, 1 if name == "gate_up" else TILES
-    for begin in range(0, rows, ROWS):
-        row = thread % ROWS + begin
+    tiles = 1 if name == "gate_up" else TILES
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, _word(rows))):
         places = [row * width + first + (output + TILE * tile) for tile in range(tiles)]
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, _word(rows))):
-            _store_outputs(name, parts, (result, residual), (output, row), places)
-
-
-def _store_outputs(
-    name: PhaseName, parts: Any, refs: tuple[Any, Any], at: tuple[Word, Word], places: list[Word]
-) -> None:
-    """Store one output of each tile, ``at`` which row; ``places``: in the result and the residual
-    stream."""
-    result, residual = refs
-    # On its way while the sums are made.
-    stream = [_load_bf16(residual, place) for place in places] if name == "o" else None
-    sums = _sums(parts, *at)
-    if name == "gate_up":
-        sums = [_gated(*map(_rounded, sums))]
-    for tile, (place, total) in enumerate(zip(places, sums, strict=True)):
-        if stream is not None:
-            total = arith.addf(stream[tile], _rounded(total))
-        stored = total if name == "down" else arith.truncf(_bf16(), total)
-        llvm.store(stored, _entry(result, place), alignment=4 if name == "down" else 2)
+        # On its way while the sums are made.
+        stream = [_load_bf16(residual, place) for place in places] if name == "o" else None
+        sums = _sums(parts, output, row)
+        if name == "gate_up":
+            sums = [_gated(*map(_rounded, sums))]
+        for at, (place, total) in enumerate(zip(places, sums, strict=True)):
+            if stream is not None:
+                total = arith.addf(stream[at], _rounded(total))
+            stored = total if name == "down" else arith.truncf(_bf16(), total)
+            llvm.store(stored, _entry(result, place), alignment=4 if name == "down" else 2)
 
 
 def _load_bf16(ref: Any, place: Word) -> Any:
@@ -96,11 +86,11 @@ def _load_bf16(ref: Any, place: Word) -> Any:
 
 def _sums(parts: Any, output: Word, row: Word) -> list[Any]:
     """The sums over all warps of all warpgroups, in order, of each tile."""
-    warpgroups, _, width = ir.MemRefType(parts.type).shape
+    count = ir.MemRefType(parts.type).shape[0] * WARPS
     sums = []
     for tile in range(TILES):
-        place = output * width + row + width // TILES * tile
-        places = [place + part * (TILE * width) for part in range(warpgroups * WARPS)]
+        place = output * (TILES * ROWS) + row + ROWS * tile
+        places = [place + part * (TILE * TILES * ROWS) for part in range(count)]
         terms = [llvm.load(_f32(), _entry(parts, at), alignment=4) for at in places]
         sums.append(functools.reduce(arith.addf, terms))
     return sums

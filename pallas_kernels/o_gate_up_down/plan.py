@@ -6,7 +6,7 @@ the same units.
 """
 
 import dataclasses
-from typing import Literal, Self
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,8 +14,7 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.h100 import MULTIPROCESSORS
 
-ROWS = 8  # of a group of x's, padding included: what a product of the tensor cores takes
-MOST_ROWS = 16
+ROWS = 8  # of x, padding included: what a product of the tensor cores takes
 TILE = 16  # outputs, likewise
 TILES = 2  # of a job
 GROUP = 128  # inputs that share a scale
@@ -23,6 +22,7 @@ WARPS = 4  # of a warpgroup; each has one group of a block
 BLOCK = WARPS * GROUP  # inputs
 MOST_INPUTS = 4096  # of a thread block in a phase, of which it keeps x in shared memory
 MOST_SPLITS = 8  # of down: each adds partial sums
+BUFFERS = 2  # jobs whose parts are in shared memory
 
 PhaseName = Literal["o", "gate_up", "down"]
 PHASES: tuple[PhaseName, ...] = ("o", "gate_up", "down")
@@ -42,11 +42,6 @@ class Tuning:
     warpgroups: int = 4
     stages: int = 2
     blocks: int = MULTIPROCESSORS
-
-    @classmethod
-    def of(cls, rows: int) -> Self:
-        """What was the fastest for up to 8 rows; what fits beside x of more."""
-        return cls() if rows <= ROWS else cls(warpgroups=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +98,6 @@ class Plan:
     def stages(self) -> int:
         """Blocks in the ring."""
         return self.tuning.warpgroups * self.tuning.stages
-
-    @property
-    def groups(self) -> int:
-        """Groups of rows."""
-        return -(-self.rows // ROWS)
-
-    @property
-    def buffers(self) -> int:
-        """Jobs whose parts are in shared memory."""
-        return 2 if self.groups == 1 else 1
 
     @property
     def turns(self) -> int:

@@ -5,12 +5,10 @@ of single warps (mma.sync, 16 outputs, 8 rows, 16 inputs): loads, widening and p
 overlap, which they do not around the products of warpgroups. Threads have the same weights for both
 kinds, so weights are stored and widened as for packed_product.
 
-x has one or two groups of ROWS rows, n rows in all. Sums of a warpgroup are an array
-[WARPS * TILE, TILES * n]: entry [TILE * w + o, n * t + r] is the sum over the inputs of warp w, of
-output o of tile t and row r.
+Sums of a warpgroup are an array [WARPS * TILE, TILES * ROWS]: entry [TILE * w + o, ROWS * t + r] is
+the sum over the inputs of warp w, of output o of tile t and row r.
 """
 
-import math
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -28,19 +26,15 @@ from pallas_kernels.packed_product.widening import BIAS, biased_pairs, mask_in_r
 from pallas_kernels.shared_memory import LINE, TILE_ROWS, swizzled
 from pallas_kernels.words import Word
 
+SUMS = (WARPS * TILE, TILES * ROWS)
 WEIGHT_TRANSFORMS = swizzled(2 * LINE, 4)
 X_TRANSFORMS = swizzled(LINE // 2, 16)
 _CHUNK = 16  # bytes that a swizzle moves as one: 32 weights, or 8 entries of x
 _TILE_BYTES = TILE_ROWS * LINE
 
 
-def sums_shape(groups: int) -> tuple[int, int]:
-    """The shape of a warpgroup's sums, of x with so many groups of rows."""
-    return WARPS * TILE, TILES * groups * ROWS
-
-
-def no_sums(groups: int, *, interpret: bool) -> Array:
-    zeros = jnp.zeros(sums_shape(groups), jnp.float32)
+def no_sums(*, interpret: bool) -> Array:
+    zeros = jnp.zeros(SUMS, jnp.float32)
     return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
@@ -59,27 +53,24 @@ def add_block(
     Args:
       values: int4 [TILES, TILE, BLOCK], laid out as WEIGHT_TRANSFORMS.
       scale, zero: [WARPS, TILES, TILE], of the warps' groups.
-      x: bfloat16 [groups, ROWS, ...], laid out as X_TRANSFORMS; the block's inputs begin at
-        ``start``.
+      x: bfloat16 [ROWS, ...], laid out as X_TRANSFORMS; the block's inputs begin at ``start``.
     """
     if interpret:  # the interpreter does not support inlined MLIR
         weights = input_order(values[...].astype(jnp.float32))
         weights = weights.reshape(TILES, TILE, WARPS, GROUP)
         if zero is not None:
             weights -= zero[...].astype(jnp.float32).transpose(1, 2, 0)[..., None]
-        every = x[...].reshape(-1, x.shape[-1])
-        rows = lax.dynamic_slice(every, (0, start), (len(every), BLOCK)).astype(jnp.float32)
-        sums = jnp.einsum("towk,rwk->wotr", weights, rows.reshape(-1, WARPS, GROUP))
+        rows = lax.dynamic_slice(x[...], (0, start), (ROWS, BLOCK)).astype(jnp.float32)
+        sums = jnp.einsum("towk,rwk->wotr", weights, rows.reshape(ROWS, WARPS, GROUP))
         scaled = sums * scale[...].astype(jnp.float32).transpose(0, 2, 1)[..., None]
-        return total + scaled.reshape(total.shape)
+        return total + scaled.reshape(SUMS)
     plain: Any = plgpu.RefType()
     refs = [plgpu.RefType(WEIGHT_TRANSFORMS), plgpu.RefType(X_TRANSFORMS), plain]
     arguments = [values, x, scale]
     if zero is not None:
         refs.append(plain)
         arguments.append(zero)
-    shape = sums_shape(x.shape[0])
-    result: Any = plgpu.ShapeDtypeStruct(shape, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
+    result: Any = plgpu.ShapeDtypeStruct(SUMS, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
     types = plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WGMMA, *refs
     inlined: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)
     return inlined(_emit)(start, total, *arguments)
@@ -88,44 +79,35 @@ def add_block(
 def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) -> Any:
     thread = Word(mgpu.thread_idx()) % 128
     lane, warp = thread % 32, Word(utils.warp_idx(sync=True)) % WARPS
-    groups = [shared_address(x) + begin for begin in group_starts(x)]
-    values, mask = shared_address(values), mask_in_register(thread)
+    values, x = shared_address(values), shared_address(x)
+    mask = mask_in_register(thread)
     first = Word(start.registers.item()) // 8
-    columns = [
-        [_ldmatrix(group + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
-        for group in groups
-    ]
-    sums = _sums_of(total, len(groups))
+    columns = [_ldmatrix(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
+    sums = _tiles_of(total)
     for tile in range(TILES):
         factor, *zero = (_by_output(ref, lane, warp, tile) for ref in factors)
         biases = [_bias(z) for z in zero[0]] if zero else 2 * [_constant(_BIASES)]
-        products = [[utils.c(0.0, _f32())] * 4 for _ in groups]
+        product = [utils.c(0.0, _f32())] * 4
         for pair in range(GROUP // SPAN // 2):
             words = _ldmatrix(values + weight_chunk(lane, warp, tile, pair))
             for span in range(2):
-                wide = _widened(words[2 * span : 2 * span + 2], biases, mask)
-                products = [
-                    _multiply(product, wide, of_group[2 * pair + span])
-                    for product, of_group in zip(products, columns, strict=True)
-                ]
-        for group, product in enumerate(products):
-            sums[tile][group] = [
-                llvm.intr_fma(value, factor[at // 2], sums[tile][group][at])
-                for at, value in enumerate(product)
-            ]
+                product = _multiply(
+                    product, words[2 * span : 2 * span + 2], biases, columns[2 * pair + span], mask
+                )
+        sums[tile] = [
+            llvm.intr_fma(value, factor[at // 2], sums[tile][at])
+            for at, value in enumerate(product)
+        ]
     return _array_of(sums, total)
 
 
-def _widened(words: Any, biases: Any, mask: Any) -> Any:
-    """The weights of a span; ``words``: of the thread's first output, and of its second."""
-    return [
+def _multiply(product: Any, words: Any, biases: Any, columns: Any, mask: Any) -> Any:
+    """product + the weights of a span times x; ``words``: of the thread's first output, and of its
+    second."""
+    wide = [
         [_less(pair.value, bias) for pair in biased_pairs(Word(word), mask)]
         for word, bias in zip(words, biases, strict=True)
     ]
-
-
-def _multiply(product: Any, wide: Any, columns: Any) -> Any:
-    """product + the weights of a span times the rows of a group."""
     for half in range(2):
         product = _mma(product, first_operand(wide, half), columns[2 * half : 2 * half + 2])
     return product
@@ -150,12 +132,6 @@ def weight_chunk(lane: Any, warp: Any, tile: int, pair: int) -> Any:
 def row_chunk(lane: Any, first: Any, warp: Any, span: int) -> Any:
     """A span, in four chunks of 8 inputs, of all rows; ``first``: the block's first chunk."""
     return entry_chunk(lane % 8, first + warp * (GROUP // 8) + (lane // 8 + 4 * span))
-
-
-def group_starts(x: Any) -> list[int]:
-    """Where the groups of rows begin."""
-    groups, *shape = ir.MemRefType(x.type).shape
-    return [group * math.prod(shape) * 2 for group in range(groups)]
 
 
 def entry_chunk(row: Any, chunk: Any) -> Any:
@@ -214,25 +190,20 @@ def _mma(sums: Any, a: Any, b: Any) -> list[Any]:
     return list(utils.inline_ptx(f"{product} {operands}", *a, *b, *sums, result_types=types))
 
 
-def _sums_of(array: Any, groups: int) -> list[list[list[Any]]]:
-    """A thread's sums of each tile and group: of two rows of the first output, and of the
-    second."""
-    pairs = array.registers.reshape(TILES, groups, 2)
+def _tiles_of(array: Any) -> list[list[Any]]:
+    """A thread's sums of each tile: of two rows of the first output, and of the second."""
+    pairs = array.registers.reshape(TILES, 2)
     return [
-        [
-            [vector.extract(pair, [], [at]) for pair in of_group for at in range(2)]
-            for of_group in tile
-        ]
-        for tile in pairs
+        [vector.extract(pair, [], [at]) for pair in pairs[tile] for at in range(2)]
+        for tile in range(TILES)
     ]
 
 
-def _array_of(sums: list[list[list[Any]]], like: Any) -> Any:
+def _array_of(sums: list[list[Any]], like: Any) -> Any:
     two = ir.VectorType.get((2,), _f32())
-    pairs = np.empty((TILES, len(sums[0]), 2), dtype=object)
-    for tile, group, half in np.ndindex(pairs.shape):
-        both = sums[tile][group][2 * half : 2 * half + 2]
-        pairs[tile, group, half] = vector.from_elements(two, both)
+    pairs = np.empty((TILES, 2), dtype=object)
+    for tile, half in np.ndindex(TILES, 2):
+        pairs[tile, half] = vector.from_elements(two, sums[tile][2 * half : 2 * half + 2])
     registers = pairs.reshape(like.registers.shape)
     return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 

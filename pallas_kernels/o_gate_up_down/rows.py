@@ -1,26 +1,24 @@
 """Rows of x in the shared memory of Hopper GPUs, normed on their way there."""
 
 import functools
-import math
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax import Array, lax
+from jax import Array
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.add_rms_norm.reference import rms_norm
 from pallas_kernels.grid_barrier import gather
-from pallas_kernels.o_gate_up_down.plan import ROWS, WARPS
+from pallas_kernels.o_gate_up_down.plan import WARPS
 from pallas_kernels.o_gate_up_down.products import X_TRANSFORMS, entry_chunk, shared_address
 from pallas_kernels.words import Word
 
 ENTRIES = 8  # of a row that a thread has side by side
 THREADS = 128  # of a warpgroup
-AT_A_TIME = 2  # rows of a warpgroup: as many as its registers hold
 NORM_PART = 256  # entries of the norm's weights in a row of their array
 
 
@@ -38,12 +36,12 @@ def put_normed(
     """Write the RMS norms of rows of ``source`` to x, in one warpgroup.
 
     They are the row ``first`` and those that follow it in steps, as many as ``sums`` has places.
-    Two of them are read at the same time, so they take little longer than one.
+    All of them are read at the same time, so they take little longer than one.
 
     Args:
       source: bfloat16 [rows, H] in device memory, H a multiple of ENTRIES * THREADS.
       weight: bfloat16 [H / NORM_PART, NORM_PART] in shared memory.
-      x: bfloat16 [groups, ROWS, H] in shared memory, laid out as X_TRANSFORMS; nobody reads it yet.
+      x: bfloat16 [ROWS, H] in shared memory, laid out as X_TRANSFORMS; nobody reads it yet.
       sums: float32 [n, WARPS] in shared memory, of this warpgroup.
     """
     if interpret:  # the interpreter does not support inlined MLIR
@@ -53,17 +51,13 @@ def put_normed(
     plain: Any = plgpu.RefType()
     types = plain, plain, plgpu.RefType(X_TRANSFORMS), plain, plgpu.Layout.WG_SPLAT(())
     inlined: Any = plgpu.inline_mgpu(arg_types=types)
-    emit = inlined(functools.partial(_emit, step=step, eps=eps))
-    for turn in range(0, sums.shape[0], AT_A_TIME):
-        places = sums.at[pl.ds(turn, min(AT_A_TIME, sums.shape[0] - turn))]
-        emit(source, weight, x, places, first + step * turn)
+    inlined(functools.partial(_emit, step=step, eps=eps))(source, weight, x, sums, first)
 
 
 def _norm_interpreted(source: Any, weight: Any, x: Any, row: Array, eps: float) -> None:
     @pl.when(row < source.shape[0])
     def _():
-        group, place = lax.div(row, ROWS), lax.rem(row, ROWS)
-        x[group, place, : source.shape[1]] = rms_norm(source[row], weight[...].reshape(-1), eps)
+        x[row, : source.shape[1]] = rms_norm(source[row], weight[...].reshape(-1), eps)
 
 
 def _emit(
@@ -71,7 +65,6 @@ def _emit(
 ) -> None:
     (count, hidden), turns = (ir.MemRefType(ref.type).shape for ref in (source, sums))
     thread, first = Word(mgpu.thread_idx()) % THREADS, Word(first.registers.item())
-    group_bytes = math.prod(ir.MemRefType(x.type).shape[1:]) * 2
     x, places = shared_address(x), shared_address(sums)
     chunks = [thread + THREADS * at for at in range(hidden // ENTRIES // THREADS)]
     rows = [first + step * turn for turn in range(turns[0])]
@@ -82,16 +75,13 @@ def _emit(
     gather()
     for turn, (row, stream) in enumerate(zip(rows, streams, strict=True)):
         scale = _scale(places + 4 * WARPS * turn, hidden, eps)
-        group = x + row // ROWS * group_bytes
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, _word(count))):
             for chunk, words in zip(chunks, stream, strict=True):
                 entries = arith.mulf(_widened(_kept(words)), scale)
                 normed = arith.extf(_wide(), arith.truncf(_narrow(), entries))
                 factors = _widened(_load(weight, chunk))
                 scaled = arith.truncf(_narrow(), arith.mulf(normed, factors))
-                _store_shared(
-                    group + entry_chunk(row % ROWS, chunk), utils.bitcast(scaled, _words())
-                )
+                _store_shared(x + entry_chunk(row, chunk), utils.bitcast(scaled, _words()))
 
 
 def _squares(stream: list[Any]) -> Any:

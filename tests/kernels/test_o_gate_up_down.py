@@ -97,7 +97,6 @@ def test_the_reference_is_the_layer():
         (dataclasses.replace(SMALL, zeros=True), Tuning(warpgroups=3, stages=1, blocks=1)),
         (TEST_CASES[0], Tuning(warpgroups=3, stages=2, blocks=6)),
         (TEST_CASES[1], Tuning(warpgroups=3, stages=1, blocks=5)),
-        (dataclasses.replace(SMALL, rows=13), Tuning(warpgroups=2, stages=1, blocks=1)),
         (TEST_CASES[2], Tuning(warpgroups=4, stages=2, blocks=7)),
     ],
     ids=str,
@@ -130,19 +129,13 @@ def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "fewer"), [(TEST_CASES[2], (1, 2, 7)), (TEST_CASES[3], (9, 12))], ids=str
-)
-def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it(
-    case: Case, fewer: tuple[int, ...]
-):
-    """Among up to 8 rows, and among more: those are added up in another order."""
-    x, residual, weights = arguments_of(case)
+def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
+    x, residual, weights = arguments_of(TEST_CASES[2])
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS))
     total, partials = function(
         x, residual, weights, meeting := jnp.zeros(meeting_shape().shape, jnp.int32)
     )
-    for rows in fewer:
+    for rows in (1, 2, 7):
         some, parts = function(x[:rows], residual[:rows], weights, meeting)
         assert jnp.array_equal(some, total[:rows])
         assert jnp.array_equal(parts, partials[:, :rows])
@@ -246,7 +239,7 @@ def test_thread_blocks_have_each_job_once(units: int, blocks: int):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (dataclasses.replace(SMALL, rows=17), "17 rows: at most 16"),
+        (dataclasses.replace(SMALL, rows=9), "9 rows: at most 8"),
         (Case(2, 640, 1024, 512), "640 inputs: a multiple of 512 up to 4096"),
         (Case(2, 512, 5120, 512), "a residual stream of 5120: a multiple of 1024 up to 4096"),
         (Case(2, 512, 1024, 640), "640 units: a multiple of 512 in few parts"),
