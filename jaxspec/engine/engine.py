@@ -29,7 +29,7 @@ from jaxspec.engine.programs.call import LaunchedCall
 from jaxspec.engine.programs.pipeline.programs import single_process_programs
 from jaxspec.engine.programs.several_processes import MakePrograms
 from jaxspec.engine.programs.sizes import RoundsKey
-from jaxspec.engine.programs.weights import without_lm_head_copy
+from jaxspec.engine.programs.weights import as_loaded
 from jaxspec.engine.request_checks import check_for_engine
 from jaxspec.engine.requests import MakeMatcher, Requests
 from jaxspec.engine.warm_up.compile_all import GREEDY_AND_SAMPLED, Progress
@@ -112,7 +112,7 @@ class Engine:
     @property
     def params(self) -> EngineParams:
         """The weights, and every static choice."""
-        return without_lm_head_copy(self.programs.params)
+        return as_loaded(self.programs.params)
 
     @property
     def version(self) -> int:

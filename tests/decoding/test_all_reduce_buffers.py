@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.all_reduce_buffers import with_exchanges, without_exchanges
 from jaxspec.decoding.drafters import BlockDrafter
+from jaxspec.engine.programs.weights import as_loaded
 from jaxspec.engine.programs.xla_options import ONE_GRAPH, compiler_options, passage_options
 from jaxspec.functional import EngineParams
 from jaxspec.parallel import make_mesh, partition_specs
@@ -67,7 +68,8 @@ def test_on_one_device_each_model_gets_its_own_place_to_meet():
     drafter: Any = given.drafter
     assert given.target.exchange is not None and drafter.head.exchange is not None
     assert given.target.exchange is not drafter.head.exchange
-    assert jax.tree.structure(without_exchanges(given)) == jax.tree.structure(params)
+    for shown in (without_exchanges(given), as_loaded(given)):  # the latter by an engine
+        assert jax.tree.structure(shown) == jax.tree.structure(params)
     assert with_exchanges(params).target.exchange is None  # on a CPU
 
 

@@ -70,7 +70,7 @@ def test_other_models_get_no_copy(monkeypatch):
         own_params().replace(mesh=make_mesh(2)),
     ):
         assert program_weights.program_weights(params) is params
-        assert program_weights.without_lm_head_copy(params) is params
+        assert program_weights.as_loaded(params) is params
     monkeypatch.setattr(program_weights, "LARGEST_COPY", tied.embed.nbytes - 1)
     params = own_params(tied)
     assert program_weights.program_weights(params) is params

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.decoding.all_reduce_buffers import with_exchanges
+from jaxspec.decoding.all_reduce_buffers import with_exchanges, without_exchanges
 from jaxspec.decoding.functional import EngineParams
 from jaxspec.models.linear import Linear
 from jaxspec.parallel.pytree import pytree
@@ -44,8 +44,11 @@ def program_weights(params: EngineParams) -> EngineParams:
     return params.replace(target=target.replace(lm_head=lm_head))
 
 
-def without_lm_head_copy(params: EngineParams) -> EngineParams:
-    """The parameters with the target as it was loaded: tied."""
-    if not isinstance(params.target.lm_head, TransposedEmbeddings):
-        return params
-    return params.replace(target=params.target.replace(lm_head=None))
+def as_loaded(params: EngineParams) -> EngineParams:
+    """The parameters with models as they were loaded: a tied target, and on a single device no
+    places where thread blocks meet, which nobody may save, train or give away."""
+    if isinstance(params.target.lm_head, TransposedEmbeddings):
+        params = params.replace(target=params.target.replace(lm_head=None))
+    if params.mesh is None and params.target.exchange is not None:
+        params = without_exchanges(params)
+    return params

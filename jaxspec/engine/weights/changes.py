@@ -8,7 +8,7 @@ from jaxspec.engine.adaptive_trees import AdaptiveTrees
 from jaxspec.engine.draft_watch import DraftWatch
 from jaxspec.engine.plans.runner import PlanRunner
 from jaxspec.engine.programs.programs import Programs
-from jaxspec.engine.programs.weights import without_lm_head_copy
+from jaxspec.engine.programs.weights import as_loaded
 from jaxspec.engine.requests import Requests
 from jaxspec.engine.weights.rules import Rule
 from jaxspec.scheduling.scheduler import Scheduler
@@ -43,7 +43,7 @@ class WeightChanges:
         """The weights that were given last, whether or not they are in use."""
         if self.pending is not None:
             return self.pending
-        return NewWeights(without_lm_head_copy(self._programs.params), self.version)
+        return NewWeights(as_loaded(self._programs.params), self.version)
 
     def next_version(self, version: int | None) -> int:
         """The version, or the last one that was given, and 1. Raises ValueError for no number."""
