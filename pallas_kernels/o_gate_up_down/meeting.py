@@ -1,7 +1,9 @@
 """The memory in which thread blocks of o_gate_up_down meet (see grid_barrier.py).
 
 It lives as long as the programs that use it, is cleared once, and is 0 between two launches. Two
-launches that may run at the same time must not share it.
+launches that may run at the same time must not share it. Even with two of them neither might end:
+each could have multiprocessors that the other one waits for. By default XLA starts the kernels of a
+device one after the other, in CUDA graphs, too.
 """
 
 from typing import Any
