@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.reference import expert_product_reference
-from pallas_kernels.expert_slots import SlotProducts, Slots
+from pallas_kernels.expert_slots import SlotProducts, Slots, make_slots
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.selection import Implementation, kernel_module
 
@@ -69,7 +69,8 @@ def expert_slots(
     problem = misfit(x, gate_up, down, bias)
     mosaic = kernel_module("expert_product", implementation, problem)
     if mosaic is not None:
-        return mosaic.expert_slots_mosaic(x, experts, gate_up, down, bias, slots, clamp=clamp)
+        slots = slots or make_slots(experts, len(gate_up))
+        return mosaic.expert_slots_mosaic(x, slots, gate_up, down, bias, clamp=clamp)
     return SlotProducts.in_order(
         expert_product_reference(x, experts, gate_up, down, bias, clamp=clamp)
     )

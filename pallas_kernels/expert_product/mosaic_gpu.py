@@ -46,29 +46,28 @@ def expert_product_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    slots = make_slots(experts, len(gate_up))
     how: dict[str, Any] = {"clamp": clamp, "config": config, "interpret": interpret}
-    return expert_slots_mosaic(x, experts, gate_up, down, bias, **how).by_pair
+    return expert_slots_mosaic(x, slots, gate_up, down, bias, **how).by_pair
 
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
 def expert_slots_mosaic(
     x: Array,
-    experts: Array,
+    slots: Slots,
     gate_up: Array,
     down: Array,
     bias: Array | None = None,
-    slots: Slots | None = None,
     *,
     clamp: Gating | None,
     config: ExpertTuning | None = None,
     interpret: Any = None,
 ) -> SlotProducts:
-    """``expert_product_mosaic``, without putting the products in order;
-    ``slots`` None: found here."""
+    """``expert_product_mosaic`` of the experts in ``slots``, without putting the products in
+    order."""
     num_experts, hidden, parts, units = gate_up.shape
-    rows, k = experts.shape
-    slots, lanes = slots or make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
+    lanes = num_lanes(*slots.places.shape, num_experts)
 
     def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> ExpertPlan:
         return ExpertPlan(

@@ -9,7 +9,7 @@ from jax import Array
 
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product import LEAST_UNITS, MOST_ROWS
-from pallas_kernels.expert_slots import SlotProducts, Slots
+from pallas_kernels.expert_slots import SlotProducts, Slots, make_slots
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
 from pallas_kernels.packed_experts import PackedExperts
@@ -71,9 +71,8 @@ def packed_expert_slots(
     problem = misfit(x, gate_up, down, bias)
     mosaic = kernel_module("packed_expert_product", implementation, problem)
     if mosaic is not None:
-        return mosaic.packed_expert_slots_mosaic(
-            x, experts, gate_up, down, bias, slots, clamp=clamp
-        )
+        slots = slots or make_slots(experts, gate_up.num_experts)
+        return mosaic.packed_expert_slots_mosaic(x, slots, gate_up, down, bias, clamp=clamp)
     return SlotProducts.in_order(
         packed_expert_product_reference(x, experts, gate_up, down, bias, clamp=clamp)
     )

@@ -66,28 +66,27 @@ def packed_expert_product_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    slots = make_slots(experts, gate_up.num_experts)
     how: dict[str, Any] = {"clamp": clamp, "config": config, "interpret": interpret}
-    return packed_expert_slots_mosaic(x, experts, gate_up, down, bias, **how).by_pair
+    return packed_expert_slots_mosaic(x, slots, gate_up, down, bias, **how).by_pair
 
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
 def packed_expert_slots_mosaic(
     x: Array,
-    experts: Array,
+    slots: Slots,
     gate_up: PackedExperts,
     down: PackedExperts,
     bias: Array | None = None,
-    slots: Slots | None = None,
     *,
     clamp: Gating | None,
     config: PackedExpertTuning | None = None,
     interpret: Any = None,
 ) -> SlotProducts:
-    """``packed_expert_product_mosaic``, without putting the products in order;
-    ``slots`` None: found here."""
-    num_experts, (rows, k) = gate_up.num_experts, experts.shape
-    slots, lanes = slots or make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
+    """``packed_expert_product_mosaic`` of the experts in ``slots``, without putting the products
+    in order."""
+    lanes = num_lanes(*slots.places.shape, gate_up.num_experts)
 
     def product(x: Array, weights: PackedExperts, biases: Any, shared: bool, dtype: Any) -> Array:
         sizes = len(slots.expert), lanes

@@ -241,10 +241,10 @@ def expert_routes_in_slots_mosaic(
 
         found = refs[-1]
         pair = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=of_pairs)
-        own = plgpu.layout_cast(jnp.full((THREADS,), NO_INDEX), of_pairs)
+        experts = plgpu.layout_cast(jnp.full((THREADS,), NO_INDEX), of_pairs)
         for choice, (expert, _) in enumerate(routes):
-            own = jnp.where(pair == first + choice, expert, own)
-        found[...] = own
+            experts = jnp.where(pair == first + choice, expert, experts)
+        found[...] = experts
         cluster.sync()
 
         is_first = (row == 0) | (routes[0][0] == none)  # or padding

@@ -13,7 +13,7 @@ from jaxspec.models.mlps import mix
 from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
-from pallas_kernels.expert_slots import SlotProducts
+from pallas_kernels.expert_slots import SlotProducts, make_slots
 from pallas_kernels.packed_expert_product import packed_expert_product
 from pallas_kernels.packed_expert_product.mosaic_gpu import (
     packed_expert_product_mosaic,
@@ -129,9 +129,10 @@ def test_in_an_engine_products_of_experts_are_not_added_up_yet(monkeypatch: pyte
     x = jnp.asarray(x, jnp.bfloat16)
 
     def by_interpreter(x: Any, routes: Any, gate_up: Any, down: Any, *_: Any) -> SlotProducts:
-        arrays = x, routes.experts, gate_up.packed, down.packed
-        slots = interpreted(packed_expert_slots_mosaic, *arrays, clamp=None)
-        return slots._replace(products=jnp.nan_to_num(slots.products, nan=1e30))
+        slots = make_slots(routes.experts, gate_up.packed.num_experts)
+        arrays = x, slots, gate_up.packed, down.packed
+        found = interpreted(packed_expert_slots_mosaic, *arrays, clamp=None)
+        return found._replace(products=jnp.nan_to_num(found.products, nan=1e30))
 
     monkeypatch.setattr(mix, "slot_products", by_interpreter)
     lens = jnp.zeros(1, jnp.int32)
