@@ -67,7 +67,6 @@ KERNEL_CALLERS = {
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = (
-    "jaxspec.models.layer",  # inside of a program: its layers are traced once
     *("jaxspec.engine.programs", "jaxspec.training", "jaxspec.evaluation.benchmarks"),
     *("jaxspec.quantize", "jaxspec.integrations"),
 )

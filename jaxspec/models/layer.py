@@ -113,18 +113,16 @@ def run_layers(
     following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
     residuals, new_states, normed, chosen = [], [], mixer_input, None
     given = token_inputs or (None,) * len(layers)
-    run_layer = functools.partial(_run_layer, step)
-    if isinstance(step.attend, Pytree):  # in an engine; elsewhere a pass may note what it sees
-        # Layers of equal shapes are traced and lowered once. XLA puts them in line again.
-        run_layer = jax.jit(run_layer)
     for layer, state, following, of_token in zip(
         layers, states, following_norms, given, strict=True
     ):
-        run = jax.checkpoint(run_layer) if layer.recomputed else run_layer
+        run_layer = functools.partial(_run_layer, step, following)
+        if layer.recomputed:
+            run_layer = jax.checkpoint(run_layer)
         if layer.source is not None:
             source: Any = layers[layer.source].mixer
             state = source.lent(new_states[layer.source])
-        x, normed, state, chosen = run(following, layer, x, normed, state, of_token, chosen)
+        x, normed, state, chosen = run_layer(layer, x, normed, state, of_token, chosen)
         residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
