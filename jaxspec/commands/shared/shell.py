@@ -32,7 +32,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if default is None or default is False:
             default = "none" if default is None else "off"
         elif isinstance(default, (list, tuple)):
-            default = " ".join(map(str, default))
+            default = (" " if action.nargs else ",").join(map(str, default))  # as it is given
         return f"{text} (default: {str(default).replace('%', '%%')})"
 
 

@@ -19,7 +19,7 @@ _SMALL: Mapping[str, str] = MappingProxyType(
     {
         "admit": "requests that begin",
         "release": "requests that end early",
-        "catch_up": "the drafter's last tokens of a request",
+        "catch_up": "the drafter's last tokens of requests",
         "copy_pages": "copies of pages",
         "remember": "texts that the drafter looks up",
         "save_row": "copies of requests to host memory",
