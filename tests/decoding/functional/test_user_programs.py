@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh
+from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh, prefill
 from jaxspec.decoding.state import EngineState
 from jaxspec.functional import EngineParams
+from tests.helpers.compilations import compilations_meanwhile
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE, new_jit, traces
 from tests.helpers.random_models import save_random_target
@@ -78,3 +79,13 @@ def test_rounds_on_a_mesh_compile_once_and_keep_their_shardings(checkpoint):
         state = jitted(params, state)
     assert traces(jitted) == 1
     assert [leaf.sharding for leaf in jax.tree.leaves(state)] == before
+
+
+def test_a_second_call_without_jit_compiles_nothing(checkpoint):
+    params = load(checkpoint, "none")
+    state = admitted(params)
+    for _ in range(2):
+        with compilations_meanwhile() as programs:
+            after, _ = prefill(params, state, width=4)
+    assert not programs
+    assert np.array_equal(after.rows.context_lens, [3, 3])
