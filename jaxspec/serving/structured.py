@@ -60,6 +60,7 @@ def _of_format(given: dict[str, Any]) -> StructuredOutput:
 
 
 def _of(given: StructuredOutputs) -> StructuredOutput:
+    _check_one_kind(given)
     spec = StructuredOutput(
         json_schema=given.json_schema,
         regex=given.regex,
@@ -69,6 +70,21 @@ def _of(given: StructuredOutputs) -> StructuredOutput:
         whitespace=not given.disable_any_whitespace,
     )
     return _checked(spec)
+
+
+def _check_one_kind(given: StructuredOutputs) -> None:
+    """StructuredOutput checks the same, with its names in place of the request's."""
+    kinds = {
+        "json": given.json_schema,
+        "regex": given.regex,
+        "choice": given.choice,
+        "grammar": given.grammar,
+        "json_object": given.json_object,
+    }
+    found = [name for name, value in kinds.items() if value not in (None, False)]
+    if len(found) != 1:
+        got = " and ".join(found) or "none"
+        raise ValueError(f"exactly one of {', '.join(kinds)} must be given, got {got}")
 
 
 def _checked(spec: StructuredOutput) -> StructuredOutput:

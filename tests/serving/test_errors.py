@@ -217,6 +217,12 @@ def test_before_it_is_ready_it_says_so(llm: LLM):
         ),
         (
             "completions",
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs: exactly one of json, regex, choice, grammar, json_object must be "
+            "given, got json and regex",
+        ),
+        (
+            "completions",
             {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
             "ignore_eos cannot be with a structured output or a forced tool call",
         ),
