@@ -37,10 +37,11 @@ def read_side_by_side(
 
     An error ends it as soon as the arrays under way are read.
     """
-    held = HeldBytes(READ_AHEAD)
+    held, device = HeldBytes(READ_AHEAD), jax.config.jax_default_device  # of this thread
 
     def load(shape: jax.ShapeDtypeStruct, split: Split, place: Sharding | Format) -> Array:
-        with held.while_reading(math.prod(shape.shape) * shape.dtype.itemsize):
+        size = math.prod(shape.shape) * shape.dtype.itemsize
+        with held.while_reading(size), jax.default_device(device):
             return _load_array(stored, shape, split, place)
 
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "jaxspec-read") as pool:

@@ -119,6 +119,15 @@ def test_an_unsharded_model_on_a_mesh_is_whole_everywhere(llama: Path):
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_weights_read_by_threads_lie_where_the_caller_says(llama: Path, index: int):
+    device = jax.devices()[index]
+    with jax.default_device(device):
+        leaves = jax.tree.leaves(load(llama))
+    assert all(leaf.committed and leaf.devices() == {device} for leaf in leaves)
+    assert not any(leaf.committed for leaf in jax.tree.leaves(load(llama)))
+
+
 @pytest.mark.parametrize("tensor_parallel", [2, (2, 1)])
 def test_each_shard_reads_its_own_slices_once_and_in_chunks(
     llama: Path, tensor_parallel: Any, monkeypatch
