@@ -62,8 +62,9 @@ def test_every_kernel_has_a_fixed_name():
     """Those, too, that have no cases to lower here."""
     found = []
     for path in Path(benchmark.__file__).parent.glob("*/mosaic_gpu.py"):
-        bodies = re.findall(r"(.*)\n +def ([a-z]\w*_kernel)\(", path.read_text())
-        assert bodies, path
+        source = path.read_text()
+        bodies = re.findall(r"(.*)\n +def ([a-z]\w*_kernel)\(", source)
+        assert bodies or "plgpu.kernel" not in source, path  # or another operation's kernel
         found += bodies
     assert [name for line, name in found if "@fixed_name(" not in line] == []
     assert {"round_tokens_kernel", "reduce_add_rms_norm_kernel"} <= {name for _, name in found}
