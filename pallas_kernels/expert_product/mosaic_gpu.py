@@ -67,7 +67,8 @@ def expert_slots_mosaic(
     """``expert_product_mosaic`` of the experts in ``slots``, without putting the products in
     order."""
     num_experts, hidden, parts, units = gate_up.shape
-    lanes = num_lanes(*slots.places.shape, num_experts)
+    rows, k = slots.places.shape
+    lanes = num_lanes(rows, k, num_experts)
 
     def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> ExpertPlan:
         return ExpertPlan(

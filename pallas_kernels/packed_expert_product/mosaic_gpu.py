@@ -86,7 +86,8 @@ def packed_expert_slots_mosaic(
 ) -> SlotProducts:
     """``packed_expert_product_mosaic`` of the experts in ``slots``, without putting the products
     in order."""
-    lanes = num_lanes(*slots.places.shape, gate_up.num_experts)
+    rows, k = slots.places.shape
+    lanes = num_lanes(rows, k, gate_up.num_experts)
 
     def product(x: Array, weights: PackedExperts, biases: Any, shared: bool, dtype: Any) -> Array:
         sizes = len(slots.expert), lanes
