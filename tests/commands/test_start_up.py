@@ -26,8 +26,8 @@ def test_parts_of_a_start_are_added_up():
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([FOUND, FOUND], "all programs were stored"),
-        ([FOUND, MISSED], "1 of 2 programs were stored"),
+        ([FOUND, FOUND], "all programs were found stored"),
+        ([FOUND, MISSED], "1 of 2 programs were found stored"),
     ],
 )
 def test_stored_programs_are_counted(events: list[str], said: str):

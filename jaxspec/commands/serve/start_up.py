@@ -58,5 +58,5 @@ class StartUp:
         if not self.found + self.missed:  # none is stored, or none was compiled
             return ""
         if not self.missed:
-            return " (all programs were stored)"
-        return f" ({self.found} of {self.found + self.missed} programs were stored)"
+            return " (all programs were found stored)"
+        return f" ({self.found} of {self.found + self.missed} programs were found stored)"
