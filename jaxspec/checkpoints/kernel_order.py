@@ -14,7 +14,7 @@ from jaxspec.models.quantized.grouped import GroupedLinear, in_kernel_order
 from jaxspec.models.quantized.packed_experts import packed_experts
 from jaxspec.models.quantized.shared_among import shared_among
 from jaxspec.parallel.placement import place_of
-from pallas_kernels.selection import is_hopper
+from pallas_kernels.selection import Kernels, is_hopper
 
 ORDERED = (GroupedLinear, Float4Linear, Float8Linear, Float8Experts, FourBitExperts)
 
@@ -27,8 +27,8 @@ def is_ordered(node: Any) -> bool:
 def in_order(node: Any) -> Any:
     """The same weights in the order of kernels, where they were; others as they are.
 
-    Floats of 4 bits, and experts, are put in order on GPUs that run their kernels only: experts on
-    a single one, and the shared one among them.
+    Floats of 4 bits are put in order where ``--kernels auto`` runs their kernel only: others undo
+    the order in each pass. So are experts, on a single GPU, and the shared one among them.
     The scale of a Float8Linear's inputs becomes one number.
     """
     match node:
@@ -38,11 +38,11 @@ def in_order(node: Any) -> Any:
             made = in_kernel_order(node)
             return _where_it_lay(made, node)
         case Float4Linear():
-            return _where_it_lay(in_float4_order(node), node) if _are_hopper(node) else node
+            return _where_it_lay(in_float4_order(node), node) if _has_float4_kernel(node) else node
         case Float8Linear():
             return node.with_one_input_scale()
         case Float8Experts() | FourBitExperts():
-            return packed_experts(node) if _are_hopper(node, most=1) else node
+            return packed_experts(node) if _is_for_kernel(node) else node
         case _:
             return node
 
@@ -60,7 +60,17 @@ def _where_it_lay[T: GroupedLinear | Float4Linear](made: T, node: T) -> T:
     return made.replace(**moved)
 
 
-def _are_hopper(weights: Any, most: int | None = None) -> bool:
-    """Whether the devices run the kernels, and are at most so many."""
-    devices = {device for leaf in jax.tree.leaves(weights) for device in leaf.sharding.device_set}
-    return (most is None or len(devices) <= most) and all(map(is_hopper, devices))
+def _has_float4_kernel(linear: Float4Linear) -> bool:
+    """Whether its devices run the kernel of its products by default."""
+    devices = _devices_of(linear)
+    return "packed_float_product" in Kernels.for_device(next(iter(devices)), len(devices))
+
+
+def _is_for_kernel(experts: Any) -> bool:
+    """Whether the device runs the kernel."""
+    devices = _devices_of(experts)
+    return len(devices) == 1 and is_hopper(*devices)
+
+
+def _devices_of(weights: Any) -> set[Any]:
+    return {device for leaf in jax.tree.leaves(weights) for device in leaf.sharding.device_set}

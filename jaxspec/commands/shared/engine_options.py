@@ -47,8 +47,7 @@ def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
 def add_quantization_options(parser: argparse.ArgumentParser) -> None:
     """``quantization``, ``lm_head_quantization`` and ``drafter_quantization`` of random weights."""
     add_target_quantization_options(parser)
-    parser.add_argument("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM "
-        "head included")  # fmt: skip
+    add_drafter_quantization_option(parser)
 
 
 def add_target_quantization_options(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +55,12 @@ def add_target_quantization_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quantization", choices=SCHEMES, help="the target's matrices, but for its LM head")
     add("--lm-head-quantization", choices=SCHEMES, help="the target's LM head")
+
+
+def add_drafter_quantization_option(parser: argparse.ArgumentParser) -> None:
+    """``drafter_quantization`` of random weights."""
+    parser.add_argument("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM "
+        "head included")  # fmt: skip
 
 
 def add_program_options(group: argparse._ActionsContainer) -> None:

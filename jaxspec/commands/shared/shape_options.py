@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from jaxspec.commands.shared.engine_options import (
     KERNELS_HELP,
+    add_drafter_quantization_option,
     add_kv_dtype,
     add_sequence_parallel_option,
     add_target_quantization_options,
@@ -12,7 +13,7 @@ from jaxspec.commands.shared.engine_options import (
 )
 from jaxspec.commands.shared.option_types import number, numbers
 from jaxspec.commands.shared.shell import given_option
-from jaxspec.config.quantization import EXPERT_FORMATS, SCHEMES
+from jaxspec.config.quantization import EXPERT_FORMATS
 from jaxspec.evaluation.benchmarks.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.evaluation.benchmarks.modes import EIGHT_BITS, Mode, check_trees
 from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
@@ -28,7 +29,7 @@ def add_shape_options(parser: argparse.ArgumentParser, *, contexts: bool = False
             "several separated by commas")  # fmt: skip
     else:
         add("--context", type=number, default=512, help="prompt tokens of each sequence")
-    add("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM head included")
+    add_drafter_quantization_option(parser)
     add("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
 
 
