@@ -27,12 +27,14 @@ def block_outputs(
     root: int,  # the last committed token, at position S
     depth: int,
     mask: np.ndarray | None = None,  # [H] the mask's embedding, if it is not the target's
+    with_root: bool = False,  # where no token is drafted at the root, its output comes first
 ) -> np.ndarray:
     """The normed output of each drafted position: [depth, H]. Its product with the target's LM head
-    is the logits before a Markov head."""
+    is the logits before a correction."""
     weights = {name: np.asarray(one, np.float64) for name, one in tensors.items()}
-    next_token = config["architectures"] == ["Qwen3DSparkModel"]
-    options = config if next_token else config["dflash_config"]
+    options = config.get("dflash_config") or config
+    is_dspark = config["architectures"] in (["Qwen3DSparkModel"], ["DSparkDraftModel"])
+    next_token = is_dspark or options.get("shift_label", False)
     eps, size = config["rms_norm_eps"], len(captured)
     tokens = [root] + [options["mask_token_id"]] * (depth - 1 if next_token else depth)
     fused = np.asarray(captured, np.float64) @ weights["fc.weight"].T
@@ -64,7 +66,7 @@ def block_outputs(
         units = gate / (1 + np.exp(-gate)) * up
         x = x + _convolved(units @ own["mlp.down_proj.weight"].T, taps, 1)
     out = norm(x, weights["norm.weight"], eps)
-    return out if next_token else out[1:]
+    return out if next_token or with_root else out[1:]
 
 
 def _taps(own: Tensors, prefix: str, read: np.ndarray) -> np.ndarray | None:

@@ -12,15 +12,8 @@ import pytest
 from jax import Array
 from safetensors.numpy import load_file
 
-from jaxspec import functional
-from jaxspec.checkpoints.block import save_block_head
 from jaxspec.checkpoints.safetensors_io import save_tree
-from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.decoding.drafters import BlockDrafter
 from jaxspec.decoding.trees.grow import Beams, of_parents
-from jaxspec.functional import EngineParams
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads.convolutions import ConvolutionConfig, convolved
 from jaxspec.models.heads.corrections import (
@@ -36,11 +29,9 @@ from jaxspec.models.heads.corrections import (
     XPressConfig,
     lattice_of,
 )
-from jaxspec.models.json.values import read_json
 from jaxspec.models.tensors import joining, splitting, tensor_shapes
 from pallas_kernels.selection import NO_KERNELS
-from tests.helpers.block_heads import block_target, random_head
-from tests.helpers.block_reference import block_outputs, norm
+from tests.helpers.block_heads import block_target
 from tests.helpers.correction_reference import (
     PathLogits,
     domino_path,
@@ -51,14 +42,7 @@ from tests.helpers.correction_reference import (
     xpress_logits,
 )
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import (
-    admit_prompts,
-    empty_state,
-    random_arrays,
-    random_prompts,
-    read_prompts,
-    tiny_config,
-)
+from tests.helpers.random_models import random_arrays, tiny_config
 
 TARGET = block_target(tiny_config(vocab_size=101, hidden_size=24))
 EMBED = np.asarray(TARGET.embed)
@@ -282,57 +266,3 @@ def test_scores_of_a_lattice_are_those_of_another_implementation():
         ],
     ]
     np.testing.assert_allclose(scores.pairs[0], pairs, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_a_lattice_reads_the_contexts_last_token(tmp_path: Path):
-    """After a prompt, after a round and after all pending tokens are read, drafts are those of the
-    published equations."""
-    target = block_target(tiny_config(num_layers=3))
-    drafter = BlockDrafter(head=random_head(target.config, "lilicorr", capture=(0, 2)))
-    params = EngineParams(target=target, drafter=drafter, speculation=SpeculationConfig.chain(4))
-    save_block_head(drafter.head, tmp_path, target)
-    tensors, config = (
-        load_file(tmp_path / "model.safetensors"),
-        read_json(tmp_path / "config.json"),
-    )
-    prompts = random_prompts((5, 21, 30))
-    state = admit_prompts(params, empty_state(params, 3, 64, 7), prompts)
-    state = read_prompts(params, state, 4, greedy=True)
-    decode = jax.jit(
-        functools.partial(functional.decode, trees=True, greedy=True, max_rounds=1),
-        compiler_options=FAST_COMPILE,
-    )
-    assert target.lm_head is not None
-    embed, lm_head = np.asarray(target.embed), np.asarray(target.lm_head.weight, np.float64)
-    sizes = {"count": 8, "heads": 2, "eps": 1e-5, "vector_eps": 1e-4, "scale": 4.0}
-    for caught_up in (False, False, True):
-        if caught_up:
-            state = jax.jit(functional.catch_up)(params, state, jnp.arange(3))
-        tokens, lengths = np.asarray(state.rows.tokens), np.asarray(state.rows.context_lens)
-        states = captured_states(target, tokens, drafter.capture)
-        after, emitted = decode(params, state, 1)
-        assert emitted.trees is not None
-        for row, size in enumerate(lengths):
-            root = int(tokens[row, size])
-            outputs = block_outputs(tensors, config, embed, states[row, :size], root, 4)
-            fused = np.asarray(states[row, size - 1], np.float64) @ tensors["fc.weight"].T
-            context = norm(fused, tensors["hidden_norm.weight"], 1e-5)
-            scores = lilicorr_scores(
-                tensors, outputs, outputs @ lm_head, root, context, embed, sizes
-            )
-            path, before = [root], root
-            for pairs in scores:
-                behind = {token: score for (at, token), score in pairs.items() if at == before}
-                before = max(behind, key=lambda token: behind[token])
-                path.append(before)
-            assert emitted.trees.tokens[0, row].tolist() == path
-        state = after
-
-
-def captured_states(target: Decoder, tokens: np.ndarray, capture: tuple[int, ...]) -> np.ndarray:
-    """The target's hidden states [R, S, C] at tokens [R, S], without a cache."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    none = target.no_states()
-    run = functools.partial(decoder.run, attend=dense_causal_attend, capture=capture)
-    return np.asarray(run(target, jnp.asarray(tokens), positions, none)[2])
