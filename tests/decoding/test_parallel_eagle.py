@@ -135,6 +135,10 @@ def test_a_head_is_read_as_it_was_written(tmp_path: Path):
     save_eagle_head(head, tmp_path / "out", TARGET.config)
     again = load_eagle_head(tmp_path / "out", TARGET.config, FLOAT32)
     assert arrays_equal(again, head) and again.mask is not None and again.mask.token == MASK
+    of_aws = {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": MASK}
+    of_aws |= {"mask_token_id": None}
+    named = changed_copy(tmp_path / "out", tmp_path / "aws", of_aws)
+    assert arrays_equal(load_eagle_head(named, TARGET.config, FLOAT32), head)
     save_decoder(TARGET, tmp_path / "model")
     loaded = load(tmp_path / "model", tmp_path / "out", speculation=SpeculationConfig.chain(DEPTH))
     assert isinstance(loaded.drafter, ParallelEagleDrafter)
@@ -142,6 +146,7 @@ def test_a_head_is_read_as_it_was_written(tmp_path: Path):
         ({"mask_token_id": None}, {}, "does not say which token stands for one that is not known"),
         ({"mask_token_id": 96}, {}, "mask_token_id 96 is no id of the target's 96 tokens"),
         ({"pard_token": 3}, {}, "mask_token_id = 95 and pard_token = 3 contradict each other"),
+        ({"ptd_token_id": 96}, {}, "ptd_token_id 96 is no id of the target's 96 tokens"),
         ({}, {"mask_hidden": None}, "but there is no tensor mask_hidden"),
     ):
         wrong = changed_copy(tmp_path / "out", tmp_path / "wrong", fields, **tensors)

@@ -175,7 +175,7 @@ def _flattened(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 
 def _mask_token(extra: Mapping[str, Any], target: ModelConfig) -> int | None:
     """The token that stands for one that is not known; None: the file names none."""
-    names = "mask_token_id", "pard_token"
+    names = "mask_token_id", "pard_token", "ptd_token_id"
     given = {name: extra[name] for name in names if extra.get(name) is not None}
     for name, token in given.items():
         if not is_integer(token) or not 0 <= token < target.vocab_size:

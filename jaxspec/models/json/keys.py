@@ -166,7 +166,7 @@ NESTED_HEAD_KEYS = HEAD_FLAG_NAMES | words("eagle_aux_hidden_state_layer_ids num
 # how the head was trained.
 HEAD_KEYS = NESTED_HEAD_KEYS | words(
     """draft_vocab_size truncated_vocab_size target_hidden_size bias qkv_bias eagle_config
-    norm_before_residual use_aux_hidden_state mask_token_id pard_token
+    norm_before_residual use_aux_hidden_state mask_token_id pard_token ptd_token_id
     target_model_type modal_type ttt_length lk_loss_type kl_scale kl_decay"""
 )
 HEAD_FIXED_VALUES: Allowed = MappingProxyType({"use_aux_hidden_state": (None, True)})
