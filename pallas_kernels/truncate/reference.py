@@ -138,9 +138,6 @@ def search_digits(
         # candidates with enough weight above them.
         return found | jnp.sum(enough, axis=-1, dtype=jnp.uint32) << shift
 
-    steps, found = 32 // digit_bits, jnp.zeros(keys.shape[:-1], jnp.uint32)
-    if digit_bits == 1:
-        return jax.lax.fori_loop(0, steps, find_digit, found)
-    for step in range(steps):  # unrolled: on a GPU a loop inside a round would break its CUDA graph
-        found = find_digit(step, found)
-    return found
+    # Unrolled on a GPU, where a loop inside a round would break its CUDA graph.
+    none = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    return jax.lax.fori_loop(0, 32 // digit_bits, find_digit, none, unroll=digit_bits > 1)
