@@ -2,6 +2,7 @@
 
 import collections
 import threading
+from typing import Any
 
 import jax
 import pytest
@@ -86,9 +87,16 @@ def test_a_server_begins_with_few_programs():
 
 
 @pytest.mark.slow  # the test above has the keys
-def test_short_requests_run_what_was_begun_for_them():
+def test_short_requests_run_what_was_begun_for_them(monkeypatch: pytest.MonkeyPatch):
     cache = CacheConfig(page_size=4, max_length=64)
     own = Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, EngineConfig(max_rows=2))
+    lowered, lower = [], own.programs.lower
+
+    def noted(program: Any, *arguments: Any, **options: Any) -> jax.stages.Lowered:
+        lowered.append(program)
+        return lower(program, *arguments, **options)
+
+    monkeypatch.setattr(own.programs, "lower", noted)
     with compiling_threads() as pool:
         begin_short_requests(own, 2, pool)
     begun = set(own.programs.coming)
@@ -96,3 +104,4 @@ def test_short_requests_run_what_was_begun_for_them():
         compile_by_running(own, count, PROMPT_TOKENS, SHORT)
     large = {key for key in own.programs.ready if isinstance(key, ReadKey | RoundsKey)}
     assert large == begun and not own.programs.coming
+    assert len(lowered) == len(begun) + 1  # that, and what admits the first request

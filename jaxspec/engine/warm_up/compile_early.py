@@ -116,7 +116,7 @@ def compile_first(programs: Programs, plan: Plan, load: Load, shape: TreeShape) 
         programs.coming["admit", size] = pool.submit(_lowered_admission(programs, size).compile)
     keys = {key for key, _ in programs.readings(reads_of(plan), load, set(), kind)}
     for key in sorted(keys, reverse=True):
-        if key not in programs.ready and key == programs.now(key):
+        if key not in programs.ready and key not in programs.coming and key == programs.now(key):
             programs.coming[key] = pool.submit(_lowered(programs, key, programs.state).compile)
     if len(sequences) > 1:
         rows, tokens = [read.row for read in plan.reads], max(each.limit for each in sequences)
@@ -142,18 +142,18 @@ def _lowered(
     params, state = seen_by(key, programs.params, state)
     first = params, state, programs.options(key)
     rows = programs.sizes.listed([], key.rows)
-    if isinstance(key, ReadKey):
-        counts = np.zeros(len(rows), np.int32)
-        masks = np.stack([programs.all_tokens()] * len(rows)) if key.masked else None
-        return programs.prefill.lower(*first, rows, counts, masks)
-    return programs.decode.lower(*first, np.int32(0), rows)
+    if isinstance(key, RoundsKey):
+        return programs.lower(programs.decode, *first, np.int32(0), rows)
+    counts = np.zeros(len(rows), np.int32)
+    masks = np.stack([programs.all_tokens()] * len(rows)) if key.masked else None
+    return programs.lower(programs.prefill, *first, rows, counts, masks)
 
 
 def _compile_masked(programs: Programs, key: RoundsKey, state: EngineState) -> None:
     """Both halves of a round; the second takes the trees that the first returns."""
     arguments = programs.params, state, programs.options(key)
     rows = programs.sizes.listed([], key.rows)
-    drafting = programs.draft.lower(*arguments, rows)
+    drafting = programs.lower(programs.draft, *arguments, rows)
     _, places = drafting.compile().output_shardings
     _, made = drafting.out_info
     tree = jax.tree.map(
@@ -163,11 +163,11 @@ def _compile_masked(programs: Programs, key: RoundsKey, state: EngineState) -> N
     )
     words = programs.all_tokens()
     masks = np.broadcast_to(words, (*tree.tokens.shape, words.size))
-    programs.verify.lower(*arguments, rows, tree, masks).compile()
+    programs.lower(programs.verify, *arguments, rows, tree, masks).compile()
 
 
 def _lowered_admission(programs: Programs, size: int) -> jax.stages.Lowered:
     new = NewRow(0, (0,), 1, SamplingParams(seed=0), (), 1, ())
     arguments, options = admission([new], size, programs.sizes, programs.columns)
     params, state = programs.params, programs.state
-    return programs.admit_rows.lower(params, state, *arguments, **ADMITTING, **options)
+    return programs.lower(programs.admit_rows, params, state, *arguments, **ADMITTING, **options)
