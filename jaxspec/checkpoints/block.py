@@ -104,8 +104,8 @@ def load_block_head(
     harmless = {*(_COPIES if with_copies else ()), *tables}
     if shapes.token_ids is None and not ids_are_equal(stored):
         raise ValueError(
-            f"{directory}: d2t says that draft ids are not the target's, which is not "
-            "supported for a block drafter that drafts all of them"
+            f"{directory}: d2t says that draft ids are not the target's, and config.json has no "
+            "draft_vocab_size of a reduced vocabulary"
         )
     splits = shapes.mapped(splitting())
     return load_head(directory, stored, shapes, splits, mesh, target.vocab_size, harmless)

@@ -50,6 +50,9 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no candidates": (
         "dflash2", nested(selector_top_k=0), {}, "selector_top_k must be a positive integer, got 0",
     ),
+    "more candidates than tokens": (
+        "dflash2", nested(selector_top_k=300), {}, "top_k is 300, and the target has 257 tokens",
+    ),
     "groups of no size": (
         "dflash2", nested(conv_group_size=0), {}, "conv_group_size must be a positive integer",
     ),

@@ -221,6 +221,8 @@ def test_newer_files_have_block_size_among_the_options(
     [
         (of_modelopt, {"dflash_config": {"projector_type": "dspark", "use_confidence_head": True,
          "shift_label": False}}, "shift_label = False is not supported for a DSpark head"),
+        (of_modelopt, {"dflash_config": {"projector_type": "dflare"}},
+         "projector_type 'dflare' is not a supported block drafter, only dflash, domino, lilicorr"),
         (of_specforge, {"dflash_config": None}, "dflash_config must be an object, got None"),
         (of_specforge, {"draft_vocab_size": 258},
          "draft_vocab_size must be an integer from 1 to the target's vocabulary of 257, got 258"),

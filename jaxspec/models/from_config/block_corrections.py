@@ -117,19 +117,19 @@ HEAD_KINDS: Mapping[str, HeadKind] = MappingProxyType(
 
 
 def correction_config(
-    kind: Kind, options: Mapping[str, Any], hidden: int, eps: Any
+    kind: Kind, options: Mapping[str, Any], target: ModelConfig, eps: Any
 ) -> CorrectionConfig | None:
-    """The correction that a head of a kind has, with layers of this hidden size and epsilon of
-    their norms; None: none. Raises ValueError for one that is not supported."""
+    """The correction that a head of a kind has, with layers as wide as the target's and this
+    epsilon of their norms; None: none. Raises ValueError for one that is not supported."""
     match kind:
         case "dflash":
             return None
         case "dspark":
             return _markov(options)
         case "dflash2":
-            return SelectorConfig(*positive_integers(options, SELECTOR))
+            return _selector(options, target.vocab_size)
         case "lilicorr":
-            return _lilicorr(options, hidden, eps)
+            return _lilicorr(options, target.hidden_size, eps)
         case "domino":
             return _domino(options)
         case "xpress":
@@ -147,6 +147,13 @@ def _markov(options: Mapping[str, Any]) -> MarkovConfig | None:
             return MarkovConfig(rank, supported)
     kinds = ", ".join(map(repr, MARKOV_KINDS))
     raise ValueError(f"markov_head_type {shown(kind)} is not supported, only {kinds}")
+
+
+def _selector(options: Mapping[str, Any], vocab: int) -> SelectorConfig:
+    rank, count = positive_integers(options, SELECTOR)
+    if count > vocab:
+        raise ValueError(f"{SELECTOR[1]} is {count}, and the target has {vocab} tokens")
+    return SelectorConfig(rank, count)
 
 
 def _lilicorr(options: Mapping[str, Any], hidden: int, eps: Any) -> LiLiCorrConfig:

@@ -70,7 +70,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         _check_fit(model, layout, target)
     with problems.caught():
         eps = layout.layers.get("rms_norm_eps")
-        correction = correction_config(layout.kind, options, target.hidden_size, eps)
+        correction = correction_config(layout.kind, options, target, eps)
     with problems.caught():
         convolution = convolution_config(options, target.hidden_size)
     with problems.caught():

@@ -158,10 +158,16 @@ def _with_options_nested(
 
 
 def _kind_of_options(nested: Mapping[str, Any]) -> Kind:
-    """The kind of a head whose architecture is DFlash's."""
+    """The kind of a head whose architecture is DFlash's. Raises ValueError for an unknown one."""
+    named = nested.get("projector_type")
     for kind in (HEAD_KINDS["domino"], HEAD_KINDS["lilicorr"]):
-        if nested.get("projector_type") == kind.name:
+        if named == kind.name:
             return kind.name
+    if named not in (None, "dflash"):
+        raise ValueError(
+            f"dflash_config: projector_type {shown(named)} is not a supported block drafter, only "
+            "dflash, domino, lilicorr, and dspark with use_confidence_head"
+        )
     return "lilicorr" if nested.get("lilicorr_enabled") else "dflash"
 
 
@@ -170,7 +176,7 @@ def _of_speculators(raw: Mapping[str, Any], problems: Problems) -> BlockLayout:
     if raw[SPECULATORS] not in SPECULATORS_KINDS:
         raise ValueError(
             f"{SPECULATORS} {shown(raw[SPECULATORS])} is not a supported block drafter, only "
-            f"{' and '.join(SPECULATORS_KINDS)}"
+            f"{', '.join(SPECULATORS_KINDS)}"
         )
     kind = HEAD_KINDS[raw[SPECULATORS]]
     known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | _SPECULATORS_UNUSED
