@@ -1,5 +1,6 @@
 """What a server says of its start."""
 
+import gc
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import jax.monitoring
 import pytest
 
 from jaxspec.commands.serve.start_up import FOUND, MISSED, StartUp
+from jaxspec.commands.shared.collector import without_collector
 
 
 def test_parts_of_a_start_are_added_up():
@@ -37,6 +39,15 @@ def test_stored_programs_are_counted(events: list[str], said: str):
             jax.monitoring.record_event(event)
     jax.monitoring.record_event(MISSED)  # afterwards
     assert start_up.line().endswith(f" ({said})")
+
+
+def test_the_collector_goes_on_after_an_error():
+    with pytest.raises(ValueError, match="while it loads"), without_collector():
+        with without_collector():
+            pass
+        assert not gc.isenabled()
+        raise ValueError("while it loads")
+    assert gc.isenabled()
 
 
 def test_generate_imports_what_it_needs():

@@ -21,6 +21,7 @@ from jaxspec.checkpoints.load_drafter import choose_drafter
 from jaxspec.commands.generate import BATCH_ROWS, PAIRS
 from jaxspec.commands.generate.chat import chat, check_chat_template, stream, typed_lines
 from jaxspec.commands.generate.tree_page import check_page_path, tree_page
+from jaxspec.commands.shared.collector import without_collector
 from jaxspec.commands.shared.engine_config import engine_config, llm_options
 from jaxspec.commands.shared.meshes import engine_meshes
 from jaxspec.commands.shared.program_cache import keep_compiled_programs, program_folder
@@ -207,5 +208,6 @@ def run(arguments: argparse.Namespace, prompt: str | None) -> None:
     with processes_of(arguments) as processes:
         if prompt is None:
             run_chat(arguments, processes)
-        else:
+            return
+        with without_collector():
             generate(arguments, prompt, processes)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from jaxspec import LLM
 from jaxspec.checkpoints.hub import resolve_directory
 from jaxspec.commands.generate.generation import local_program_folder
 from jaxspec.commands.serve.start_up import StartUp
+from jaxspec.commands.shared.collector import without_collector
 from jaxspec.commands.shared.engine_config import engine_config, llm_options, with_memory
 from jaxspec.commands.shared.importing import STARTED, import_command
 from jaxspec.commands.shared.meshes import engine_meshes
@@ -240,9 +242,11 @@ async def _serve(
 
         def load() -> AsyncLLM | ReplicatedLLM:
             named = service.name, meshes, metrics
-            return load_engines(arguments, *named, show, processes, start_up)
+            with without_collector():
+                return load_engines(arguments, *named, show, processes, start_up)
 
         def ready(address: str) -> None:
+            gc.freeze()  # it all stays: to look through it would stop the streams for 0.2 s
             status.stop()
             tell_of_service(arguments, service, len(meshes), address, console)
             console.print(start_up.line())

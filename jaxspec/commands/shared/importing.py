@@ -1,13 +1,14 @@
 """Commands, imported when they are asked for. Importing jax takes a second."""
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType
+
+from jaxspec.commands.shared.collector import without_collector
 
 STARTED = time.perf_counter()  # of the process, but for what Python itself takes
 INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
@@ -29,7 +30,7 @@ def import_command(module: str, program: str) -> ModuleType:
     Raises MissingExtra if it needs a package of an extra.
     """
     try:
-        with _ended_by_ctrl_c(program), _without_collector():
+        with _ended_by_ctrl_c(program), without_collector():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(error.name or "")
@@ -56,17 +57,3 @@ def _ended_by_ctrl_c(program: str) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Let Python not look for garbage: what modules make as they load is kept. Looking takes a
-    sixth of the time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
