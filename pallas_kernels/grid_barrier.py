@@ -2,9 +2,8 @@
 the GPU runs at once.
 
 It is a counter in device memory. Each block counts itself and waits until all are counted. The
-counter runs over twice the blocks and then begins anew, so which half it is in tells two barriers
-that follow each other from one another, and after an even number of barriers it is 0 again: nobody
-has to clear it.
+counter runs over as many times the blocks as a launch has barriers, and is 0 again then: nobody has
+to clear it.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ from jaxlib.mlir.dialects import arith, scf
 THREADS = 128  # of a warpgroup
 
 
-def meet(counter: Any, blocks: int, number: int) -> None:
+def meet(counter: Any, blocks: int, number: int, count: int, *, waits: bool = True) -> None:
     """Wait for all blocks. One warpgroup of each calls it; others may wait for that one.
 
     What its threads stored before is seen by all that wait; reads through the copy engine need
@@ -26,7 +25,9 @@ def meet(counter: Any, blocks: int, number: int) -> None:
 
     Args:
       counter: int32, one entry in device memory, 0 before the first barrier.
-      number: of the barrier in the launch, from 0 on. There must be an even number of them.
+      number: of the barrier in the launch, from 0 on.
+      count: of such barriers, at least 2: of a single one the counter would end where it begins.
+      waits: False: the block counts itself only. It must not come to another barrier.
     """
 
     def emit(_: Any, counter: Any) -> None:
@@ -34,8 +35,9 @@ def meet(counter: Any, blocks: int, number: int) -> None:
         gather()
         thread = arith.remui(mgpu.thread_idx(), _word(THREADS))
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _word(0))):
-            _arrive(address, blocks)
-            _wait(address, blocks, number % 2)
+            _arrive(address, blocks * count)
+            if waits:
+                _wait(address, blocks * number, blocks)
         gather()
 
     inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -63,16 +65,15 @@ def gather() -> None:
     utils.inline_ptx(wait, place, has_side_effects=True, convergent=True)
 
 
-def _arrive(counter: Any, blocks: int) -> None:
-    """Count this block. Nobody waits for the answer."""
+def _arrive(counter: Any, end: int) -> None:
+    """Count this block; the counter begins anew at ``end``. Nobody waits for the answer."""
     utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
     count = "red.relaxed.gpu.global.inc.u32 [$0], $1;"
-    utils.inline_ptx(count, counter, _word(2 * blocks - 1), has_side_effects=True)
+    utils.inline_ptx(count, counter, _word(end - 1), has_side_effects=True)
 
 
-def _wait(counter: Any, blocks: int, half: int) -> None:
-    """Wait until the counter has left this half."""
-    stays = arith.CmpIPredicate.uge if half else arith.CmpIPredicate.ult
+def _wait(counter: Any, begin: int, blocks: int) -> None:
+    """Wait until the counter has left the numbers from ``begin`` on, as many as blocks."""
     loop = scf.WhileOp([], [])
     with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
         number = utils.inline_ptx(
@@ -81,7 +82,8 @@ def _wait(counter: Any, blocks: int, half: int) -> None:
             result_types=_i32(),
             has_side_effects=True,
         )
-        scf.condition(arith.cmpi(stays, number, _word(blocks)), [])
+        counted = arith.subi(number, _word(begin))
+        scf.condition(arith.cmpi(arith.CmpIPredicate.ult, counted, _word(blocks)), [])
     with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
         scf.yield_([])
     utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)

@@ -33,6 +33,7 @@ OPERATIONS = (
     "delta_inputs",
     "gated_norm",
     "o_gate_up_down",
+    "o_to_norm",  # of o_gate_up_down, with the norm behind it
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
@@ -54,6 +55,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "delta_inputs": (1,),
         "gated_norm": (1,),
         "o_gate_up_down": (1,),
+        "o_to_norm": (),  # it has not run on a GPU yet
         "float8_pages": (1, 2),
     }
 )

@@ -2,44 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import Addend, AnyLinear, Product
+from jaxspec.models.linear import Addend, AnyLinear, Product, ReadsRounded
 from jaxspec.models.quantized.grouped import GroupedLinear
+from jaxspec.models.readers import OneReader
 from jaxspec.parallel import WHOLE, Layout
-from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down
+from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm
 from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
 from pallas_kernels.selection import Kernels
-
-
-def o_gate_up_down_of(
-    step: ForwardPass,
-    x: Array,  # [B, T, H] the residual stream
-    mixed: Addend,
-    norm: Array | None,
-    gate_up: AnyLinear,
-    down: AnyLinear,
-) -> tuple[Array, Addend] | None:
-    """The residual stream with what a mixer adds to it, and what an MLP makes of its norm: SiLU of
-    gate, times up, times down. None where the kernel does not run."""
-    if "o_gate_up_down" not in step.kernels or step.exchange is None or step.layout != WHOLE:
-        return None
-    if norm is None or step.centred or step.isolate_blocks or not isinstance(mixed, Product):
-        return None
-    weights = layer_weights(norm, mixed.linear, gate_up, down)
-    if weights is None:
-        return None
-    rows, stream = (array.reshape(-1, array.shape[-1]) for array in (mixed.x, x))
-    if misfit(rows, stream, weights) is not None:
-        return None
-    with jax.named_scope("mlp"):
-        how = step.eps, step.kernels.implementation("o_gate_up_down"), step.exchange
-        total, partials = o_gate_up_down(rows, stream, weights, *how)
-    return total.reshape(x.shape), SplitSums(partials.reshape(len(partials), *x.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +28,74 @@ class SplitSums:
         self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
     ) -> Array:
         return self.partials
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLaunch:
+    """The rest of a layer after its mixer, in one launch: the projection of what was mixed, the
+    residual stream and its norm, and an MLP: SiLU of gate, times up, times down.
+
+    Attributes:
+      x: [B, T, H], the residual stream before it.
+      mixed: [B, T, in], what the projection reads.
+    """
+
+    step: ForwardPass
+    x: Array
+    mixed: Array
+    weights: LayerWeights
+
+    def partial_sums(self) -> tuple[Array, Addend]:
+        """The residual stream before the MLP, and what the MLP adds to it."""
+        rows, stream, *how = self._arguments()
+        with jax.named_scope("mlp"):
+            total, partials = o_gate_up_down(rows, stream, self.weights, *how)
+        added = SplitSums(partials.reshape(len(partials), *self.x.shape))
+        return total.reshape(self.x.shape), added
+
+    def can_norm(
+        self, norm: Array | None, reader: AnyLinear | OneReader | None, beside: Array | None
+    ) -> bool:
+        """Whether the launch may go on to the norm that follows (see ForwardPass.add_norm)."""
+        if "o_to_norm" not in self.step.kernels or norm is None or beside is not None:
+            return False
+        rounds = isinstance(reader, ReadsRounded) and reader.rounds
+        return not (rounds or isinstance(reader, OneReader)) and norm.dtype == self.x.dtype
+
+    def normed(self, norm: Array) -> tuple[Array, Array]:
+        """The residual stream behind the MLP, and its norm."""
+        rows, stream, *how = self._arguments()
+        with jax.named_scope("mlp"):
+            total, normed = o_to_norm(rows, stream, self.weights, norm, *how)
+        return total.reshape(self.x.shape), normed.reshape(self.x.shape)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Rows of both arrays, eps, and how the kernel runs."""
+        rows, stream = (array.reshape(-1, array.shape[-1]) for array in (self.mixed, self.x))
+        implementation = self.step.kernels.implementation("o_gate_up_down")
+        return rows, stream, self.step.eps, implementation, self.step.exchange
+
+
+def layer_launch(
+    step: ForwardPass,
+    x: Array,  # [B, T, H] the residual stream
+    mixed: Addend,
+    norm: Array | None,
+    gate_up: AnyLinear,
+    down: AnyLinear,
+) -> LayerLaunch | None:
+    """The launch of a layer; None where the kernel does not run."""
+    if "o_gate_up_down" not in step.kernels or step.exchange is None or step.layout != WHOLE:
+        return None
+    if norm is None or step.centred or step.isolate_blocks or not isinstance(mixed, Product):
+        return None
+    weights = layer_weights(norm, mixed.linear, gate_up, down)
+    if weights is None:
+        return None
+    rows, stream = (array.reshape(-1, array.shape[-1]) for array in (mixed.x, x))
+    if misfit(rows, stream, weights) is not None:
+        return None
+    return LayerLaunch(step, x, mixed.x, weights)
 
 
 def layer_weights(

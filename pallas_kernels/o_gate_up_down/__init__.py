@@ -1,11 +1,13 @@
 """The rest of a layer after its attention, in one launch: the output projection, the residual
-stream and its norm, and an MLP with gates; all weights have 4 bits."""
+stream and its norm, and an MLP with gates; all weights have 4 bits. It may go on to the norm behind
+the MLP."""
 
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     GROUP,
@@ -49,6 +51,30 @@ def o_gate_up_down(
     if mosaic is None:
         return o_gate_up_down_reference(x, residual, weights, eps)
     return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps)
+
+
+def o_to_norm(
+    x: Array,
+    residual: Array,
+    weights: LayerWeights,
+    next_norm: Array,
+    eps: float,
+    implementation: Implementation = "reference",
+    meeting: Array | None = None,
+) -> tuple[Array, Array]:
+    """The residual stream behind a layer's MLP, [M, H], and its norm, which ``next_norm`` [H]
+    multiplies: see ``o_gate_up_down``, and add_rms_norm for what is rounded."""
+    problem = misfit(x, residual, weights)
+    if next_norm.dtype != jnp.bfloat16:
+        problem = problem or f"a next norm of {next_norm.dtype}: it must be bfloat16"
+    if meeting is None:
+        problem = problem or "no place to meet"
+    mosaic = kernel_module("o_gate_up_down", implementation, problem)
+    if mosaic is None:
+        before, partials = o_gate_up_down_reference(x, residual, weights, eps)
+        return add_rms_norm_reference(before, partials, next_norm, eps)
+    given = x, residual, weights, meeting, eps
+    return mosaic.o_gate_up_down_mosaic(*given, next_norm=next_norm)
 
 
 def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:

@@ -1,7 +1,8 @@
 """From the output projection to the partial sums of the MLP, in one launch on Hopper GPUs.
 
 As many thread blocks as there are multiprocessors stay for all three products, and meet between
-them. Within a thread block warpgroups have roles:
+them. Where the launch also norms what the MLP gives, they meet once more, and some norm a row each.
+Within a thread block warpgroups have roles:
 
 - One copies weights into a ring, product after product. It does not wait where blocks meet: the
   ring is full of the next product's weights by then.
@@ -22,10 +23,12 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.grid_barrier import fence_copies, meet
 from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.o_gate_up_down.next_norm import norm_row
 from pallas_kernels.o_gate_up_down.outputs import store_job
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     BUFFERS,
+    NEXT_NORM,
     PHASES,
     ROWS,
     TILE,
@@ -46,6 +49,7 @@ from pallas_kernels.o_gate_up_down.products import (
 )
 from pallas_kernels.o_gate_up_down.rows import NORM_PART, put_normed
 from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
+from pallas_kernels.round_tokens.row_parts import RowParts
 
 Refs = dict[str, Any]
 Weights = dict[PhaseName, PackedWeights]
@@ -63,10 +67,12 @@ def o_gate_up_down_mosaic(
     meeting: Array,  # int32 [1, 1]
     eps: float,
     *,
+    next_norm: Array | None = None,  # [H]
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """See pallas_kernels.o_gate_up_down; only for arguments that ``misfit`` accepts.
+    """See pallas_kernels.o_gate_up_down, with ``next_norm`` o_to_norm; only for arguments that
+    ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
     one thread block: the interpreter does not run several side by side, so they cannot meet.
@@ -83,19 +89,23 @@ def o_gate_up_down_mosaic(
         num_splits=num_splits,
         eps=eps,
         tuning=tuning or Tuning(),
-        names=PHASES,
+        names=PHASES if next_norm is None else (*PHASES, NEXT_NORM),
         interpret=interpret is not None,
     )
     by_phase: Weights = dict(zip(PHASES, products, strict=True))
     norm = norm.reshape(-1, NORM_PART)
     arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
+    if next_norm is not None:
+        arrays[NEXT_NORM] = next_norm
     if interpret is None or plan.tuning.blocks == 1:
         arrays |= _launch(plan, arrays, by_phase, interpret)
     else:
-        for name, packed in by_phase.items():
+        for name in plan.names:
             phase = dataclasses.replace(plan, names=(name,))
-            arrays |= _launch(phase, arrays, {name: packed}, interpret)
-    return arrays["total"], arrays["partials"]
+            product: Weights = {key: packed for key, packed in by_phase.items() if key == name}
+            arrays |= _launch(phase, arrays, product, interpret)
+    names = ("total", "partials") if next_norm is None else ("stream", "normed")
+    return arrays[names[0]], arrays[names[1]]
 
 
 def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
@@ -104,6 +114,8 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
     for name, packed in weights.items():
         inputs |= _viewed(name, packed)
     results = {RESULTS[name]: _result(plan, name) for name in weights}
+    if plan.norms_next:
+        results |= dict.fromkeys(("stream", "normed"), _rows_of(plan, plan.hidden))
     names, warpgroups = (*inputs, *results), plan.tuning.warpgroups
 
     @fixed_name(interpret)
@@ -115,11 +127,15 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
         def _multiply():
             for at in range(len(plan.phases)):
                 _multiply_phase(plan, at, refs)
+            if plan.norms_next:
+                _norm_next(plan, refs)
 
         @pl.when(role == warpgroups)
         def _add_up():
             for at in range(len(plan.phases)):
                 _store_phase(plan, at, refs)
+            if plan.norms_next:
+                _meet_for_norm(plan, refs)
 
         @pl.when(role == warpgroups + 1)
         def _copy():
@@ -159,7 +175,10 @@ def _result(plan: Plan, name: PhaseName) -> jax.ShapeDtypeStruct:
     if name == "down":
         shape = plan.num_splits, plan.rows, plan.hidden
         return jax.ShapeDtypeStruct(shape, jnp.float32)
-    width = plan.hidden if name == "o" else plan.units
+    return _rows_of(plan, plan.hidden if name == "o" else plan.units)
+
+
+def _rows_of(plan: Plan, width: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((plan.rows, width), jnp.bfloat16)
 
 
@@ -181,10 +200,13 @@ def _scratch(plan: Plan, weights: Weights) -> Refs:
     if "gate_up" in plan.names:
         scratch["norm_weight"] = plgpu.SMEM((plan.hidden // NORM_PART, NORM_PART), jnp.bfloat16)
         scratch["norm_copied"] = plgpu.Barrier()
+    if plan.norms_next:
+        scratch["row_squares"] = plgpu.SMEM((plan.own_rows, warpgroups, WARPS), jnp.float32)
+        scratch["row_squared"] = plgpu.Barrier(num_arrivals=warpgroups)
     copies = 1
     for factor in FACTORS:
         of_all = [getattr(packed, factor) for packed in weights.values()]
-        if of_all[0] is not None:
+        if of_all and of_all[0] is not None:
             shape = stages, WARPS, TILES, TILE
             scratch[factor] = plgpu.SMEM(shape, of_all[0].dtype)
             copies += 1
@@ -284,6 +306,42 @@ def _norm_rows(plan: Plan, refs: Refs) -> None:
     plgpu.barrier_wait(refs["rows_normed"])
 
 
+def _norm_next(plan: Plan, refs: Refs) -> None:
+    """A multiplying warpgroup's part of the norm behind the MLP."""
+    parts = RowParts(plan.hidden, plan.tuning.warpgroups)
+    block = kernel_axes.index("block")
+
+    @pl.when(block < plan.rows)
+    def _norm_rows_of_block():
+        weight = parts.load(refs[NEXT_NORM])  # on its way while blocks meet
+        plgpu.barrier_wait(refs["met"])
+        for turn in range(plan.own_rows):
+            row = block + plan.tuning.blocks * turn
+
+            @pl.when(row < plan.rows)
+            def _(turn=turn, row=row):
+                given = weight, refs["row_squares"].at[turn], refs
+                norm_row(parts, row, *given, eps=plan.eps, interpret=plan.interpret)
+
+
+def _meet_for_norm(plan: Plan, refs: Refs) -> None:
+    """Meet the other thread blocks before the norm behind the MLP: those that norm nothing are
+    counted and need not wait."""
+    block, blocks = kernel_axes.index("block"), plan.tuning.blocks
+    given: Any = refs["meeting"], blocks, plan.meetings - 1, plan.meetings
+
+    @pl.when(block < plan.rows)
+    def _wait():
+        if not plan.interpret:
+            meet(*given)
+        plgpu.barrier_arrive(refs["met"])
+
+    @pl.when(block >= plan.rows)
+    def _count():
+        if not plan.interpret:
+            meet(*given, waits=False)
+
+
 def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     """Store the outputs of a phase's jobs; before that, see to its x."""
     phase = plan.phases[at]
@@ -291,7 +349,7 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     jobs_before = plan.jobs_before(at)
     if at:
         if not plan.interpret:
-            meet(refs["meeting"], plan.tuning.blocks, at - 1)
+            meet(refs["meeting"], plan.tuning.blocks, at - 1, plan.meetings)
         plgpu.barrier_arrive(refs["met"])
     if phase.name == "gate_up":
         plgpu.barrier_wait(refs["rows_normed"])  # before the next phase's rows take their place

@@ -26,6 +26,7 @@ BUFFERS = 2  # jobs whose parts are in shared memory
 
 PhaseName = Literal["o", "gate_up", "down"]
 PHASES: tuple[PhaseName, ...] = ("o", "gate_up", "down")
+NEXT_NORM = "next_norm"  # what follows them, if the launch also norms what they give
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of a launch; ``names``: its phases."""
+    """Sizes of a launch; ``names``: its phases, and NEXT_NORM."""
 
     rows: int
     inputs: int  # of o
@@ -76,7 +77,7 @@ class Plan:
     num_splits: int  # of down
     eps: float
     tuning: Tuning
-    names: tuple[PhaseName, ...]
+    names: tuple[str, ...]
     interpret: bool
 
     @property
@@ -92,12 +93,27 @@ class Plan:
     @property
     def depth(self) -> int:
         """The most inputs of a phase."""
-        return max(phase.depth for phase in self.phases)
+        return max((phase.depth for phase in self.phases), default=BLOCK)
 
     @property
     def stages(self) -> int:
         """Blocks in the ring."""
         return self.tuning.warpgroups * self.tuning.stages
+
+    @property
+    def norms_next(self) -> bool:
+        """Whether the launch norms the stream behind the MLP."""
+        return NEXT_NORM in self.names
+
+    @property
+    def meetings(self) -> int:
+        """Barriers of all thread blocks: one between any two phases, and before the last norm."""
+        return len(self.phases) - 1 + self.norms_next
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of which a thread block norms the stream behind the MLP, at most."""
+        return -(-self.rows // self.tuning.blocks)
 
     @property
     def turns(self) -> int:

@@ -71,7 +71,7 @@ def _emit(
     read = [Word(arith.minui(row.value, _word(count - 1))) * (hidden // ENTRIES) for row in rows]
     streams = [[_load(source, begin + chunk) for chunk in chunks] for begin in read]
     for turn, stream in enumerate(streams):
-        _store_sum(_squares(stream), places + 4 * WARPS * turn, thread)
+        store_sum(_squares(stream), places + 4 * WARPS * turn, thread)
     gather()
     for turn, (row, stream) in enumerate(zip(rows, streams, strict=True)):
         scale = _scale(places + 4 * WARPS * turn, hidden, eps)
@@ -92,7 +92,7 @@ def _squares(stream: list[Any]) -> Any:
     return functools.reduce(arith.addf, terms)
 
 
-def _store_sum(value: Any, sums: Word, thread: Word) -> None:
+def store_sum(value: Any, sums: Word, thread: Word) -> None:
     """Store each warp's sum of a value."""
     for distance in (16, 8, 4, 2, 1):
         value = arith.addf(value, utils.shfl_bfly(value, distance))
@@ -100,11 +100,17 @@ def _store_sum(value: Any, sums: Word, thread: Word) -> None:
     utils.inline_ptx("st.shared.f32 [$0], $1;", place, value, has_side_effects=True)
 
 
+def load_sums(sums: Word) -> list[Any]:
+    """The sums that warps of a warpgroup have stored."""
+    load = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    types = WARPS * [_f32()]
+    return list(utils.inline_ptx(load, sums.value, result_types=types, has_side_effects=True))
+
+
 def _scale(sums: Word, hidden: int, eps: float) -> Any:
     """What a row's entries are multiplied by, of the warps' sums of their squares."""
-    load = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
-    found = utils.inline_ptx(load, sums.value, result_types=4 * [_f32()], has_side_effects=True)
-    mean = arith.mulf(functools.reduce(arith.addf, found), utils.c(1 / hidden, _f32()))
+    found = functools.reduce(arith.addf, load_sums(sums))
+    mean = arith.mulf(found, utils.c(1 / hidden, _f32()))
     biased = arith.addf(mean, utils.c(eps, _f32()))
     root = utils.inline_ptx("rsqrt.approx.f32 $0, $1;", biased, result_types=_f32())
     return vector.broadcast(_wide(), root)

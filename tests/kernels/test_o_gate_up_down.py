@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down
+from pallas_kernels.benchmark import noise
+from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm
 from pallas_kernels.o_gate_up_down.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.o_gate_up_down.meeting import meeting_shape
 from pallas_kernels.o_gate_up_down.mosaic_gpu import o_gate_up_down_mosaic
@@ -55,15 +56,23 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(jnp.bfloat16).astype(np.float64)
 
 
+def next_norm(case: Case) -> jax.Array:
+    return 1 + 0.1 * noise(0, 7, (case.hidden,), jnp.bfloat16)
+
+
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Both results in float64, but for what is rounded between the products."""
     x, residual, (norm, *weights) = arguments_of(case)
     o, gate_up, down = map(widened, weights)
     total = rounded(np.float64(residual) + rounded(np.float64(x) @ o.T))
-    scale = 1 / np.sqrt((total**2).mean(-1, keepdims=True) + EPS)
-    normed = rounded(rounded(total * scale) * np.float64(norm))
+    normed = exact_norm(total, norm)
     gate, up = np.split(rounded(normed @ gate_up.T), 2, axis=-1)
     return total, rounded(gate / (1 + np.exp(-gate)) * up) @ down.T
+
+
+def exact_norm(x: np.ndarray, weight: Any) -> np.ndarray:
+    scale = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    return rounded(rounded(x * scale) * np.float64(weight))
 
 
 def widened(weights: Any) -> np.ndarray:
@@ -76,9 +85,19 @@ def widened(weights: Any) -> np.ndarray:
 
 def assert_exact(found: Any, case: Case) -> None:
     total, partials = (np.asarray(array, np.float64) for array in found)
-    for result, wanted in zip((total, partials.sum(0)), exact(case), strict=True):
+    assert_near((total, partials.sum(0)), exact(case))
+
+
+def assert_exact_with_norm(found: Any, case: Case) -> None:
+    total, added = exact(case)
+    stream = rounded(total + rounded(added))
+    assert_near(found, (stream, exact_norm(stream, next_norm(case))), error=3 * ERROR)
+
+
+def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
+    for result, wanted in zip(found, expected, strict=True):
         assert result.shape == wanted.shape
-        assert np.linalg.norm(result - wanted) <= ERROR * np.linalg.norm(wanted)
+        assert np.linalg.norm(np.float64(result) - wanted) <= error * np.linalg.norm(wanted)
 
 
 def test_the_reference_is_the_layer():
@@ -86,6 +105,13 @@ def test_the_reference_is_the_layer():
     # Else XLA leaves out what rounds between two products.
     options = FAST_COMPILE | {"xla_allow_excess_precision": False}
     assert_exact(jax.jit(function, compiler_options=options)(*arguments_of(SMALL)), SMALL)
+
+
+def test_the_reference_goes_on_to_the_next_norm():
+    function = functools.partial(o_to_norm, eps=EPS)
+    options = FAST_COMPILE | {"xla_allow_excess_precision": False}
+    arguments = *arguments_of(SMALL), next_norm(SMALL)
+    assert_exact_with_norm(jax.jit(function, compiler_options=options)(*arguments), SMALL)
 
 
 # One thread block has all phases in one launch.
@@ -107,11 +133,24 @@ def test_interpreted_its_phases_give_the_layer(case: Case, tuning: Tuning):
     assert_exact(interpreted(kernel, *arguments_of(case), meeting, detect_races=True), case)
 
 
+@pytest.mark.slow  # lowered and compared with the reference below
+@pytest.mark.parametrize("tuning", [Tuning(2, 2, blocks=1), Tuning(4, 2, blocks=5)], ids=str)
+def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning):
+    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
+    meeting = jnp.zeros(meeting_shape().shape, jnp.int32)
+    given = *arguments_of(SMALL), meeting
+    found = interpreted(kernel, *given, next_norm=next_norm(SMALL), detect_races=True)
+    assert_exact_with_norm(found, SMALL)
+
+
 @pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1]], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     meeting = meeting_shape()
-    lowered(functools.partial(o_gate_up_down_mosaic, eps=EPS), *arguments, meeting)
+    function = functools.partial(o_gate_up_down_mosaic, eps=EPS)
+    lowered(function, *arguments, meeting)
+    norm = jax.ShapeDtypeStruct((case.hidden,), jnp.bfloat16)
+    lowered(lambda *given: function(*given[:-1], next_norm=given[-1]), *arguments, meeting, norm)
 
 
 @pytest.mark.gpu
@@ -126,6 +165,21 @@ def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
         again = function(*arguments, meeting)
         assert all(map(jnp.array_equal, first, again)), "a race"
     assert not meeting.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuning", [None, Tuning(2, 3, blocks=96)], ids=str)
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_on_the_device_it_goes_on_to_the_next_norm(case: Case, tuning: Tuning | None):
+    function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))
+    given = *arguments_of(case), jnp.zeros(meeting_shape().shape, jnp.int32)
+    first = function(*given, next_norm=next_norm(case))
+    assert_exact_with_norm(first, case)
+    for _ in range(50):
+        again = function(*given, next_norm=next_norm(case))
+        assert all(map(jnp.array_equal, first, again)), "a race"
+    assert_exact(function(*given), case)  # the counter serves launches of both kinds
+    assert not given[-1].any()
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """A layer after its attention in one launch: when, and that its weights are those of the layer."""
 
+import re
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear
-from jaxspec.models.one_launch import layer_weights, o_gate_up_down_of
+from jaxspec.models.one_launch import layer_launch, layer_weights
 from jaxspec.models.quantized.schemes import ROUNDINGS, in_scheme
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.add_rms_norm.reference import rms_norm
@@ -26,6 +27,7 @@ from tests.helpers.random_models import random_target, tiny_config
 SIZES: dict[str, Any] = dict(hidden_size=1024, intermediate_size=512, head_dim=128, num_layers=1)
 KERNELS = Kernels(frozenset({"o_gate_up_down"}))
 LAUNCH = "o_gate_up_down_kernel"
+TO_NORM = Kernels(frozenset({"o_gate_up_down", "o_to_norm"}))
 
 
 def target(scheme: Scheme | None = "w4a16", **config: Any) -> Decoder:
@@ -51,6 +53,16 @@ def program(model: Decoder, kernels: Kernels = KERNELS, rows: int = 8, **options
 def test_on_a_gpu_it_is_one_launch_of_every_layer():
     assert program(target(num_layers=2)).count("call @o_gate_up_down_mosaic") == 2
     assert LAUNCH in program(target("w4a16-zeros"), rows=2)
+
+
+def test_it_goes_on_to_the_norm_where_nothing_stands_between():
+    def leaves_partial_sums(kernels: Kernels, **fields: Any) -> bool:
+        text = program(changed(**fields), kernels)
+        return bool(re.search(r"call @o_gate_up_down_mosaic.*-> .*f32>", text))
+
+    assert not leaves_partial_sums(TO_NORM)
+    assert leaves_partial_sums(KERNELS)
+    assert leaves_partial_sums(TO_NORM, rescale=jax.ShapeDtypeStruct((1,), jnp.bfloat16))
 
 
 NORM = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
@@ -87,7 +99,7 @@ def test_a_split_model_takes_several_launches():
             step = ForwardPass(*shared, exchange=model.exchange)
             mixed = mixer.o.product(x[..., : mixer.o.values.shape[1]], "o")
             of_layer = layer.post_norm, mlp.gate_up, mlp.down
-            taken.append(o_gate_up_down_of(step, x, mixed, *of_layer) is not None)
+            taken.append(layer_launch(step, x, mixed, *of_layer) is not None)
         return x
 
     jax.eval_shape(look, target(), jax.ShapeDtypeStruct((1, 8, 1024), jnp.bfloat16))
@@ -121,7 +133,10 @@ def test_its_weights_are_those_of_the_layer():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 5, 8])
-def test_on_the_device_a_model_computes_what_it_does_in_several_launches(rows: int):
+@pytest.mark.parametrize("kernels", [KERNELS, TO_NORM], ids=str)
+def test_on_the_device_a_model_computes_what_it_does_in_several_launches(
+    rows: int, kernels: Kernels
+):
     config = tiny_config(**SIZES, vocab_size=512)
     meeting = make_meeting(jnp.zeros(1))
     assert meeting is not None, "no GPU with as many multiprocessors as an H100 SXM"
@@ -136,6 +151,7 @@ def test_on_the_device_a_model_computes_what_it_does_in_several_launches(rows: i
         return np.asarray(jax.jit(run)(model, jnp.arange(rows)[None]), np.float64)
 
     expected = hidden(model, Kernels(frozenset({"packed_product", "add_rms_norm"})))
-    found = hidden(model.replace(exchange=meeting), Kernels.parse("all"))
+    kernels = Kernels(Kernels.parse("auto").operations - TO_NORM.operations | kernels.operations)
+    found = hidden(model.replace(exchange=meeting), kernels)
     assert np.linalg.norm(found - expected) <= 0.02 * np.linalg.norm(expected)
     assert not meeting.any()
