@@ -11,10 +11,11 @@ from jax import Array
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Product, ReadsRounded
 from jaxspec.models.quantized.grouped import GroupedLinear
+from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.readers import OneReader
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm
-from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
+from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
 from pallas_kernels.selection import Kernels
 
 
@@ -62,11 +63,12 @@ class LayerLaunch:
         rounds = isinstance(reader, ReadsRounded) and reader.rounds
         return not (rounds or isinstance(reader, OneReader)) and norm.dtype == self.x.dtype
 
-    def normed(self, norm: Array) -> tuple[Array, Array]:
-        """The residual stream behind the MLP, and its norm."""
+    def normed(self, norm: Array, reader: AnyLinear | None) -> tuple[Array, Array]:
+        """The residual stream behind the MLP, and its norm, which ``reader`` alone reads."""
+        following = Following(norm, reader.values if isinstance(reader, PackedLinear) else None)
         rows, stream, *how = self._arguments()
         with jax.named_scope("mlp"):
-            total, normed = o_to_norm(rows, stream, self.weights, norm, *how)
+            total, normed = o_to_norm(rows, stream, self.weights, following, *how)
         return total.reshape(self.x.shape), normed.reshape(self.x.shape)
 
     def _arguments(self) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from pallas_kernels.o_gate_up_down.plan import (
     splits_of,
 )
 from pallas_kernels.o_gate_up_down.reference import o_gate_up_down_reference
-from pallas_kernels.o_gate_up_down.weights import LayerWeights
+from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights
 from pallas_kernels.selection import Implementation, kernel_module
 
 NORM_STEP = 1024  # entries of the residual stream that a warpgroup norms at a time
@@ -57,24 +57,24 @@ def o_to_norm(
     x: Array,
     residual: Array,
     weights: LayerWeights,
-    next_norm: Array,
+    following: Following,
     eps: float,
     implementation: Implementation = "reference",
     meeting: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The residual stream behind a layer's MLP, [M, H], and its norm, which ``next_norm`` [H]
-    multiplies: see ``o_gate_up_down``, and add_rms_norm for what is rounded."""
+    """The residual stream behind a layer's MLP and its norm, both [M, H]: see ``o_gate_up_down``,
+    and add_rms_norm for what is rounded."""
     problem = misfit(x, residual, weights)
-    if next_norm.dtype != jnp.bfloat16:
-        problem = problem or f"a next norm of {next_norm.dtype}: it must be bfloat16"
+    if following.norm.dtype != jnp.bfloat16:
+        problem = problem or f"a next norm of {following.norm.dtype}: it must be bfloat16"
     if meeting is None:
         problem = problem or "no place to meet"
     mosaic = kernel_module("o_gate_up_down", implementation, problem)
     if mosaic is None:
         before, partials = o_gate_up_down_reference(x, residual, weights, eps)
-        return add_rms_norm_reference(before, partials, next_norm, eps)
+        return add_rms_norm_reference(before, partials, following.norm, eps)
     given = x, residual, weights, meeting, eps
-    return mosaic.o_gate_up_down_mosaic(*given, next_norm=next_norm)
+    return mosaic.o_gate_up_down_mosaic(*given, following=following)
 
 
 def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:

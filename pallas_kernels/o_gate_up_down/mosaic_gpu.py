@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
+from pallas_kernels.fetch_ahead import can_fetch, fetch_share
 from pallas_kernels.grid_barrier import fence_copies, meet
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.o_gate_up_down.next_norm import norm_row
@@ -48,7 +49,7 @@ from pallas_kernels.o_gate_up_down.products import (
     no_sums,
 )
 from pallas_kernels.o_gate_up_down.rows import NORM_PART, put_normed
-from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
+from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
 from pallas_kernels.round_tokens.row_parts import RowParts
 
 Refs = dict[str, Any]
@@ -67,11 +68,11 @@ def o_gate_up_down_mosaic(
     meeting: Array,  # int32 [1, 1]
     eps: float,
     *,
-    next_norm: Array | None = None,  # [H]
+    following: Following | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """See pallas_kernels.o_gate_up_down, with ``next_norm`` o_to_norm; only for arguments that
+    """See pallas_kernels.o_gate_up_down, with ``following`` o_to_norm; only for arguments that
     ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
@@ -89,14 +90,16 @@ def o_gate_up_down_mosaic(
         num_splits=num_splits,
         eps=eps,
         tuning=tuning or Tuning(),
-        names=PHASES if next_norm is None else (*PHASES, NEXT_NORM),
+        names=PHASES if following is None else (*PHASES, NEXT_NORM),
         interpret=interpret is not None,
     )
     by_phase: Weights = dict(zip(PHASES, products, strict=True))
     norm = norm.reshape(-1, NORM_PART)
     arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
-    if next_norm is not None:
-        arrays[NEXT_NORM] = next_norm
+    if following is not None:
+        arrays[NEXT_NORM] = following.norm
+        if following.weights is not None and can_fetch(following.weights):
+            arrays["next_weights"] = following.weights
     if interpret is None or plan.tuning.blocks == 1:
         arrays |= _launch(plan, arrays, by_phase, interpret)
     else:
@@ -104,7 +107,7 @@ def o_gate_up_down_mosaic(
             phase = dataclasses.replace(plan, names=(name,))
             product: Weights = {key: packed for key, packed in by_phase.items() if key == name}
             arrays |= _launch(phase, arrays, product, interpret)
-    names = ("total", "partials") if next_norm is None else ("stream", "normed")
+    names = ("total", "partials") if following is None else ("stream", "normed")
     return arrays[names[0]], arrays[names[1]]
 
 
@@ -144,6 +147,9 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
             for at in range(len(plan.phases)):
                 _copy_phase(plan, at, refs)
             _wait_for_ring(plan, refs)
+            if "next_weights" in refs and not plan.interpret:
+                block = kernel_axes.index("block")
+                fetch_share(refs["next_weights"], block, plan.tuning.blocks)
 
     kernel = plgpu.kernel(
         o_gate_up_down_kernel,

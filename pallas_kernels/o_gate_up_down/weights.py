@@ -32,3 +32,16 @@ class LayerWeights(NamedTuple):
     o: PackedWeights
     gate_up: PackedWeights
     down: PackedWeights
+
+
+class Following(NamedTuple):
+    """What comes behind the MLP.
+
+    Attributes:
+      norm: [H], multiplies the norm of the stream.
+      weights: those of the product that reads the norm, which are read ahead into the cache while
+        most thread blocks have nothing else to do; None: nothing is.
+    """
+
+    norm: Array
+    weights: Array | None = None

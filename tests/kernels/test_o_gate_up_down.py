@@ -33,6 +33,7 @@ from pallas_kernels.o_gate_up_down.products import (
     row_chunk,
     weight_chunk,
 )
+from pallas_kernels.o_gate_up_down.weights import Following
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.widening import BIAS, HALVES, biased_pairs
 from tests.helpers.kernels import interpreted, lowered
@@ -56,8 +57,10 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(jnp.bfloat16).astype(np.float64)
 
 
-def next_norm(case: Case) -> jax.Array:
-    return 1 + 0.1 * noise(0, 7, (case.hidden,), jnp.bfloat16)
+def following(case: Case) -> Following:
+    """A norm, and weights of which a thread block may have one part more than another."""
+    norm = 1 + 0.1 * noise(0, 7, (case.hidden,), jnp.bfloat16)
+    return Following(norm, jnp.zeros((1024, case.hidden), jnp.int4))
 
 
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +94,7 @@ def assert_exact(found: Any, case: Case) -> None:
 def assert_exact_with_norm(found: Any, case: Case) -> None:
     total, added = exact(case)
     stream = rounded(total + rounded(added))
-    assert_near(found, (stream, exact_norm(stream, next_norm(case))), error=3 * ERROR)
+    assert_near(found, (stream, exact_norm(stream, following(case).norm)), error=3 * ERROR)
 
 
 def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
@@ -110,7 +113,7 @@ def test_the_reference_is_the_layer():
 def test_the_reference_goes_on_to_the_next_norm():
     function = functools.partial(o_to_norm, eps=EPS)
     options = FAST_COMPILE | {"xla_allow_excess_precision": False}
-    arguments = *arguments_of(SMALL), next_norm(SMALL)
+    arguments = *arguments_of(SMALL), following(SMALL)
     assert_exact_with_norm(jax.jit(function, compiler_options=options)(*arguments), SMALL)
 
 
@@ -139,7 +142,7 @@ def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning):
     kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
     meeting = jnp.zeros(meeting_shape().shape, jnp.int32)
     given = *arguments_of(SMALL), meeting
-    found = interpreted(kernel, *given, next_norm=next_norm(SMALL), detect_races=True)
+    found = interpreted(kernel, *given, following=following(SMALL), detect_races=True)
     assert_exact_with_norm(found, SMALL)
 
 
@@ -149,8 +152,8 @@ def test_it_lowers_for_cuda(case: Case):
     meeting = meeting_shape()
     function = functools.partial(o_gate_up_down_mosaic, eps=EPS)
     lowered(function, *arguments, meeting)
-    norm = jax.ShapeDtypeStruct((case.hidden,), jnp.bfloat16)
-    lowered(lambda *given: function(*given[:-1], next_norm=given[-1]), *arguments, meeting, norm)
+    then = jax.eval_shape(lambda: following(case))
+    lowered(lambda *given: function(*given[:-1], following=given[-1]), *arguments, meeting, then)
 
 
 @pytest.mark.gpu
@@ -173,10 +176,10 @@ def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
 def test_on_the_device_it_goes_on_to_the_next_norm(case: Case, tuning: Tuning | None):
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))
     given = *arguments_of(case), jnp.zeros(meeting_shape().shape, jnp.int32)
-    first = function(*given, next_norm=next_norm(case))
+    first = function(*given, following=following(case))
     assert_exact_with_norm(first, case)
     for _ in range(50):
-        again = function(*given, next_norm=next_norm(case))
+        again = function(*given, following=following(case))
         assert all(map(jnp.array_equal, first, again)), "a race"
     assert_exact(function(*given), case)  # the counter serves launches of both kinds
     assert not given[-1].any()
