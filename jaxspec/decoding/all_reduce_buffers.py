@@ -15,7 +15,7 @@ from jaxspec.models.pipeline_stage import Stage
 from jaxspec.models.quantized.kv_cache import with_scales_of
 from jaxspec.parallel.placement import in_place_of
 from jaxspec.parallel.pytree import is_static
-from pallas_kernels.o_gate_up_down.meeting import make_meeting
+from pallas_kernels.o_gate_up_down.meeting import MEETING, make_meeting
 from pallas_kernels.reduce_add_rms_norm.exchange import make_exchange
 
 Make = Callable[[Mesh, str, int], Any]  # mesh, axis and width -> an exchange or None
@@ -34,7 +34,7 @@ def with_exchanges(
     through XLA, and layers run in several launches.
     """
     if params.mesh is None:
-        if "o_gate_up_down" not in params.kernels:
+        if not any(name in params.kernels for name in MEETING):
             return params
         return _replaced(params, lambda model: meet(params.target.embed))
     if "reduce_add_rms_norm" not in params.kernels:

@@ -1,4 +1,5 @@
-"""The memory in which thread blocks of o_gate_up_down meet (see grid_barrier.py).
+"""The memory in which thread blocks of a launch meet, of o_gate_up_down and of expert_gate_up_down
+(see grid_barrier.py).
 
 It lives as long as the programs that use it, is cleared once, and is 0 between two launches. Two
 launches that may run at the same time must not share it. Even with two of them neither might end:
@@ -16,6 +17,7 @@ from jax import Array
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.selection import is_hopper
 
+MEETING = ("o_gate_up_down", "expert_gate_up_down")  # operations that need it
 SHAPE = (1, 1)  # of one device, one counter
 
 

@@ -45,6 +45,7 @@ from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_inputs import cases as delta_inputs
 from pallas_kernels.delta_rule import cases as delta_rule
+from pallas_kernels.expert_gate_up_down import cases as expert_gate_up_down
 from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.gated_norm import cases as gated_norm
 from pallas_kernels.kv_compact import cases as kv_compact
@@ -79,6 +80,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "delta_inputs": delta_inputs.benchmarks,
         "gated_norm": gated_norm.benchmarks,
         "o_gate_up_down": o_gate_up_down.benchmarks,
+        "expert_gate_up_down": expert_gate_up_down.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

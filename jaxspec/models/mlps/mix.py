@@ -102,7 +102,7 @@ def products_by_kernel(
     paged = isinstance(step.attend, PagedAttend)
     if not paged or local.down.bias is not None or len(x) > MOST_ROWS:
         return None
-    how = local.gate_up, local.down, local.activation, step.kernels
+    how = local.gate_up, local.down, local.activation, step
     if routes.slots is not None and (found := slot_products(x, routes, *how)) is not None:
         return ChosenProducts(found.products, found.places, routes.weights)
     index, here = _local(local, routes)

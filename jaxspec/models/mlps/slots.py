@@ -13,13 +13,16 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
+from jaxspec.parallel import WHOLE
+from pallas_kernels.expert_gate_up_down import expert_gate_up_down
+from pallas_kernels.expert_gate_up_down import misfit as one_launch_misfit
 from pallas_kernels.expert_product import expert_slots
 from pallas_kernels.expert_product import misfit as expert_misfit
-from pallas_kernels.expert_slots import SlotProducts
+from pallas_kernels.expert_slots import MOST_SHARED, SlotProducts, make_slots
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
 from pallas_kernels.packed_expert_product import packed_expert_slots
+from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.products import split_k_product
-from pallas_kernels.selection import Kernels
 from pallas_kernels.top_k.routes import (
     RouteRule,
     SharedGate,
@@ -84,13 +87,13 @@ def slot_products(
     gate_up: AnyExpertLinear,
     down: AnyExpertLinear,
     activation: ExpertActivation | None,
-    kernels: Kernels,
+    step: ForwardPass,
 ) -> SlotProducts | None:
-    """What each chosen expert makes of rows x [N, H], see expert_product and packed_expert_product;
-    None where no kernel does it. ``routes``: to E for no expert."""
+    """What each chosen expert makes of rows x [N, H], see expert_product, packed_expert_product and
+    expert_gate_up_down; None where no kernel does it. ``routes``: to E for no expert."""
     if isinstance(activation, SquaredRelu):
         return None
-    clamp = activation and clamp_of(activation)
+    clamp, kernels = activation and clamp_of(activation), step.kernels
     if gate_up.in_memory is not None and down.in_memory is not None:
         wide = gate_up.in_memory, down.in_memory, gate_up.bias
         if "expert_product" not in kernels or expert_misfit(x, *wide):
@@ -99,6 +102,10 @@ def slot_products(
         return expert_slots(x, routes.experts, *wide, routes.slots, clamp=clamp, implementation=how)
     if gate_up.packed is None or down.packed is None:
         return None
+    if clamp is None and gate_up.bias is None:
+        found = _in_one_launch(x, routes, gate_up.packed, down.packed, step)
+        if found is not None:
+            return found
     packed = gate_up.packed, down.packed, gate_up.bias
     if "packed_expert_product" not in kernels or packed_expert_misfit(x, *packed):
         return None
@@ -106,3 +113,18 @@ def slot_products(
     return packed_expert_slots(
         x, routes.experts, *packed, routes.slots, clamp=clamp, implementation=how
     )
+
+
+def _in_one_launch(
+    x: Array, routes: Routes, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
+) -> SlotProducts | None:
+    """``slot_products`` of few rows, where thread blocks of a launch can meet."""
+    if "expert_gate_up_down" not in step.kernels or step.exchange is None or step.layout != WHOLE:
+        return None
+    if len(x) > MOST_SHARED:
+        return None
+    slots = routes.slots or make_slots(routes.experts, gate_up.num_experts)
+    if one_launch_misfit(x, slots, gate_up, down):
+        return None
+    how = step.exchange, step.kernels.implementation("expert_gate_up_down")
+    return expert_gate_up_down(x, routes.experts, slots, gate_up, down, *how)

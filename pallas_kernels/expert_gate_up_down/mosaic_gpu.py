@@ -1,0 +1,338 @@
+"""Gate, up and down of chosen experts, of few rows, in one launch on Hopper GPUs.
+
+As many thread blocks as there are multiprocessors stay for both products, whatever the number of
+chosen experts, and meet between them. Within a thread block warpgroups have roles:
+
+- One copies weights into a ring, product after product. It does not wait where blocks meet: the
+  ring is full of down's weights by then.
+- Several multiply, each its blocks of a job, and each warp a quarter of their inputs.
+- One lists the slots that have an expert, adds up the parts of a job, stores the outputs, and meets
+  the other thread blocks.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import kernel_axes
+from pallas_kernels.expert_gate_up_down.filled import list_filled
+from pallas_kernels.expert_gate_up_down.outputs import store_products, store_units
+from pallas_kernels.expert_gate_up_down.plan import (
+    BUFFERS,
+    OUTPUTS,
+    PHASES,
+    ROWS,
+    TILE,
+    UNITS,
+    WARPGROUPS,
+    WARPS,
+    Phase,
+    PhaseName,
+    Plan,
+    Tuning,
+)
+from pallas_kernels.expert_gate_up_down.products import (
+    SPAN,
+    SUMS,
+    WEIGHT_TRANSFORMS,
+    X_TRANSFORMS,
+    block_scales,
+    block_sums,
+    no_sums,
+)
+from pallas_kernels.expert_slots import SlotProducts, Slots
+from pallas_kernels.grid_barrier import leave, meet
+from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.packed_experts import PackedExperts
+from pallas_kernels.packed_product.blocks import write_plain
+
+Refs = dict[str, Any]
+Weights = dict[PhaseName, PackedExperts]
+HALF = TILE // 2  # rows of weights that lie side by side in memory
+RESULTS: dict[PhaseName, str] = {"gate_up": "units", "down": "products"}
+
+
+class Place(NamedTuple):
+    """Where a job is: its slot, the slot's expert, and its index among the jobs of the slot."""
+
+    slot: Array
+    expert: Array
+    job: Array
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+def expert_gate_up_down_mosaic(
+    x: Array,  # [N, H]
+    slots: Slots,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    meeting: Array,  # int32 [1, 1]
+    *,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> SlotProducts:
+    """See pallas_kernels.expert_gate_up_down; only for arguments that ``misfit`` accepts.
+
+    ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
+    one thread block: the interpreter does not run several side by side, so they cannot meet.
+    """
+    plan = Plan(
+        rows=len(x),
+        slots=len(slots.expert),
+        num_experts=gate_up.num_experts,
+        hidden=x.shape[1],
+        units=gate_up.width,
+        scaled=gate_up.block,
+        tuning=tuning or Tuning(),
+        names=PHASES,
+        interpret=interpret is not None,
+    )
+    weights: Weights = {"gate_up": gate_up, "down": down}
+    arrays = {"x": x, "experts": slots.expert, "meeting": meeting}
+    if interpret is None or plan.tuning.blocks == 1:
+        arrays |= _launch(plan, arrays, weights, interpret)
+    else:
+        for name, packed in weights.items():
+            phase = dataclasses.replace(plan, names=(name,))
+            arrays |= _launch(phase, arrays, {name: packed}, interpret)
+    return SlotProducts(arrays["products"], slots.places)
+
+
+def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
+    """The results of a launch, by name; ``arrays``: what it may read besides weights."""
+    inputs = dict(arrays)
+    for name, packed in weights.items():
+        inputs |= _viewed(name, packed)
+    results = {RESULTS[name]: _result(plan, name) for name in weights}
+    names = *inputs, *results
+
+    @fixed_name(interpret)
+    def expert_gate_up_down_kernel(*arguments, **scratch):
+        refs = dict(zip(names, arguments, strict=True)) | scratch
+        role = kernel_axes.index("warpgroup")
+
+        @pl.when(role < WARPGROUPS)
+        def _multiply():
+            plgpu.barrier_wait(refs["listed"])
+            for at in range(len(plan.phases)):
+                _multiply_phase(plan, at, refs)
+
+        @pl.when(role == WARPGROUPS)
+        def _add_up():
+            _prepare(plan, refs)
+            for at in range(len(plan.phases)):
+                _store_phase(plan, at, refs)
+
+        @pl.when(role == WARPGROUPS + 1)
+        def _copy():
+            plgpu.barrier_wait(refs["listed"])
+            for at in range(len(plan.phases)):
+                _copy_phase(plan, at, refs)
+            _wait_for_ring(plan, refs)
+
+    kernel = plgpu.kernel(
+        expert_gate_up_down_kernel,
+        out_type=tuple(results.values()),
+        scratch_types=_scratch(plan),
+        grid=(plan.tuning.blocks,),
+        grid_names=kernel_axes.names("block"),
+        num_threads=WARPGROUPS + 2,
+        thread_name=kernel_axes.name("warpgroup"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    return dict(zip(results, kernel(*inputs.values()), strict=True))
+
+
+def _viewed(name: PhaseName, weights: PackedExperts) -> Refs:
+    """Arrays of which a block's weights are a part with two rows in front: values [n, HALF, inputs]
+    of down, [E * 2, F, inputs] of gate and up; scales [n]."""
+    values = weights.values
+    if name == "gate_up":
+        viewed = values.reshape(-1, *values.shape[2:])
+    else:
+        viewed = values.reshape(-1, HALF, values.shape[-1])
+    return {f"{name}.values": viewed, f"{name}.scale": weights.scale.reshape(-1)}
+
+
+def _result(plan: Plan, name: PhaseName) -> jax.ShapeDtypeStruct:
+    if name == "down":
+        return jax.ShapeDtypeStruct((plan.slots * ROWS, plan.hidden), jnp.float32)
+    shape = plan.slots * plan.units // SPAN, ROWS, SPAN
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _scratch(plan: Plan) -> Refs:
+    """The ring of weights, x, the parts of jobs, the list of slots, and barriers."""
+    ring = plan.stages * WARPGROUPS
+    values = ring, 2, HALF, plan.block
+    return {
+        "values": plgpu.SMEM(values, jnp.uint8, transforms=WEIGHT_TRANSFORMS),
+        "rows": plgpu.SMEM((ROWS, plan.hidden), jnp.bfloat16, transforms=X_TRANSFORMS),
+        "parts": plgpu.SMEM((BUFFERS, WARPGROUPS, *SUMS), jnp.float32),
+        "filled": plgpu.SMEM((plan.slots,), jnp.int32),
+        "expert": plgpu.SMEM((plan.slots,), jnp.int32),
+        "count": plgpu.SMEM((1,), jnp.int32),
+        "full": plgpu.Barrier(num_barriers=ring),
+        "free": plgpu.Barrier(num_barriers=ring),
+        "rows_copied": plgpu.Barrier(),
+        "listed": plgpu.Barrier(),
+        "met": plgpu.Barrier(),
+        "done": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=BUFFERS),
+        "stored": plgpu.Barrier(num_barriers=BUFFERS),
+    }
+
+
+def _prepare(plan: Plan, refs: Refs) -> None:
+    """Copy x, and list the slots that have an expert."""
+    if "gate_up" in plan.names:
+        rows = pl.ds(0 * kernel_axes.index("block"), ROWS)  # not known: so it is not checked
+        plgpu.copy_gmem_to_smem(refs["x"].at[rows], refs["rows"], refs["rows_copied"])
+    lists = refs["filled"], refs["expert"], refs["count"]
+    list_filled(refs["experts"], *lists, plan.num_experts, interpret=plan.interpret)
+    plgpu.barrier_arrive(refs["listed"])
+
+
+def _place(phase: Phase, refs: Refs, job: Array) -> Place:
+    index = lax.div(job, phase.jobs)
+    return Place(refs["filled"][index], refs["expert"][index], lax.rem(job, phase.jobs))
+
+
+def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
+    """Copy a phase's weights into the ring."""
+    phase, filled = plan.phases[at], refs["count"][0]
+    before = plan.steps_before(at, filled)
+    first, jobs = plan.own_jobs(at, filled)
+
+    def copy(index: Array, _: None) -> None:
+        number = before + index
+        stage = lax.rem(number, plan.stages)
+        place = _place(phase, refs, first + lax.div(index, phase.steps))
+        step = lax.rem(index, phase.steps)
+        for warpgroup in range(WARPGROUPS):
+            slot = stage * WARPGROUPS + warpgroup
+
+            @pl.when(number >= plan.stages)
+            def _wait_until_free(slot=slot):
+                plgpu.barrier_wait(refs["free"].at[slot])
+
+            source = _block_of(plan, phase, refs, place, step, warpgroup)
+            plgpu.copy_gmem_to_smem(source, refs["values"].at[slot], refs["full"].at[slot])
+
+    lax.fori_loop(0, jobs * phase.steps, copy, None)
+
+
+def _block_of(
+    plan: Plan, phase: Phase, refs: Refs, place: Place, step: Array, warpgroup: int
+) -> Any:
+    """The weights of a warpgroup's block of a job: [2, HALF, inputs]."""
+    expert, job = place.expert, place.job
+    inputs = pl.ds(_first_input(plan, phase, step, warpgroup), plan.block)
+    if phase.name == "gate_up":
+        parts, units = pl.ds(expert * 2, 2), pl.ds(job * UNITS, UNITS)
+        return refs["gate_up.values"].at[parts, units, inputs]
+    first = expert * (plan.hidden // HALF) + job * (OUTPUTS // HALF) + 2 * warpgroup
+    return refs["down.values"].at[pl.ds(first, 2), :, inputs]
+
+
+def _first_input(plan: Plan, phase: Phase, step: Array, warpgroup: Any) -> Array:
+    if phase.name == "gate_up":
+        return (step * WARPGROUPS + warpgroup) * plan.block
+    return step * plan.block
+
+
+def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
+    """A multiplying warpgroup's part of a phase."""
+    phase, filled = plan.phases[at], refs["count"][0]
+    before, jobs_before = plan.steps_before(at, filled), plan.jobs_before(at, filled)
+    first, jobs = plan.own_jobs(at, filled)
+    warpgroup, interpret = kernel_axes.index("warpgroup"), plan.interpret
+    plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
+
+    def job(index: Array, _: None) -> None:
+        place = _place(phase, refs, first + index)
+        scale, rows = refs[f"{phase.name}.scale"], _scale_rows(plan, phase, place)
+
+        def step(turn: Array, total: Array) -> Array:
+            number = before + index * phase.steps + turn
+            start = _first_input(plan, phase, turn, warpgroup)
+            sizes = plan.block // WARPS, plan.scaled[1]
+            scales = block_scales(scale, rows, start, *sizes, interpret=interpret)
+            stage = lax.rem(number, plan.stages) * WARPGROUPS + warpgroup
+            plgpu.barrier_wait(refs["full"].at[stage])
+            x, from_slot = refs["rows"], 0
+            if phase.name == "down":
+                x, from_slot = refs["units"], place.slot * (plan.units // SPAN)
+            span = from_slot + lax.div(start, SPAN)
+            sums = block_sums(phase.name, refs["values"].at[stage], x, span, interpret=interpret)
+            plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
+            plgpu.barrier_arrive(refs["free"].at[stage])
+            return total + sums * scales
+
+        total = lax.fori_loop(0, phase.steps, step, no_sums(interpret=interpret))
+        number = jobs_before + index
+        buffer = lax.rem(number, BUFFERS)
+
+        @pl.when(number >= BUFFERS)
+        def _():
+            plgpu.barrier_wait(refs["stored"].at[buffer])
+
+        write_plain(refs["parts"].at[buffer, warpgroup], total)
+        plgpu.barrier_arrive(refs["done"].at[buffer])
+
+    lax.fori_loop(0, jobs, job, None)
+
+
+def _scale_rows(plan: Plan, phase: Phase, place: Place) -> tuple[Array, Array]:
+    """Where the scales of a job's outputs begin: of both halves of its tiles."""
+    (outputs, inputs), (_, expert, job) = plan.scaled, place
+    if phase.name == "gate_up":
+        rows, columns = -(-plan.units // outputs), -(-plan.hidden // inputs)
+        row = lax.div(job * UNITS, outputs)
+        gate, up = ((expert * 2 + part) * rows + row for part in range(2))
+        return gate * columns, up * columns
+    rows, columns = -(-plan.hidden // outputs), -(-plan.units // inputs)
+    first = (expert * rows + lax.div(job * OUTPUTS, outputs)) * columns
+    return first, first
+
+
+def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
+    """Store the outputs of a phase's jobs; before those of the second, meet."""
+    phase, filled = plan.phases[at], refs["count"][0]
+    first, jobs = plan.own_jobs(at, filled)
+    jobs_before = plan.jobs_before(at, filled)
+    if at and not plan.interpret:
+        meet(refs["meeting"], plan.tuning.blocks, 0)
+        leave(refs["meeting"], plan.tuning.blocks)
+    if phase.name == "down":
+        plgpu.barrier_arrive(refs["met"])
+
+    def store(index: Array, _: None) -> None:
+        buffer = lax.rem(jobs_before + index, BUFFERS)
+        plgpu.barrier_wait(refs["done"].at[buffer])
+        place = _place(phase, refs, first + index)
+        parts, how = refs["parts"].at[buffer], {"rows": plan.rows, "interpret": plan.interpret}
+        if phase.name == "gate_up":
+            store_units(parts, refs["units"], place.slot * plan.units + place.job * UNITS, **how)
+        else:
+            store_products(parts, refs["products"], place.slot, place.job * OUTPUTS, **how)
+        plgpu.barrier_arrive(refs["stored"].at[buffer])
+
+    lax.fori_loop(0, jobs, store, None)
+
+
+def _wait_for_ring(plan: Plan, refs: Refs) -> None:
+    """Every barrier must have completed its last phase."""
+    steps = plan.steps_before(len(plan.phases), refs["count"][0])
+    for place in range(plan.stages * WARPGROUPS):
+
+        @pl.when(steps > place // WARPGROUPS)
+        def _wait(place=place):
+            plgpu.barrier_wait(refs["free"].at[place])

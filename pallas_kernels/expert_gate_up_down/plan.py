@@ -1,0 +1,140 @@
+"""Sizes of a launch of expert_gate_up_down, and which part of each product a thread block computes.
+
+The two products are *phases* of the launch. The outputs of a phase, of all slots that have an
+expert, are divided into *jobs*, of which a thread block has whole sums. Every job is as many blocks
+of weights for each warpgroup that multiplies: 16 rows of some inputs.
+
+- Of gate and up, a job has 8 units, of which a block has both rows. Warpgroups share the inputs.
+- Of down, a job has 64 outputs, 16 for each warpgroup, which has all their inputs.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import kernel_axes
+from pallas_kernels.h100 import MULTIPROCESSORS
+from pallas_kernels.ring import ring_stages
+
+ROWS = 8  # of x, padding included: what a product of the tensor cores takes
+TILE = 16  # outputs, likewise
+UNITS = TILE // 2  # of a job of gate and up
+WARPS = 4  # of a warpgroup; each has a part of a block's inputs
+WARPGROUPS = 4  # that multiply
+OUTPUTS = TILE * WARPGROUPS  # of a job of down
+BUFFERS = 2  # jobs whose parts are in shared memory
+MOST_STAGES = 8
+BLOCK_INPUTS = (512, 256, 128)  # the most that divides both products' inputs is taken
+
+PhaseName = Literal["gate_up", "down"]
+PHASES: tuple[PhaseName, ...] = ("gate_up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """One variant of the kernel.
+
+    Attributes:
+      stages: most blocks of a warpgroup in shared memory.
+      blocks: thread blocks of the launch, one on each multiprocessor. On a GPU with fewer of those
+        they would wait for each other for ever.
+    """
+
+    stages: int = MOST_STAGES
+    blocks: int = MULTIPROCESSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One of the products.
+
+    Attributes:
+      jobs: of a slot.
+      steps: blocks of a job that each warpgroup multiplies.
+    """
+
+    name: PhaseName
+    jobs: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of a launch; ``names``: its phases. ``scaled``: outputs and inputs that share a
+    scale."""
+
+    rows: int
+    slots: int
+    num_experts: int
+    hidden: int
+    units: int
+    scaled: tuple[int, int]
+    tuning: Tuning
+    names: tuple[PhaseName, ...]
+    interpret: bool
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block."""
+        return block_inputs(self.hidden, self.units) or 0
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        phases = (
+            Phase("gate_up", self.units // UNITS, self.hidden // (WARPGROUPS * self.block)),
+            Phase("down", self.hidden // OUTPUTS, self.units // self.block),
+        )
+        return tuple(phase for phase in phases if phase.name in self.names)
+
+    @property
+    def stages(self) -> int:
+        """Blocks of a warpgroup in the ring."""
+        parts = 4 * BUFFERS * WARPGROUPS * WARPS * TILE * ROWS
+        beside = 2 * ROWS * self.hidden + parts + 8 * self.slots
+        return ring_stages(1, WARPGROUPS * TILE * self.block, beside, self.tuning.stages)
+
+    def own_jobs(self, at: int, filled: Array) -> tuple[Array, Array]:
+        """The first of this thread block's jobs in a phase, and their number, where so many slots
+        have an expert."""
+        block = kernel_axes.index("block")
+        first, end = (self._jobs_before(at, filled, place) for place in (block, block + 1))
+        return first, end - first
+
+    def _jobs_before(self, at: int, filled: Array, place: Array) -> Array:
+        """The number of the jobs of thread blocks before ``place``.
+
+        Where jobs of both phases are equally long, those of both together are divided evenly, too.
+        """
+
+        def even(number: Array) -> Array:
+            return lax.div(place * number, self.tuning.blocks)
+
+        jobs = filled * self.phases[at].jobs
+        if at == 0 or len({phase.steps for phase in self.phases}) > 1:
+            return even(jobs)
+        before = filled * self.phases[0].jobs
+        return jnp.where(jobs < self.tuning.blocks, even(jobs), even(before + jobs) - even(before))
+
+    def steps_before(self, at: int, filled: Array) -> Array:
+        """The blocks of each warpgroup of this thread block in the phases before ``at``. Blocks
+        are numbered through both phases; they take places in the ring in turn."""
+        before = [
+            self.own_jobs(index, filled)[1] * phase.steps
+            for index, phase in enumerate(self.phases[:at])
+        ]
+        return sum(before, jnp.int32(0))
+
+    def jobs_before(self, at: int, filled: Array) -> Array:
+        """The number of this thread block's jobs in the phases before ``at``."""
+        before = [self.own_jobs(index, filled)[1] for index in range(at)]
+        return sum(before, jnp.int32(0))
+
+
+def block_inputs(hidden: int, units: int) -> int | None:
+    """Inputs of a block; None where no size fits both products."""
+    for size in BLOCK_INPUTS:
+        if hidden % (WARPGROUPS * size) == 0 and units % size == 0:
+            return size
+    return None
