@@ -44,19 +44,6 @@ def meet(counter: Any, blocks: int, number: int, count: int, *, waits: bool = Tr
     inlined(emit)(counter)
 
 
-def leave(counter: Any, blocks: int) -> None:
-    """Count this block once more, in place of a second barrier, and wait for nobody. After a
-    ``meet`` of number 0, by the same warpgroup; nobody meets afterwards."""
-
-    def emit(_: Any, counter: Any) -> None:
-        thread = arith.remui(mgpu.thread_idx(), _word(THREADS))
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _word(0))):
-            _arrive(utils.memref_ptr(counter), blocks)
-
-    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    inlined(emit)(counter)
-
-
 def fence_copies() -> None:
     """What was seen by this warpgroup's threads is seen by the copies that they start next."""
 

@@ -47,7 +47,7 @@ from pallas_kernels.expert_gate_up_down.products import (
     no_sums,
 )
 from pallas_kernels.expert_slots import SlotProducts, Slots
-from pallas_kernels.grid_barrier import leave, meet
+from pallas_kernels.grid_barrier import meet
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.packed_product.blocks import write_plain
@@ -55,6 +55,7 @@ from pallas_kernels.packed_product.blocks import write_plain
 Refs = dict[str, Any]
 Weights = dict[PhaseName, PackedExperts]
 HALF = TILE // 2  # rows of weights that lie side by side in memory
+BARRIERS = 2  # of a launch; nobody waits at the second (see grid_barrier.meet)
 RESULTS: dict[PhaseName, str] = {"gate_up": "units", "down": "products"}
 
 
@@ -309,8 +310,9 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     first, jobs = plan.own_jobs(at, filled)
     jobs_before = plan.jobs_before(at, filled)
     if at and not plan.interpret:
-        meet(refs["meeting"], plan.tuning.blocks, 0)
-        leave(refs["meeting"], plan.tuning.blocks)
+        blocks = plan.tuning.blocks
+        meet(refs["meeting"], blocks, 0, BARRIERS)
+        meet(refs["meeting"], blocks, 1, BARRIERS, waits=False)
     if phase.name == "down":
         plgpu.barrier_arrive(refs["met"])
 
