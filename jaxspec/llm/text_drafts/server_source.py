@@ -13,7 +13,12 @@ from jaxspec.llm.text_drafts.drafter import TextSource
 
 TIMEOUT = 5.0  # seconds; the target waits for a draft
 PAUSE = 30.0  # seconds without drafts after a request that failed
-_ERRORS = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError)
+MOST_BYTES = 1 << 24  # of an answer
+LONGEST_TOKEN = 256  # characters; a server may write more tokens than it is asked for
+_ERRORS = (
+    *(OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),  # of numbers and depths that JSON allows
+)
 
 
 class ServerSource(TextSource):
@@ -70,16 +75,24 @@ class ServerSource(TextSource):
         except _ERRORS as error:
             self._failed(error)
             return {}
-        return {name: found.get(place, "") for place, name in enumerate(texts)}
+        most = tokens * LONGEST_TOKEN
+        return {name: _whole(found.get(place, "")[:most]) for place, name in enumerate(texts)}
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        end = time.monotonic() + self._timeout
         try:
             content = None if body is None else json.dumps(body)
             headers = {"Content-Type": "application/json"}
             connection.request(method, self._path + path, content, headers)
             response = connection.getresponse()
-            answer = response.read()
+            answer = b""
+            while part := response.read1(MOST_BYTES):
+                answer += part
+                if len(answer) > MOST_BYTES or time.monotonic() > end:
+                    raise ValueError(f"its answer has {len(answer)} bytes and does not end")
+            if response.length:
+                raise http.client.IncompleteRead(answer, response.length)
             if response.status != 200:
                 raise ValueError(f"status {response.status}")
             return json.loads(answer)
@@ -94,6 +107,12 @@ class ServerSource(TextSource):
                 f"nothing is drafted: {self.url} gave no completions ({_reason(error)}). It is "
                 f"asked again every {self._pause:.0f} seconds"
             )
+
+
+def _whole(text: str) -> str:
+    """The text before a half of a surrogate pair, which JSON allows and no tokenizer reads."""
+    halves = (place for place, char in enumerate(text) if "\ud800" <= char <= "\udfff")
+    return text[: next(halves, len(text))]
 
 
 def _address(url: str) -> tuple[str, int, str]:

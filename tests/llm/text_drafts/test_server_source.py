@@ -1,15 +1,17 @@
 """Text of another server: what is asked, and what happens when it does not answer."""
 
+import contextlib
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.llm.text_drafts.server_source import ServerSource
+from jaxspec.llm.text_drafts.server_source import LONGEST_TOKEN, MOST_BYTES, ServerSource
 from tests.helpers.listening import listening
 from tests.helpers.served import MODEL
 
@@ -21,6 +23,8 @@ class Completions(http.server.BaseHTTPRequestHandler):
 
     bodies: ClassVar[list[Any]] = []
     answer = 200
+    content: bytes | None = None  # the answer's, whatever is asked
+    missing, pause = 0, 0.0  # bytes that do not come, and seconds between those that do
 
     def do_GET(self) -> None:
         self._send({"data": [{"id": "small"}]} if self.path == "/v1/models" else {})
@@ -28,6 +32,9 @@ class Completions(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append((self.path, body))
+        if self.content is not None:
+            self._send_slowly(self.content)
+            return
         prompts = enumerate(body["prompt"])
         choices = [{"index": i, "text": text[: body["max_tokens"]]} for i, text in prompts]
         self._send({"choices": choices[::-1]})
@@ -38,6 +45,16 @@ class Completions(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _send_slowly(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content) + self.missing))
+        self.end_headers()
+        step = 1 if self.pause else len(content)
+        with contextlib.suppress(ConnectionError):
+            for at in range(0, len(content), step):
+                self.wfile.write(content[at : at + step])
+                time.sleep(self.pause)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing on stderr."""
@@ -84,6 +101,40 @@ def test_a_server_that_fails_is_left_alone_for_a_while(server: tuple[str, type[C
     assert not patient.is_ready
     assert patient.continue_texts(TEXTS, 3) == {}
     assert len(handler.bodies) == asked, "it is not asked again at once"
+
+
+@pytest.mark.parametrize(
+    ("content", "missing", "found", "reason"),
+    [
+        (b'{"choices": [{"index": 0, "text": "a\\ud83d"}]}', 0, {"7": "a", "9": ""}, None),
+        (b'{"choices": [{"index": 0, "text": "%s"}]}' % (b"b" * 2000), 0, None, None),
+        (b'{"choices": [{"index": 1e999, "text": "a"}]}', 0, {}, "OverflowError"),
+        (b"[" * 100_000, 0, {}, "RecursionError"),
+        (b'{"choices": []}', 9, {}, "IncompleteRead"),
+        (b"x" * (MOST_BYTES + 9), 0, {}, "does not end"),
+    ],
+    ids=["half a pair", "more than asked", "infinite", "deep", "cut off", "endless"],
+)
+def test_strange_answers_are_no_errors(
+    content: bytes, missing: int, found: Any, reason: str | None, server: Any
+):
+    url, handler = server
+    handler.content, handler.missing, told = content, missing, []
+    answer = ServerSource(url, on_warning=told.append).continue_texts(TEXTS, 3)
+    assert answer == ({"7": "b" * 3 * LONGEST_TOKEN, "9": ""} if found is None else found)
+    assert [reason in one for one in told] == ([] if reason is None else [True])
+
+
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
+    server: tuple[str, type[Completions]],
+):
+    url, handler = server
+    handler.content, handler.pause = b" " * 1000, 0.02
+    told: list[str] = []
+    source, begun = ServerSource(url, timeout=0.2, on_warning=told.append), time.monotonic()
+    assert source.continue_texts(TEXTS, 3) == {}
+    assert time.monotonic() - begun < 10
+    assert len(told) == 1 and "does not end" in told[0]
 
 
 @pytest.mark.slow
