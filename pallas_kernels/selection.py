@@ -35,6 +35,7 @@ OPERATIONS = (
     "o_gate_up_down",
     "o_to_norm",  # of o_gate_up_down, with the norm behind it
     "expert_gate_up_down",
+    "float8_layers",  # o_gate_up_down, where weights are 8-bit floats
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
@@ -58,6 +59,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "o_gate_up_down": (1,),
         "o_to_norm": (),  # it has not run on a GPU yet
         "expert_gate_up_down": (),  # it has not run on a GPU yet
+        "float8_layers": (),  # likewise
         "float8_pages": (1, 2),
     }
 )

@@ -10,10 +10,12 @@ from jax import Array
 
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Product, ReadsRounded
+from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.readers import OneReader
 from jaxspec.parallel import WHOLE, Layout
+from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm
 from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
 from pallas_kernels.selection import Kernels
@@ -92,7 +94,9 @@ def layer_launch(
     if norm is None or step.centred or step.isolate_blocks or not isinstance(mixed, Product):
         return None
     weights = layer_weights(norm, mixed.linear, gate_up, down)
-    if weights is None:
+    if weights is None or not isinstance(mixed.x, Array):  # else its rows are rounded
+        return None
+    if weights.o.values.dtype == FLOAT8 and "float8_layers" not in step.kernels:
         return None
     rows, stream = (array.reshape(-1, array.shape[-1]) for array in (mixed.x, x))
     if misfit(rows, stream, weights) is not None:
@@ -106,7 +110,8 @@ def layer_weights(
     """The weights as the kernel reads them; None for others, and beside a bias."""
     packed: list[PackedWeights] = []
     for linear in (o, gate_up, down):
-        weights = linear.packed() if isinstance(linear, GroupedLinear) else None
+        readable = isinstance(linear, GroupedLinear | Float8Linear)
+        weights = linear.packed() if readable else None
         if weights is None or linear.bias is not None:
             return None
         packed.append(weights)

@@ -2,12 +2,13 @@
 stream and its norm, and an MLP with gates; all weights have 4 bits. It may go on to the norm behind
 the MLP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
+from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     GROUP,
@@ -17,7 +18,7 @@ from pallas_kernels.o_gate_up_down.plan import (
     splits_of,
 )
 from pallas_kernels.o_gate_up_down.reference import o_gate_up_down_reference
-from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights
+from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
 from pallas_kernels.selection import Implementation, kernel_module
 
 NORM_STEP = 1024  # entries of the residual stream that a warpgroup norms at a time
@@ -83,6 +84,18 @@ def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:
     return ", ".join(problems) or None
 
 
+def _problems_of_scales(products: Sequence[PackedWeights]) -> Iterator[str]:
+    if products[0].values.dtype == FLOAT8:
+        if any(len(packed.scale) > 1 for packed in products):
+            yield "8-bit floats with scales of groups of inputs"
+        return
+    if any(packed.values.shape[1] != GROUP * len(packed.scale) for packed in products):
+        yield f"groups of other than {GROUP} inputs"
+    kinds = {(p.scale.dtype, p.zero is None) for p in products}
+    if len(kinds) > 1 or products[0].scale.dtype.itemsize != 2:
+        yield "scales that are not all of the same 16 bits, or zeros of some weights only"
+
+
 def _problems(x: Array, residual: Array, weights: LayerWeights) -> Iterator[str]:
     norm, *products = weights
     (rows, inputs), hidden, units = x.shape, residual.shape[1], weights.down.values.shape[1]
@@ -91,17 +104,14 @@ def _problems(x: Array, residual: Array, weights: LayerWeights) -> Iterator[str]
     if not x.dtype == residual.dtype == norm.dtype == jnp.bfloat16:
         kinds = f"{x.dtype} x, a residual stream of {residual.dtype} and a norm of {norm.dtype}"
         yield f"{kinds}: all must be bfloat16"
-    if any(packed.values.dtype != jnp.int4 for packed in products):
-        yield "weights of other than 4 bits"
+    dtype = weights.o.values.dtype
+    if dtype not in (jnp.int4, FLOAT8) or any(p.values.dtype != dtype for p in products):
+        yield "weights that are not all of 4 bits, or all 8-bit floats"
     shapes = [packed.values.shape for packed in products]
     if shapes != [(hidden, inputs), (2 * units, hidden), (hidden, units)]:
         yield f"weights {shapes} for {inputs} inputs and a residual stream of {hidden}"
         return
-    if any(packed.values.shape[1] != GROUP * len(packed.scale) for packed in products):
-        yield f"groups of other than {GROUP} inputs"
-    kinds = {(p.scale.dtype, p.zero is None) for p in products}
-    if len(kinds) > 1 or weights.o.scale.dtype.itemsize != 2:
-        yield "scales that are not all of the same 16 bits, or zeros of some weights only"
+    yield from _problems_of_scales(products)
     if inputs % BLOCK or inputs > MOST_INPUTS:
         yield f"{inputs} inputs: a multiple of {BLOCK} up to {MOST_INPUTS}"
     if hidden % NORM_STEP or hidden > MOST_INPUTS:

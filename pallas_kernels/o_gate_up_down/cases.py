@@ -24,32 +24,40 @@ class Case:
     hidden: int
     units: int
     zeros: bool = False
+    float8: bool = False
 
     def __str__(self) -> str:
-        zeros = ", zeros" if self.zeros else ""
-        return f"{self.rows} x {self.inputs} x {self.hidden} x {self.units}{zeros}"
+        kind = ", e4m3" if self.float8 else ", zeros" if self.zeros else ""
+        return f"{self.rows} x {self.inputs} x {self.hidden} x {self.units}{kind}"
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights and their scales, and of rows."""
-        weights = self.hidden * (self.inputs + 3 * self.units)
+        weights, rows = self.hidden * (self.inputs + 3 * self.units), self.inputs + 4 * self.hidden
+        if self.float8:
+            return weights + 2 * self.rows * rows
         factors = (2 + 2 * self.zeros) * weights // GROUP
-        return weights // 2 + factors + 2 * self.rows * (self.inputs + 4 * self.hidden)
+        return weights // 2 + factors + 2 * self.rows * rows
 
 
 TEST_CASES = (
     Case(2, 1024, 1024, 1536),
     Case(5, 512, 1024, 512, zeros=True),
     Case(8, 2048, 1024, 4608),
+    Case(3, 1536, 1024, 2560, float8=True),
+    Case(8, 1024, 2048, 4608, float8=True),
 )
-BENCHMARK_CASES = tuple(Case(rows, 4096, 4096, 14336) for rows in (1, 2, 8))
+BENCHMARK_CASES = tuple(
+    Case(rows, 4096, 4096, 14336, float8=float8) for float8 in (False, True) for rows in (1, 2, 8)
+)
 
 
 def make_arguments(case: Case, dtype: Any = jnp.bfloat16, seed: int = 0) -> Arguments:
     """Positional arguments of o_gate_up_down, without eps."""
 
     def weights(index: int, width: int, depth: int) -> PackedWeights:
-        product = packed_cases.Case(1, depth, width, GROUP, zeros=case.zeros)
+        group = depth if case.float8 else GROUP
+        product = packed_cases.Case(1, depth, width, group, case.zeros, float8=case.float8)
         _, *packed, _ = packed_cases.make_arguments(product, dtype, seed + index)
         return PackedWeights(*packed)
 

@@ -17,15 +17,29 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.fetch_ahead import can_fetch, fetch_share
 from pallas_kernels.grid_barrier import fence_copies, meet
 from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.o_gate_up_down.buffers import (
+    RESULTS,
+    Refs,
+    Weights,
+    results_of,
+    scratch_of,
+    viewed,
+)
+from pallas_kernels.o_gate_up_down.float8_rows import Place, Source, put_rounded
+from pallas_kernels.o_gate_up_down.formats import FORMATS
 from pallas_kernels.o_gate_up_down.next_norm import norm_row
-from pallas_kernels.o_gate_up_down.outputs import store_job
+from pallas_kernels.o_gate_up_down.outputs import (
+    Scales,
+    clear_largest,
+    store_job,
+    tell_largest,
+)
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     BUFFERS,
@@ -41,22 +55,12 @@ from pallas_kernels.o_gate_up_down.plan import (
     Tuning,
     splits_of,
 )
-from pallas_kernels.o_gate_up_down.products import (
-    SUMS,
-    WEIGHT_TRANSFORMS,
-    X_TRANSFORMS,
-    add_block,
-    no_sums,
-)
+from pallas_kernels.o_gate_up_down.products import no_sums
 from pallas_kernels.o_gate_up_down.rows import NORM_PART, put_normed
-from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
+from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights
 from pallas_kernels.round_tokens.row_parts import RowParts
 
-Refs = dict[str, Any]
-Weights = dict[PhaseName, PackedWeights]
-FACTORS = ("scale", "zero")
 READS: dict[PhaseName, str] = {"o": "x", "gate_up": "total", "down": "units"}
-RESULTS: dict[PhaseName, str] = {"o": "total", "gate_up": "units", "down": "partials"}
 
 
 # Traced once for all layers of a model.
@@ -90,6 +94,7 @@ def o_gate_up_down_mosaic(
         num_splits=num_splits,
         eps=eps,
         tuning=tuning or Tuning(),
+        form=FORMATS[weights.o.values.dtype],
         names=PHASES if following is None else (*PHASES, NEXT_NORM),
         interpret=interpret is not None,
     )
@@ -115,10 +120,8 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
     """The results of a launch, by name; ``arrays``: what it may read besides weights."""
     inputs = dict(arrays)
     for name, packed in weights.items():
-        inputs |= _viewed(name, packed)
-    results = {RESULTS[name]: _result(plan, name) for name in weights}
-    if plan.norms_next:
-        results |= dict.fromkeys(("stream", "normed"), _rows_of(plan, plan.hidden))
+        inputs |= viewed(plan, name, packed)
+    results = results_of(plan, weights)
     names, warpgroups = (*inputs, *results), plan.tuning.warpgroups
 
     @fixed_name(interpret)
@@ -154,7 +157,7 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
     kernel = plgpu.kernel(
         o_gate_up_down_kernel,
         out_type=tuple(results.values()),
-        scratch_types=_scratch(plan, weights),
+        scratch_types=scratch_of(plan, weights),
         grid=(plan.tuning.blocks,),
         grid_names=kernel_axes.names("block"),
         num_threads=warpgroups + 2,
@@ -163,61 +166,6 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
         interpret=interpret,
     )
     return dict(zip(results, kernel(*inputs.values()), strict=True))
-
-
-def _viewed(name: PhaseName, weights: PackedWeights) -> Refs:
-    """Arrays of which a job's weights are a part with two tiles in front: values [2, F, K] and
-    factors [n, 2, F] of gate and up; else [V / TILE, TILE, K] and [n, V / TILE, TILE]."""
-    outputs = (TILES, -1) if name == "gate_up" else (-1, TILE)
-    views = {f"{name}.values": weights.values.reshape(*outputs, weights.values.shape[-1])}
-    for factor in FACTORS:
-        array = getattr(weights, factor)
-        if array is not None:
-            views[f"{name}.{factor}"] = array.reshape(len(array), *outputs)
-    return views
-
-
-def _result(plan: Plan, name: PhaseName) -> jax.ShapeDtypeStruct:
-    if name == "down":
-        shape = plan.num_splits, plan.rows, plan.hidden
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _rows_of(plan, plan.hidden if name == "o" else plan.units)
-
-
-def _rows_of(plan: Plan, width: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((plan.rows, width), jnp.bfloat16)
-
-
-def _scratch(plan: Plan, weights: Weights) -> Refs:
-    """The ring of weights, x, the parts of jobs, and barriers."""
-    stages, warpgroups = plan.stages, plan.tuning.warpgroups
-    scratch: Refs = {
-        "values": plgpu.SMEM((stages, TILES, TILE, BLOCK), jnp.int4, transforms=WEIGHT_TRANSFORMS),
-        "rows": plgpu.SMEM((ROWS, plan.depth), jnp.bfloat16, transforms=X_TRANSFORMS),
-        "squares": plgpu.SMEM((warpgroups, plan.turns, WARPS), jnp.float32),
-        "parts": plgpu.SMEM((BUFFERS, warpgroups, *SUMS), jnp.float32),
-        "free": plgpu.Barrier(num_barriers=stages),
-        "rows_copied": plgpu.Barrier(),
-        "rows_normed": plgpu.Barrier(num_arrivals=warpgroups),
-        "met": plgpu.Barrier(),
-        "done": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=BUFFERS),
-        "stored": plgpu.Barrier(num_barriers=BUFFERS),
-    }
-    if "gate_up" in plan.names:
-        scratch["norm_weight"] = plgpu.SMEM((plan.hidden // NORM_PART, NORM_PART), jnp.bfloat16)
-        scratch["norm_copied"] = plgpu.Barrier()
-    if plan.norms_next:
-        scratch["row_squares"] = plgpu.SMEM((plan.own_rows, warpgroups, WARPS), jnp.float32)
-        scratch["row_squared"] = plgpu.Barrier(num_arrivals=warpgroups)
-    copies = 1
-    for factor in FACTORS:
-        of_all = [getattr(packed, factor) for packed in weights.values()]
-        if of_all and of_all[0] is not None:
-            shape = stages, WARPS, TILES, TILE
-            scratch[factor] = plgpu.SMEM(shape, of_all[0].dtype)
-            copies += 1
-    scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-    return scratch
 
 
 def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
@@ -251,7 +199,7 @@ def _copy_block(
     full = refs["full"].at[slot]
     values = refs[f"{phase.name}.values"].at[tiles, outputs, inputs]
     plgpu.copy_gmem_to_smem(values, refs["values"].at[slot], full)
-    for factor in FACTORS:
+    for factor in plan.form.factors:
         if factor in refs:
             of_block = refs[f"{phase.name}.{factor}"].at[groups, tiles, outputs]
             plgpu.copy_gmem_to_smem(of_block, refs[factor].at[slot], full)
@@ -264,7 +212,9 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     jobs_before = plan.jobs_before(at)
     if at:
         plgpu.barrier_wait(refs["met"])
-    if phase.name == "gate_up":
+    if plan.form.rounds:
+        _round_rows(plan, phase, refs)
+    elif phase.name == "gate_up":
         _norm_rows(plan, refs)
     else:
         plgpu.barrier_wait(refs["rows_copied"])
@@ -277,11 +227,10 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             block = first + count * turn
             slot = lax.rem(number + block, plan.stages)
             plgpu.barrier_wait(refs["full"].at[slot])
-            scale = refs["scale"].at[slot]
-            zero = refs["zero"].at[slot] if "zero" in refs else None
             values, start = refs["values"].at[slot], block * BLOCK
-            x, interpret = refs["rows"], plan.interpret
-            total = add_block(values, scale, zero, x, start, total, interpret=interpret)
+            factors = [refs[factor].at[slot] for factor in plan.form.factors if factor in refs]
+            given = values, factors, refs["rows"], start, total
+            total = plan.form.add_block(*given, interpret=plan.interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
             plgpu.barrier_arrive(refs["free"].at[slot])
             return total
@@ -305,11 +254,29 @@ def _norm_rows(plan: Plan, refs: Refs) -> None:
     """Put the normed rows of the residual stream where they are multiplied."""
     warpgroup = kernel_axes.index("warpgroup")
     plgpu.barrier_wait(refs["norm_copied"])
-    given = refs["total"], refs["norm_weight"], refs["rows"], refs["squares"].at[warpgroup]
+    given = refs["total"], refs["norm_weight"], refs["rows"], refs["sums"].at[warpgroup]
     how: Any = {"step": plan.tuning.warpgroups, "eps": plan.eps, "interpret": plan.interpret}
     put_normed(*given, warpgroup, **how)
-    plgpu.barrier_arrive(refs["rows_normed"])
-    plgpu.barrier_wait(refs["rows_normed"])
+    plgpu.barrier_arrive(refs["rows_put"])
+    plgpu.barrier_wait(refs["rows_put"])
+
+
+def _round_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
+    """Put a phase's rows, rounded, where they are multiplied."""
+    warpgroup, name = kernel_axes.index("warpgroup"), phase.name
+    if name == "gate_up":
+        plgpu.barrier_wait(refs["norm_copied"])
+    source = Source(
+        refs[READS[name]],
+        plan.split(phase) * phase.depth,
+        norm=refs["norm_weight"] if name == "gate_up" else None,
+        largest=refs["largest_units"] if name == "down" else None,
+    )
+    place = Place(refs["rows"], refs["row_scales"], refs["sums"].at[warpgroup])
+    how: Any = {"step": plan.tuning.warpgroups, "eps": plan.eps, "interpret": plan.interpret}
+    put_rounded(source, place, warpgroup, width=phase.depth, **how)
+    plgpu.barrier_arrive(refs["rows_put"])
+    plgpu.barrier_wait(refs["rows_put"])
 
 
 def _norm_next(plan: Plan, refs: Refs) -> None:
@@ -357,10 +324,13 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
         if not plan.interpret:
             meet(refs["meeting"], plan.tuning.blocks, at - 1, plan.meetings)
         plgpu.barrier_arrive(refs["met"])
-    if phase.name == "gate_up":
-        plgpu.barrier_wait(refs["rows_normed"])  # before the next phase's rows take their place
+    tells = plan.form.rounds and phase.name == "gate_up"
+    if plan.form.rounds or phase.name == "gate_up":
+        plgpu.barrier_wait(refs["rows_put"])  # before the next phase's rows take their place
     else:
         _copy_rows(plan, phase, refs)
+    if tells:
+        clear_largest(refs["largest"], interpret=plan.interpret)
     result = refs[RESULTS[phase.name]]
     if phase.name == "down":
         result = result.at[plan.split(phase)]
@@ -369,11 +339,20 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
         buffer = lax.rem(jobs_before + index, BUFFERS)
         plgpu.barrier_wait(refs["done"].at[buffer])
         column = (first + index) * (TILE if phase.name == "gate_up" else TILES * TILE)
-        parts, residual = refs["parts"].at[buffer], refs["residual"]
-        store_job(phase.name, parts, result, residual, column, interpret=plan.interpret)
+        given = refs["parts"].at[buffer], result, refs["residual"], column
+        store_job(phase.name, *given, _scales(plan, phase, refs), interpret=plan.interpret)
         plgpu.barrier_arrive(refs["stored"].at[buffer])
 
     lax.fori_loop(0, jobs, store, None)
+    if tells:
+        given = refs["largest"], refs["largest_units"], kernel_axes.index("block")
+        tell_largest(*given, interpret=plan.interpret)
+
+
+def _scales(plan: Plan, phase: Phase, refs: Refs) -> Scales | None:
+    if not plan.form.rounds:
+        return None
+    return Scales(refs["row_scales"], refs[f"{phase.name}.scale"], refs["largest"])
 
 
 def _copy_rows(plan: Plan, phase: Phase, refs: Refs) -> None:

@@ -6,7 +6,7 @@ the same units.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -77,6 +77,7 @@ class Plan:
     num_splits: int  # of down
     eps: float
     tuning: Tuning
+    form: Any  # formats.Format
     names: tuple[str, ...]
     interpret: bool
 

@@ -39,41 +39,31 @@ def no_sums(*, interpret: bool) -> Array:
 
 
 def add_block(
-    values: Any,
-    scale: Any,
-    zero: Any | None,
-    x: Any,
-    start: Array,
-    total: Array,
-    *,
-    interpret: bool,
+    values: Any, factors: list[Any], x: Any, start: Array, total: Array, *, interpret: bool
 ) -> Array:
     """total + the sums of a block.
 
     Args:
       values: int4 [TILES, TILE, BLOCK], laid out as WEIGHT_TRANSFORMS.
-      scale, zero: [WARPS, TILES, TILE], of the warps' groups.
+      factors: scales, and zeros if there are any: [WARPS, TILES, TILE], of the warps' groups.
       x: bfloat16 [ROWS, ...], laid out as X_TRANSFORMS; the block's inputs begin at ``start``.
     """
     if interpret:  # the interpreter does not support inlined MLIR
         weights = input_order(values[...].astype(jnp.float32))
         weights = weights.reshape(TILES, TILE, WARPS, GROUP)
-        if zero is not None:
-            weights -= zero[...].astype(jnp.float32).transpose(1, 2, 0)[..., None]
+        scale, *zero = factors
+        if zero:
+            weights -= zero[0][...].astype(jnp.float32).transpose(1, 2, 0)[..., None]
         rows = lax.dynamic_slice(x[...], (0, start), (ROWS, BLOCK)).astype(jnp.float32)
         sums = jnp.einsum("towk,rwk->wotr", weights, rows.reshape(ROWS, WARPS, GROUP))
         scaled = sums * scale[...].astype(jnp.float32).transpose(0, 2, 1)[..., None]
         return total + scaled.reshape(SUMS)
-    plain: Any = plgpu.RefType()
-    refs = [plgpu.RefType(WEIGHT_TRANSFORMS), plgpu.RefType(X_TRANSFORMS), plain]
-    arguments = [values, x, scale]
-    if zero is not None:
-        refs.append(plain)
-        arguments.append(zero)
+    refs = [plgpu.RefType(WEIGHT_TRANSFORMS), plgpu.RefType(X_TRANSFORMS)]
+    refs += [plgpu.RefType()] * len(factors)
     result: Any = plgpu.ShapeDtypeStruct(SUMS, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
     types = plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WGMMA, *refs
     inlined: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)
-    return inlined(_emit)(start, total, *arguments)
+    return inlined(_emit)(start, total, values, x, *factors)
 
 
 def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) -> Any:
@@ -82,14 +72,14 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
     values, x = shared_address(values), shared_address(x)
     mask = mask_in_register(thread)
     first = Word(start.registers.item()) // 8
-    columns = [_ldmatrix(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
-    sums = _tiles_of(total)
+    columns = [ldmatrix(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
+    sums = tiles_of(total)
     for tile in range(TILES):
         factor, *zero = (_by_output(ref, lane, warp, tile) for ref in factors)
         biases = [_bias(z) for z in zero[0]] if zero else 2 * [_constant(_BIASES)]
-        product = [utils.c(0.0, _f32())] * 4
+        product = [utils.c(0.0, f32())] * 4
         for pair in range(GROUP // SPAN // 2):
-            words = _ldmatrix(values + weight_chunk(lane, warp, tile, pair))
+            words = ldmatrix(values + weight_chunk(lane, warp, tile, pair))
             for span in range(2):
                 product = _multiply(
                     product, words[2 * span : 2 * span + 2], biases, columns[2 * pair + span], mask
@@ -98,7 +88,7 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
             llvm.intr_fma(value, factor[at // 2], sums[tile][at])
             for at, value in enumerate(product)
         ]
-    return _array_of(sums, total)
+    return array_of(sums, total)
 
 
 def _multiply(product: Any, words: Any, biases: Any, columns: Any, mask: Any) -> Any:
@@ -126,7 +116,7 @@ def weight_chunk(lane: Any, warp: Any, tile: int, pair: int) -> Any:
     """Two spans, one after the other, of the first 8 outputs of a tile and of the other 8."""
     chunk = warp % 2 * (GROUP // SPAN) + lane // 16 + 2 * pair  # of a line
     lines = (lane // 8 % 2 + 2 * tile) * 2 + warp // 2
-    return lines * _TILE_BYTES + _in_tile(lane % 8, chunk)
+    return line_chunk(lines, lane % 8, chunk)
 
 
 def row_chunk(lane: Any, first: Any, warp: Any, span: int) -> Any:
@@ -135,12 +125,13 @@ def row_chunk(lane: Any, first: Any, warp: Any, span: int) -> Any:
 
 
 def entry_chunk(row: Any, chunk: Any) -> Any:
-    """8 entries of a row of x."""
-    return chunk // 8 * _TILE_BYTES + _in_tile(row, chunk % 8)
+    """8 entries of a row of x, or 16 if they have 8 bits."""
+    return line_chunk(chunk // 8, row, chunk % 8)
 
 
-def _in_tile(row: Any, chunk: Any) -> Any:
-    return row * LINE + (chunk ^ row) * _CHUNK
+def line_chunk(line: Any, row: Any, chunk: Any) -> Any:
+    """A chunk of a line, in row ``row`` of 8; ``line``: lines of 8 rows before these."""
+    return line * _TILE_BYTES + (row * LINE + (chunk ^ row) * _CHUNK)
 
 
 _BIASES = 0x43084308  # BIAS twice, in bfloat16
@@ -158,13 +149,13 @@ def _by_output(ref: Any, lane: Any, warp: Any, tile: int) -> list[Any]:
     for half in range(2):
         place = warp * (TILES * TILE) + lane // 4 + (TILE * tile + 8 * half)
         at = utils.getelementptr(base, [place.value], dtype)
-        found.append(arith.extf(_f32(), llvm.load(dtype, at, alignment=2)))
+        found.append(arith.extf(f32(), llvm.load(dtype, at, alignment=2)))
     return found
 
 
 def _bias(zero: Any) -> Any:
     """BIAS + zero, exactly: two bfloat16 in 32 bits."""
-    both = arith.addf(zero, utils.c(float(BIAS), _f32()))
+    both = arith.addf(zero, utils.c(float(BIAS), f32()))
     convert = "cvt.rn.bf16x2.f32 $0, $1, $1;"
     return utils.inline_ptx(convert, both, result_types=_i32())
 
@@ -173,7 +164,7 @@ def _less(x: Any, y: Any) -> Any:
     return utils.inline_ptx("sub.rn.bf16x2 $0, $1, $2;", x, y, result_types=_i32())
 
 
-def _ldmatrix(address: Word) -> Any:
+def ldmatrix(address: Word) -> Any:
     """Four matrices of 8 rows of 16 bytes: of each a lane has 4 bytes of row lane / 4."""
     return utils.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
@@ -186,11 +177,11 @@ def _ldmatrix(address: Word) -> Any:
 def _mma(sums: Any, a: Any, b: Any) -> list[Any]:
     product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     operands = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    types = 4 * [_f32()]
+    types = 4 * [f32()]
     return list(utils.inline_ptx(f"{product} {operands}", *a, *b, *sums, result_types=types))
 
 
-def _tiles_of(array: Any) -> list[list[Any]]:
+def tiles_of(array: Any) -> list[list[Any]]:
     """A thread's sums of each tile: of two rows of the first output, and of the second."""
     pairs = array.registers.reshape(TILES, 2)
     return [
@@ -199,8 +190,8 @@ def _tiles_of(array: Any) -> list[list[Any]]:
     ]
 
 
-def _array_of(sums: list[list[Any]], like: Any) -> Any:
-    two = ir.VectorType.get((2,), _f32())
+def array_of(sums: list[list[Any]], like: Any) -> Any:
+    two = ir.VectorType.get((2,), f32())
     pairs = np.empty((TILES, 2), dtype=object)
     for tile, half in np.ndindex(TILES, 2):
         pairs[tile, half] = vector.from_elements(two, sums[tile][2 * half : 2 * half + 2])
@@ -216,5 +207,5 @@ def _i32() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
-def _f32() -> Any:
+def f32() -> Any:
     return ir.F32Type.get()

@@ -68,34 +68,31 @@ def _emit(
     x, places = shared_address(x), shared_address(sums)
     chunks = [thread + THREADS * at for at in range(hidden // ENTRIES // THREADS)]
     rows = [first + step * turn for turn in range(turns[0])]
-    read = [Word(arith.minui(row.value, _word(count - 1))) * (hidden // ENTRIES) for row in rows]
-    streams = [[_load(source, begin + chunk) for chunk in chunks] for begin in read]
+    read = [Word(arith.minui(row.value, word(count - 1))) * (hidden // ENTRIES) for row in rows]
+    streams = [[load_entries(source, begin + chunk) for chunk in chunks] for begin in read]
     for turn, stream in enumerate(streams):
-        store_sum(_squares(stream), places + 4 * WARPS * turn, thread)
+        store_sum(squares_of(stream), places + 4 * WARPS * turn, thread)
     gather()
     for turn, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-        scale = _scale(places + 4 * WARPS * turn, hidden, eps)
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, _word(count))):
+        scale = norm_factor(places + 4 * WARPS * turn, hidden, eps)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, word(count))):
             for chunk, words in zip(chunks, stream, strict=True):
-                entries = arith.mulf(_widened(_kept(words)), scale)
-                normed = arith.extf(_wide(), arith.truncf(_narrow(), entries))
-                factors = _widened(_load(weight, chunk))
-                scaled = arith.truncf(_narrow(), arith.mulf(normed, factors))
-                _store_shared(x + entry_chunk(row, chunk), utils.bitcast(scaled, _words()))
+                normed = normed_entries(words, scale, load_entries(weight, chunk))
+                store_words(x + entry_chunk(row, chunk), normed)
 
 
-def _squares(stream: list[Any]) -> Any:
+def squares_of(stream: list[Any]) -> Any:
     """The sum of the squares of a thread's entries."""
-    wide = [_widened(words) for words in stream]
+    wide = [widened(words) for words in stream]
     squares = functools.reduce(arith.addf, [arith.mulf(entries, entries) for entries in wide])
     terms = [vector.extract(squares, [], [at]) for at in range(ENTRIES)]
     return functools.reduce(arith.addf, terms)
 
 
-def store_sum(value: Any, sums: Word, thread: Word) -> None:
-    """Store each warp's sum of a value."""
+def store_sum(value: Any, sums: Word, thread: Word, add: Any = arith.addf) -> None:
+    """Store each warp's sum of a value, or what ``add`` makes of it."""
     for distance in (16, 8, 4, 2, 1):
-        value = arith.addf(value, utils.shfl_bfly(value, distance))
+        value = add(value, utils.shfl_bfly(value, distance))
     place = (sums + thread // 32 * 4).value
     utils.inline_ptx("st.shared.f32 [$0], $1;", place, value, has_side_effects=True)
 
@@ -103,26 +100,34 @@ def store_sum(value: Any, sums: Word, thread: Word) -> None:
 def load_sums(sums: Word) -> list[Any]:
     """The sums that warps of a warpgroup have stored."""
     load = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
-    types = WARPS * [_f32()]
+    types = WARPS * [f32()]
     return list(utils.inline_ptx(load, sums.value, result_types=types, has_side_effects=True))
 
 
-def _scale(sums: Word, hidden: int, eps: float) -> Any:
+def norm_factor(sums: Word, hidden: int, eps: float) -> Any:
     """What a row's entries are multiplied by, of the warps' sums of their squares."""
     found = functools.reduce(arith.addf, load_sums(sums))
-    mean = arith.mulf(found, utils.c(1 / hidden, _f32()))
-    biased = arith.addf(mean, utils.c(eps, _f32()))
-    root = utils.inline_ptx("rsqrt.approx.f32 $0, $1;", biased, result_types=_f32())
+    mean = arith.mulf(found, utils.c(1 / hidden, f32()))
+    biased = arith.addf(mean, utils.c(eps, f32()))
+    root = utils.inline_ptx("rsqrt.approx.f32 $0, $1;", biased, result_types=f32())
     return vector.broadcast(_wide(), root)
 
 
-def _load(ref: Any, chunk: Word) -> Any:
+def normed_entries(words: Any, factor: Any, weights: Any) -> Any:
+    """Entries times a row's factor, and times the norm's weights, rounded after each."""
+    entries = arith.mulf(widened(_kept(words)), factor)
+    normed = arith.extf(_wide(), arith.truncf(_narrow(), entries))
+    scaled = arith.truncf(_narrow(), arith.mulf(normed, widened(weights)))
+    return utils.bitcast(scaled, _words())
+
+
+def load_entries(ref: Any, chunk: Word) -> Any:
     """ENTRIES entries, two in a word."""
     at = utils.getelementptr(utils.memref_ptr(ref), [chunk.value], _words())
     return llvm.load(_words(), at, alignment=16)
 
 
-def _widened(words: Any) -> Any:
+def widened(words: Any) -> Any:
     return arith.extf(_wide(), utils.bitcast(words, _narrow()))
 
 
@@ -136,13 +141,13 @@ def _kept(words: Any) -> Any:
     return vector.from_elements(_words(), moved)
 
 
-def _store_shared(address: Word, words: Any) -> None:
+def store_words(address: Word, words: Any) -> None:
     parts = [vector.extract(words, [], [at]) for at in range(4)]
     store = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
     utils.inline_ptx(store, address.value, *parts, has_side_effects=True)
 
 
-def _word(value: int) -> Any:
+def word(value: int) -> Any:
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
@@ -155,8 +160,8 @@ def _narrow() -> Any:
 
 
 def _wide() -> Any:
-    return ir.VectorType.get((ENTRIES,), _f32())
+    return ir.VectorType.get((ENTRIES,), f32())
 
 
-def _f32() -> Any:
+def f32() -> Any:
     return ir.F32Type.get()

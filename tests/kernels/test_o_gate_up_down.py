@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.benchmark import noise
-from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm
+from pallas_kernels.o_gate_up_down import float8_products, misfit, o_gate_up_down, o_to_norm
 from pallas_kernels.o_gate_up_down.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.o_gate_up_down.meeting import meeting_shape
 from pallas_kernels.o_gate_up_down.mosaic_gpu import o_gate_up_down_mosaic
@@ -42,7 +42,11 @@ from tests.helpers.programs import FAST_COMPILE
 # Relative. Sums are exact to float32, but one that falls between two numbers of 16 bits may be
 # rounded to either; results of the MLP are sums over many of those.
 ERROR = 1e-3
+# Such an entry may be rounded to the next of 8 bits, too. Rounding all of them by another scale
+# makes 4e-2.
+FLOAT8_ERROR = 5e-3
 SMALL = Case(2, 512, 512, 512)
+SMALL8 = Case(3, 512, 512, 1536, float8=True)
 LANES = np.arange(32)
 
 
@@ -63,14 +67,26 @@ def following(case: Case) -> Following:
     return Following(norm, jnp.zeros((1024, case.hidden), jnp.int4))
 
 
-def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def exact(case: Case) -> tuple[Any, Any]:
     """Both results in float64, but for what is rounded between the products."""
     x, residual, (norm, *weights) = arguments_of(case)
     o, gate_up, down = map(widened, weights)
-    total = rounded(np.float64(residual) + rounded(np.float64(x) @ o.T))
+    multiplied: Any = float8_product if case.float8 else plain_product
+    total = rounded(np.float64(residual) + rounded(multiplied(np.float64(x), o)))
     normed = exact_norm(total, norm)
-    gate, up = np.split(rounded(normed @ gate_up.T), 2, axis=-1)
-    return total, rounded(gate / (1 + np.exp(-gate)) * up) @ down.T
+    gate, up = np.split(rounded(multiplied(normed, gate_up)), 2, axis=-1)
+    return total, multiplied(rounded(gate / (1 + np.exp(-gate)) * up), down)
+
+
+def plain_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return x @ weights.T
+
+
+def float8_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Of rows whose largest entries become 448, the largest number of e4m3."""
+    scale = np.abs(x).max(-1, keepdims=True).astype(np.float32) * np.float32(1 / 448)
+    steps = np.clip(x.astype(np.float32) * (1 / scale), -448, 448).astype(jnp.float8_e4m3fn)
+    return (steps.astype(np.float64) * scale) @ weights.T
 
 
 def exact_norm(x: np.ndarray, weight: Any) -> np.ndarray:
@@ -79,6 +95,8 @@ def exact_norm(x: np.ndarray, weight: Any) -> np.ndarray:
 
 
 def widened(weights: Any) -> np.ndarray:
+    if weights.values.dtype == jnp.float8_e4m3fn:
+        return np.asarray(weights.values, np.float64) * np.asarray(weights.scale, np.float64).T
     groups = np.arange(weights.values.shape[1]) // GROUP
     steps = np.asarray(input_order(weights.values), np.float64)
     if weights.zero is not None:
@@ -88,13 +106,14 @@ def widened(weights: Any) -> np.ndarray:
 
 def assert_exact(found: Any, case: Case) -> None:
     total, partials = (np.asarray(array, np.float64) for array in found)
-    assert_near((total, partials.sum(0)), exact(case))
+    assert_near((total, partials.sum(0)), exact(case), FLOAT8_ERROR if case.float8 else ERROR)
 
 
 def assert_exact_with_norm(found: Any, case: Case) -> None:
     total, added = exact(case)
     stream = rounded(total + rounded(added))
-    assert_near(found, (stream, exact_norm(stream, following(case).norm)), error=3 * ERROR)
+    error = FLOAT8_ERROR if case.float8 else 3 * ERROR
+    assert_near(found, (stream, exact_norm(stream, following(case).norm)), error)
 
 
 def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
@@ -103,11 +122,12 @@ def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
         assert np.linalg.norm(np.float64(result) - wanted) <= error * np.linalg.norm(wanted)
 
 
-def test_the_reference_is_the_layer():
+@pytest.mark.parametrize("case", [SMALL, SMALL8], ids=str)
+def test_the_reference_is_the_layer(case: Case):
     function = functools.partial(o_gate_up_down, eps=EPS)
     # Else XLA leaves out what rounds between two products.
     options = FAST_COMPILE | {"xla_allow_excess_precision": False}
-    assert_exact(jax.jit(function, compiler_options=options)(*arguments_of(SMALL)), SMALL)
+    assert_exact(jax.jit(function, compiler_options=options)(*arguments_of(case)), case)
 
 
 def test_the_reference_goes_on_to_the_next_norm():
@@ -127,6 +147,8 @@ def test_the_reference_goes_on_to_the_next_norm():
         (TEST_CASES[0], Tuning(warpgroups=3, stages=2, blocks=6)),
         (TEST_CASES[1], Tuning(warpgroups=3, stages=1, blocks=5)),
         (TEST_CASES[2], Tuning(warpgroups=4, stages=2, blocks=7)),
+        (SMALL8, Tuning(warpgroups=2, stages=2, blocks=1)),
+        (TEST_CASES[3], Tuning(warpgroups=4, stages=2, blocks=5)),
     ],
     ids=str,
 )
@@ -146,7 +168,7 @@ def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning):
     assert_exact_with_norm(found, SMALL)
 
 
-@pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1]], ids=str)
+@pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1], TEST_CASES[3]], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     meeting = meeting_shape()
@@ -157,7 +179,7 @@ def test_it_lowers_for_cuda(case: Case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [None, Tuning(4, 3), Tuning(3, 1, blocks=96)], ids=str)
+@pytest.mark.parametrize("tuning", [None, Tuning(2, 3), Tuning(3, 1, blocks=96)], ids=str)
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))
@@ -186,8 +208,9 @@ def test_on_the_device_it_goes_on_to_the_next_norm(case: Case, tuning: Tuning | 
 
 
 @pytest.mark.gpu
-def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
-    x, residual, weights = arguments_of(TEST_CASES[2])
+@pytest.mark.parametrize("case", [TEST_CASES[2], TEST_CASES[4]], ids=str)
+def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it(case: Case):
+    x, residual, weights = arguments_of(case)
     function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS))
     total, partials = function(
         x, residual, weights, meeting := jnp.zeros(meeting_shape().shape, jnp.int32)
@@ -229,6 +252,41 @@ def test_a_warp_multiplies_its_group_of_inputs():
             assert np.array_equal(total, expected)
 
 
+def test_a_warp_multiplies_its_group_of_8_bit_floats():
+    """As above, with the fragments of mma.m16n8k32: four entries side by side, and those 16 further
+    on."""
+    draw = np.random.default_rng(0).integers
+    weights, rows, begin = draw(-8, 8, (TILES, TILE, BLOCK)), draw(-8, 8, (ROWS, 1024)), 512
+
+    def stored(values: np.ndarray) -> np.ndarray:
+        lines = values.astype(jnp.float8_e4m3fn).view(np.uint8)
+        return in_shared_memory(
+            lines.reshape(-1, *values.shape[-2:-1], values.shape[-1] // 128, 128)
+        )
+
+    values, x = stored(weights), stored(rows)
+    for warp in range(WARPS):
+        loads = [
+            loaded(x, float8_products.row_chunk(LANES, begin // 16, warp, pair))
+            for pair in range(2)
+        ]
+        columns = [words for load in loads for words in (load[:2], load[2:])]
+        inputs = slice(GROUP * warp, GROUP * (warp + 1))
+        for tile in range(TILES):
+            total = np.zeros((TILE, ROWS))
+            for step, second in enumerate(columns):
+                first = loaded(values, float8_products.weight_chunk(LANES, warp, tile, step))
+                operands = ([float8_numbers(word) for word in part] for part in (first, second))
+                total += product(*operands)
+            expected = weights[tile, :, inputs] @ rows[:, begin:][:, inputs].T
+            assert np.array_equal(total, expected)
+
+
+def float8_numbers(words: np.ndarray) -> np.ndarray:
+    """Four numbers of each word: [lanes, 4]."""
+    return words.astype("<u4").view(jnp.float8_e4m3fn).reshape(-1, 4).astype(np.float64)
+
+
 def in_shared_memory(lines: np.ndarray) -> np.ndarray:
     """Bytes [n, rows, lines, 128] as the copy engine lays them out: tiles of 8 rows, in which
     chunks of 16 bytes are swizzled."""
@@ -251,13 +309,14 @@ def numbers(words: np.ndarray) -> np.ndarray:
 
 
 def product(first: list[np.ndarray], second: list[np.ndarray]) -> np.ndarray:
-    """What mma.m16n8k16 makes of its operands, [16, 8]."""
-    a, b = np.zeros((TILE, 16)), np.zeros((16, ROWS))
-    entries = 2 * (LANES % 4)[:, None] + np.arange(2)
+    """What mma.m16n8k16 makes of its operands, or m16n8k32 of words with four numbers: [16, 8]."""
+    count = first[0].shape[-1]  # side by side
+    a, b = np.zeros((TILE, 8 * count)), np.zeros((8 * count, ROWS))
+    entries = count * (LANES % 4)[:, None] + np.arange(count)
     for at, values in enumerate(first):
-        a[(LANES // 4 + at % 2 * 8)[:, None], entries + at // 2 * 8] = values
+        a[(LANES // 4 + at % 2 * 8)[:, None], entries + at // 2 * 4 * count] = values
     for at, values in enumerate(second):
-        b[entries + at * 8, (LANES // 4)[:, None]] = values
+        b[entries + at * 4 * count, (LANES // 4)[:, None]] = values
     return a @ b
 
 
@@ -271,7 +330,8 @@ def test_thread_blocks_have_each_job_once(units: int, blocks: int):
     num_splits = splits_of(units)
     assert num_splits is not None
     tuning = Tuning(warpgroups=3, stages=2, blocks=blocks)
-    plan = Plan(2, 512, 1024, units, num_splits, EPS, tuning, PHASES, interpret=False)
+    sizes = 2, 512, 1024, units, num_splits, EPS
+    plan = Plan(*sizes, tuning, form=None, names=PHASES, interpret=False)
 
     def of_blocks(function: Any) -> Any:
         name = kernel_axes.name("block")

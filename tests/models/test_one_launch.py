@@ -27,6 +27,7 @@ from tests.helpers.random_models import random_target, tiny_config
 SIZES: dict[str, Any] = dict(hidden_size=1024, intermediate_size=512, head_dim=128, num_layers=1)
 KERNELS = Kernels(frozenset({"o_gate_up_down"}))
 LAUNCH = "o_gate_up_down_kernel"
+FLOAT8 = Kernels(frozenset({"o_gate_up_down", "float8_layers", "o_to_norm"}))
 TO_NORM = Kernels(frozenset({"o_gate_up_down", "o_to_norm"}))
 
 
@@ -53,6 +54,7 @@ def program(model: Decoder, kernels: Kernels = KERNELS, rows: int = 8, **options
 def test_on_a_gpu_it_is_one_launch_of_every_layer():
     assert program(target(num_layers=2)).count("call @o_gate_up_down_mosaic") == 2
     assert LAUNCH in program(target("w4a16-zeros"), rows=2)
+    assert LAUNCH in program(target("fp8"), FLOAT8)
 
 
 def test_it_goes_on_to_the_norm_where_nothing_stands_between():
@@ -73,6 +75,8 @@ OTHERS: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "blocks that are compiled by themselves": (target(), {"isolate_blocks": True}),
     "weights of 16 bits": (target(None), {}),
     "rows of 8 bits": (target("w4a8"), {}),
+    "8-bit floats, whose kernel was not chosen": (target("fp8"), {}),
+    "8-bit floats with scales of blocks": (target("fp8-block"), {"kernels": FLOAT8}),
     "a bias": (target(o_bias=True), {}),
     "a stream that it does not take": (target(hidden_size=1280), {}),
     "a norm of what attention gives": (changed(mixer_norm=NORM), {}),
@@ -133,15 +137,17 @@ def test_its_weights_are_those_of_the_layer():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 5, 8])
-@pytest.mark.parametrize("kernels", [KERNELS, TO_NORM], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "kernels"), [("w4a16", KERNELS), ("w4a16", TO_NORM), ("fp8", FLOAT8)], ids=str
+)
 def test_on_the_device_a_model_computes_what_it_does_in_several_launches(
-    rows: int, kernels: Kernels
+    rows: int, scheme: Scheme, kernels: Kernels
 ):
     config = tiny_config(**SIZES, vocab_size=512)
     meeting = make_meeting(jnp.zeros(1))
     assert meeting is not None, "no GPU with as many multiprocessors as an H100 SXM"
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_target(config, context=1.0))
-    model = in_scheme(model, "w4a16", lm_head=False)
+    model = in_scheme(model, scheme, lm_head=False)
 
     def hidden(model: Decoder, kernels: Kernels) -> np.ndarray:
         def run(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -150,8 +156,9 @@ def test_on_the_device_a_model_computes_what_it_does_in_several_launches(
 
         return np.asarray(jax.jit(run)(model, jnp.arange(rows)[None]), np.float64)
 
-    expected = hidden(model, Kernels(frozenset({"packed_product", "add_rms_norm"})))
-    kernels = Kernels(Kernels.parse("auto").operations - TO_NORM.operations | kernels.operations)
-    found = hidden(model.replace(exchange=meeting), kernels)
+    others = {"packed_product", "add_rms_norm", "round_tokens"}
+    expected = hidden(model, Kernels(frozenset(others)))
+    chosen = Kernels.parse("auto").operations - FLOAT8.operations | kernels.operations
+    found = hidden(model.replace(exchange=meeting), Kernels(chosen))
     assert np.linalg.norm(found - expected) <= 0.02 * np.linalg.norm(expected)
     assert not meeting.any()

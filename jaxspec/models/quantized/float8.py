@@ -17,6 +17,7 @@ from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
+from pallas_kernels.o_gate_up_down.weights import PackedWeights
 from pallas_kernels.packed_product import packed_product, sizes_misfit
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.packed_product.tuning import scaled_rows
@@ -81,6 +82,11 @@ class Float8Linear(PackedLinear):
         if self.input_scale is not None or len(self.scale) != num_groups:
             return False
         return "round_tokens" in kernels and dtype == jnp.bfloat16
+
+    def packed(self) -> PackedWeights | None:
+        """The weights [V, in] as kernels read them that round rows themselves; None beside a scale
+        that the checkpoint has of them."""
+        return None if self.input_scale is not None else PackedWeights(*self._flat())
 
     @property
     def _bits(self) -> tuple[int, int]:

@@ -1,0 +1,92 @@
+"""Products of a block of weights and rows, both of 8-bit floats, of one warpgroup of Hopper GPUs.
+
+They are those of single warps with 32 inputs, to which Hopper's tensor cores come by way of
+float16: sums are exact to float32. Scales multiply a job's sums when these are stored. Sums, and
+the inputs that each warp has, are those of products.py.
+"""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils
+
+from pallas_kernels.o_gate_up_down.plan import BLOCK, GROUP, ROWS, TILE, TILES, WARPS
+from pallas_kernels.o_gate_up_down.products import (
+    SUMS,
+    array_of,
+    entry_chunk,
+    f32,
+    ldmatrix,
+    line_chunk,
+    shared_address,
+    tiles_of,
+)
+from pallas_kernels.shared_memory import LINE, swizzled
+from pallas_kernels.words import Word
+
+TRANSFORMS = swizzled(LINE, 8)  # of weights, and of rows
+_CHUNK = 16  # entries, and bytes
+_LINES = BLOCK // LINE  # of an output
+_STEPS = GROUP // 32
+
+
+def add_block(
+    values: Any, factors: list[Any], x: Any, start: Array, total: Array, *, interpret: bool
+) -> Array:
+    """total + the sums of a block.
+
+    Args:
+      values: e4m3 [TILES, TILE, BLOCK], laid out as TRANSFORMS.
+      factors: none.
+      x: e4m3 [ROWS, ...], laid out as TRANSFORMS; the block's inputs begin at ``start``.
+    """
+    assert not factors
+    if interpret:  # the interpreter does not support inlined MLIR
+        weights = values[...].astype(jnp.float32).reshape(TILES, TILE, WARPS, GROUP)
+        rows = lax.dynamic_slice(x[...], (0, start), (ROWS, BLOCK)).astype(jnp.float32)
+        sums = jnp.einsum("towk,rwk->wotr", weights, rows.reshape(ROWS, WARPS, GROUP))
+        return total + sums.reshape(SUMS)
+    both = plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS)
+    result: Any = plgpu.ShapeDtypeStruct(SUMS, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
+    types = plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WGMMA, *both
+    inlined: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)
+    return inlined(_emit)(start, total, values, x)
+
+
+def _emit(_: Any, start: Any, total: Any, values: Any, x: Any) -> Any:
+    lane, warp = Word(mgpu.thread_idx()) % 32, Word(utils.warp_idx(sync=True)) % WARPS
+    values, x = shared_address(values), shared_address(x)
+    first = Word(start.registers.item()) // _CHUNK
+    loads = [ldmatrix(x + row_chunk(lane, first, warp, at)) for at in range(_STEPS // 2)]
+    columns = [words for load in loads for words in (load[:2], load[2:])]
+    sums = tiles_of(total)
+    for tile in range(TILES):
+        for step, column in enumerate(columns):
+            words = ldmatrix(values + weight_chunk(lane, warp, tile, step))
+            sums[tile] = _mma(sums[tile], words, column)
+    return array_of(sums, total)
+
+
+# Where the 32 lanes of a warp find what ldmatrix loads: see products.py.
+
+
+def weight_chunk(lane: Any, warp: Any, tile: int, step: int) -> Any:
+    """Two chunks of 16 inputs, one after the other, of the first 8 outputs of a tile and of the
+    other 8."""
+    line = (lane // 8 % 2 + 2 * tile) * _LINES + warp
+    return line_chunk(line, lane % 8, lane // 16 + 2 * step)
+
+
+def row_chunk(lane: Any, first: Any, warp: Any, pair: int) -> Any:
+    """Four chunks of 16 inputs of all rows; ``first``: the block's first chunk."""
+    return entry_chunk(lane % 8, first + warp * (GROUP // _CHUNK) + (lane // 8 + 4 * pair))
+
+
+def _mma(sums: Any, a: Any, b: Any) -> list[Any]:
+    product = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
+    operands = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    types = 4 * [f32()]
+    return list(utils.inline_ptx(f"{product} {operands}", *a, *b, *sums, result_types=types))
