@@ -21,12 +21,13 @@ from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from tests.decoding.test_acceptance import P_VALUE, chi_square
-from tests.helpers.block_heads import CORRECTED, block_params, block_target
+from tests.helpers.block_heads import CORRECTED, KINDS, OTHERS, block_params, block_target
 from tests.helpers.random_models import (
     admit_prompts,
     empty_state,
     generate,
     jit_decode,
+    make_drafter,
     noisy,
     random_prompts,
     read_prompts,
@@ -54,10 +55,11 @@ def repeating() -> np.ndarray:
 
 def drawn(kind: str, spec: SpeculationConfig, prompt: np.ndarray) -> tuple[np.ndarray, float]:
     """The first NEW tokens of each row, and the mean depth accepted."""
-    if kind in ("suffix", "draft_model"):
+    if kind in ("suffix", "draft_model", "peagle"):
         target = block_target()
-        model = DraftModelDrafter(model=noisy(target, 0.7))
-        drafter: Any = model if kind == "draft_model" else SuffixDrafter()
+        drafter: Any = SuffixDrafter() if kind == "suffix" else make_drafter("peagle", target)
+        if kind == "draft_model":
+            drafter = DraftModelDrafter(model=noisy(target, 0.7))
         params = EngineParams(target=target, drafter=drafter, speculation=spec)
     else:
         params = block_params(kind.replace("suffix+", "ngram+"), spec)
@@ -127,7 +129,7 @@ def p_value(found: np.ndarray, prompt: np.ndarray, temperature: float = TEMPERAT
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 @pytest.mark.parametrize("shape", SPECS)
-@pytest.mark.parametrize("kind", ["dflash", "dspark", *CORRECTED])
+@pytest.mark.parametrize("kind", [*KINDS, *CORRECTED, *OTHERS])
 def test_texts_have_the_targets_distribution(kind: str, shape: str, rule: str):
     found, depth = drawn(kind, dataclasses.replace(SPECS[shape], acceptance=rule), PROMPT)
     assert 0.5 < depth < 2.5, "drafts must be accepted and refused"
@@ -148,7 +150,14 @@ def test_texts_of_a_mixture_have_the_targets_distribution(kind: str, shape: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("suffix", "chain"), ("suffix", "tree"), ("draft_model", "chain")]
+    ("kind", "shape"),
+    [
+        ("suffix", "chain"),
+        ("suffix", "tree"),
+        ("draft_model", "chain"),
+        ("peagle", "chain"),
+        ("peagle", "tree"),
+    ],
 )
 def test_texts_of_other_drafters_have_the_targets_distribution(kind: str, shape: str):
     prompt = repeating()

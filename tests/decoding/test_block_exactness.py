@@ -27,6 +27,7 @@ SAMPLED = 0.8
 
 DRAFTERS = ("dflash", "dspark", "ngram+dflash", "ngram+dspark")
 WITH_SUFFIXES = ("suffix+dflash", "suffix+dspark")
+ALL_KINDS = (*KINDS, *CORRECTED, *OTHERS)
 # A tree that is deeper than a page is long, and the trees and chains of the other drafters.
 OWN_TREES = {name: TREES[name] for name in ("chain5", "tree12")} | {
     "tree40": SpeculationConfig(num_nodes=40, max_depth=5, top_k=8)
@@ -37,6 +38,8 @@ CHOICES = [
     (WITH_SUFFIXES, tuple(OWN_TREES), (4, 64), (3,), (0.0, 1.0)),
     (CORRECTED, tuple(OWN_TREES), (5,), (3,), (0.0, SAMPLED)),
     (OTHERS, ("chain5", "tree12"), (4, 16), (3,), (0.0, SAMPLED)),
+    (CORRECTED, ("tree12",), (1, 64), (1, 8), (SAMPLED,)),
+    (OTHERS, ("tree12",), (1,), (1, 8), (SAMPLED,)),
 ]
 ALL_CASES = [Case(*choice) for choices in CHOICES for choice in itertools.product(*choices)]
 # The slow cases are all others. DFlash trees by default: the requests of an engine below.
@@ -164,6 +167,18 @@ def plain_requests() -> list[list[int]]:
         slow("suffix+dspark", "chain5", "swap", 8),
         slow("windowed", "tree12", "swap", 4),
         slow("reduced dspark", "chain5", "recompute", 8),
+        slow("reduced dflash", "tree12", "swap", 4),
+        slow("causal", "tree12", "recompute", 8),
+        slow("mimo", "chain5", "swap", 4),
+        slow("gated", "chain5", "recompute", 4),
+        slow("rnn", "tree12", "swap", 8),
+        slow("domino", "tree12", "recompute", 4),
+        slow("xpress", "chain5", "swap", 4),
+        slow("xpress", "tree12", "recompute", 8),
+        slow("lilicorr", "chain5", "recompute", 4),
+        slow("lilicorr", "tree12", "swap", 8),
+        slow("dflash2", "chain5", "swap", 8),
+        slow("dflash2", "tree12", "recompute", 4),
     ],
 )
 def test_prefix_hits_and_preemption_do_not_change_the_text(
@@ -182,7 +197,7 @@ def test_prefix_hits_and_preemption_do_not_change_the_text(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+@pytest.mark.parametrize("drafter", ALL_KINDS)
 def test_a_prefix_hit_drafts_as_if_it_had_read_the_prompt(drafter: str):
     """The drafter's pages of a prefix are all that it needs of it."""
     params = block_params(drafter, OWN_TREES["chain5"])
@@ -197,7 +212,7 @@ def test_a_prefix_hit_drafts_as_if_it_had_read_the_prompt(drafter: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"adaptive": True}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+@pytest.mark.parametrize("drafter", ALL_KINDS)
 def test_engines_of_other_kinds_do_not_change_the_text(drafter: str, options: dict[str, Any]):
     own = engine_of(block_params(drafter, OWN_TREES["chain5"]), sealed=False, **options)
     assert [generation.token_ids for generation in finished(own)] == plain_requests()

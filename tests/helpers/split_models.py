@@ -3,7 +3,7 @@
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from tests.helpers.block_heads import EXTRAS, block_params, block_target
+from tests.helpers.block_heads import EXTRAS, OTHERS, block_params, block_target
 from tests.helpers.random_models import make_params
 
 TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)
@@ -34,6 +34,15 @@ SPECULATIONS = {
     "domino tree": DEEP_TREE,
     "xpress": SpeculationConfig.chain(3),
     "lilicorr tree": DEEP_TREE,
+    "gated": SpeculationConfig.chain(3),
+    "rnn rejection": SpeculationConfig.chain(3, "rejection"),
+    "domino rejection": SpeculationConfig.chain(3, "rejection"),
+    "xpress tree": DEEP_TREE,
+    "xpress rejection": SpeculationConfig.chain(3, "rejection"),
+    "lilicorr rejection": SpeculationConfig.chain(3, "rejection"),
+    "windowed tree": DEEP_TREE,
+    "causal": SpeculationConfig.chain(3),
+    "mimo tree": DEEP_TREE,
     "mixed": SpeculationConfig.chain(2),
     "mixed rejection": SpeculationConfig.chain(2, "rejection"),
     "ngram+dflash": SpeculationConfig.chain(3),
@@ -44,7 +53,7 @@ SPECULATIONS = {
 
 
 def is_of_blocks(name: str) -> bool:
-    return any(kind in name for kind in EXTRAS)
+    return any(kind in name for kind in (*EXTRAS, *OTHERS))
 
 
 def params_of(name: str, target: Decoder) -> EngineParams:

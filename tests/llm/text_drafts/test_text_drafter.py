@@ -15,6 +15,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.llm.text_drafts.drafter import TextDrafter, TextSource
 from jaxspec.llm.text_drafts.model_source import ModelSource
+from jaxspec.parallel import make_mesh
 from tests.helpers.engines import seal
 from tests.helpers.small_tokenizers import one_token_a_byte
 from tests.llm.text_drafts.test_spelling import Plain
@@ -99,6 +100,35 @@ def test_texts_are_those_of_other_drafters(llm: LLM, byte_llm: LLM):
     assert [each.token_ids for each in found] == [each.token_ids for each in other]
     greedy = found[0]
     assert greedy.acceptance_length > 1.5, "it drafts what it would write itself"
+
+
+FEW = {"page_size": 8, "num_pages": 9}
+IN_ENGINES: dict[str, dict[str, Any]] = {
+    "swapped": FEW | {"engine": EngineConfig(max_rows=3, preemption="swap")},
+    "read again": FEW | {"engine": EngineConfig(max_rows=3, preemption="recompute")},
+    "two devices": {"mesh": 2},
+    "rejection": {"speculation": SpeculationConfig.chain(4, "rejection")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_ENGINES)
+def test_texts_are_those_of_other_drafters_in_engines_of_all_kinds(
+    case: str, byte_model: Path, byte_llm: LLM
+):
+    """With prefix hits when requests come again. Under rejection those at temperature 0 are."""
+    options: dict[str, Any] = {"speculation": CHAIN, "page_size": 8} | IN_ENGINES[case]
+    if "mesh" in options:
+        options["mesh"] = make_mesh(tensor_parallel=options["mesh"])
+    llm = LLM(byte_model, f"text:{byte_model}", max_length=64, **options)
+    sampling = [GREEDY, GREEDY if case == "rejection" else SAMPLED, GREEDY]
+    wanted = [each.token_ids for each in byte_llm.generate(PROMPTS, sampling)]
+    for hits in (0, 8):
+        found = llm.generate(PROMPTS, sampling)
+        assert [each.token_ids for each in found] == wanted
+        assert found[2].cached_tokens >= hits
+    preemption = options["engine"].preemption if "engine" in options else None
+    assert preemption is None or llm.engine.scheduler.preemptions[preemption] > 0
 
 
 @pytest.mark.slow
