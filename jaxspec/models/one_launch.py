@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.linear import Addend, AnyLinear, Product, ReadsRounded
+from jaxspec.models.linear import Addend, AnyLinear, Product, ReadsRounded, RoundedRows
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.readers import OneReader
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.float8 import FLOAT8
-from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm
+from pallas_kernels.o_gate_up_down import misfit, o_gate_up_down, o_to_norm, o_to_norm_rounded
 from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
 from pallas_kernels.selection import Kernels
 
@@ -62,16 +62,29 @@ class LayerLaunch:
         """Whether the launch may go on to the norm that follows (see ForwardPass.add_norm)."""
         if "o_to_norm" not in self.step.kernels or norm is None or beside is not None:
             return False
+        if norm.dtype != self.x.dtype or isinstance(reader, OneReader):
+            return False
         rounds = isinstance(reader, ReadsRounded) and reader.rounds
-        return not (rounds or isinstance(reader, OneReader)) and norm.dtype == self.x.dtype
+        return self._rounds_for(reader) or not rounds
 
-    def normed(self, norm: Array, reader: AnyLinear | None) -> tuple[Array, Array]:
-        """The residual stream behind the MLP, and its norm, which ``reader`` alone reads."""
+    def normed(self, norm: Array, reader: AnyLinear | None) -> tuple[Array, Any]:
+        """The residual stream behind the MLP, and its norm, which ``reader`` alone reads: if it
+        rounds its input, RoundedRows."""
         following = Following(norm, reader.values if isinstance(reader, PackedLinear) else None)
         rows, stream, *how = self._arguments()
+        given, shape = (rows, stream, self.weights, following, *how), self.x.shape
         with jax.named_scope("mlp"):
-            total, normed = o_to_norm(rows, stream, self.weights, following, *how)
-        return total.reshape(self.x.shape), normed.reshape(self.x.shape)
+            if not self._rounds_for(reader):
+                total, normed = o_to_norm(*given)
+                return total.reshape(shape), normed.reshape(shape)
+            total, values, scale = o_to_norm_rounded(*given)
+        values = values.reshape(shape)
+        return total.reshape(shape), RoundedRows(values=values, scale=scale, dtype=self.x.dtype)
+
+    def _rounds_for(self, reader: AnyLinear | OneReader | None) -> bool:
+        if not isinstance(reader, ReadsRounded):
+            return False
+        return reader.reads_rounded(self.x.dtype, self.step.kernels)
 
     def _arguments(self) -> tuple[Any, ...]:
         """Rows of both arrays, eps, and how the kernel runs."""

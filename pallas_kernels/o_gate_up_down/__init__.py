@@ -3,6 +3,7 @@ stream and its norm, and an MLP with gates; all weights have 4 bits. It may go o
 the MLP."""
 
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,6 +20,7 @@ from pallas_kernels.o_gate_up_down.plan import (
 )
 from pallas_kernels.o_gate_up_down.reference import o_gate_up_down_reference
 from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
+from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
 NORM_STEP = 1024  # entries of the residual stream that a warpgroup norms at a time
@@ -45,10 +47,7 @@ def o_gate_up_down(
     Returns residual + the projection, [M, H], and float32 partial sums [S, M, H] of the MLP (see
     products.py). Gate, up and hidden units are rounded as results of products are.
     """
-    problem = misfit(x, residual, weights)
-    if meeting is None:
-        problem = problem or "no place to meet"
-    mosaic = kernel_module("o_gate_up_down", implementation, problem)
+    mosaic = _module(implementation, misfit(x, residual, weights), meeting)
     if mosaic is None:
         return o_gate_up_down_reference(x, residual, weights, eps)
     return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps)
@@ -65,17 +64,45 @@ def o_to_norm(
 ) -> tuple[Array, Array]:
     """The residual stream behind a layer's MLP and its norm, both [M, H]: see ``o_gate_up_down``,
     and add_rms_norm for what is rounded."""
-    problem = misfit(x, residual, weights)
-    if following.norm.dtype != jnp.bfloat16:
-        problem = problem or f"a next norm of {following.norm.dtype}: it must be bfloat16"
-    if meeting is None:
-        problem = problem or "no place to meet"
-    mosaic = kernel_module("o_gate_up_down", implementation, problem)
+    problem = misfit(x, residual, weights) or _misfit_of_norm(following.norm)
+    mosaic = _module(implementation, problem, meeting)
     if mosaic is None:
-        before, partials = o_gate_up_down_reference(x, residual, weights, eps)
-        return add_rms_norm_reference(before, partials, following.norm, eps)
+        total, partials = o_gate_up_down_reference(x, residual, weights, eps)
+        return add_rms_norm_reference(total, partials, following.norm, eps)
     given = x, residual, weights, meeting, eps
     return mosaic.o_gate_up_down_mosaic(*given, following=following)
+
+
+def o_to_norm_rounded(
+    x: Array,
+    residual: Array,
+    weights: LayerWeights,
+    following: Following,
+    eps: float,
+    implementation: Implementation = "reference",
+    meeting: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """``o_to_norm`` with the norm rounded to 8-bit floats: the stream, e4m3 [M, H], and float32
+    scales [1, P] of the rows, padded as those of round_tokens."""
+    problem = misfit(x, residual, weights) or _misfit_of_norm(following.norm)
+    mosaic = _module(implementation, problem, meeting)
+    if mosaic is None:
+        stream, normed = o_to_norm(x, residual, weights, following, eps)
+        return stream, *round_tokens(normed)
+    given = x, residual, weights, meeting, eps
+    return mosaic.o_gate_up_down_mosaic(*given, following=following, rounds=True)
+
+
+def _module(
+    implementation: Implementation, problem: str | None, meeting: Array | None
+) -> ModuleType | None:
+    if meeting is None:
+        problem = problem or "no place to meet"
+    return kernel_module("o_gate_up_down", implementation, problem)
+
+
+def _misfit_of_norm(norm: Array) -> str | None:
+    return None if norm.dtype == jnp.bfloat16 else f"a next norm of {norm.dtype}: not bfloat16"
 
 
 def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:

@@ -44,6 +44,7 @@ from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     BUFFERS,
     NEXT_NORM,
+    NEXT_ROUNDED,
     PHASES,
     ROWS,
     TILE,
@@ -64,7 +65,7 @@ READS: dict[PhaseName, str] = {"o": "x", "gate_up": "total", "down": "units"}
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("eps", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "rounds", "tuning", "interpret"))
 def o_gate_up_down_mosaic(
     x: Array,  # [M, A]
     residual: Array,  # [M, H]
@@ -73,15 +74,17 @@ def o_gate_up_down_mosaic(
     eps: float,
     *,
     following: Following | None = None,
+    rounds: bool = False,
     tuning: Tuning | None = None,
     interpret: Any = None,
-) -> tuple[Array, Array]:
-    """See pallas_kernels.o_gate_up_down, with ``following`` o_to_norm; only for arguments that
-    ``misfit`` accepts.
+) -> tuple[Array, ...]:
+    """See pallas_kernels.o_gate_up_down, with ``following`` o_to_norm, if it also ``rounds``
+    o_to_norm_rounded; only for arguments that ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
     one thread block: the interpreter does not run several side by side, so they cannot meet.
     """
+    then = () if following is None else (NEXT_ROUNDED if rounds else NEXT_NORM,)
     norm, *products = weights
     units = weights.down.values.shape[1]
     num_splits = splits_of(units)
@@ -95,14 +98,14 @@ def o_gate_up_down_mosaic(
         eps=eps,
         tuning=tuning or Tuning(),
         form=FORMATS[weights.o.values.dtype],
-        names=PHASES if following is None else (*PHASES, NEXT_NORM),
+        names=(*PHASES, *then),
         interpret=interpret is not None,
     )
     by_phase: Weights = dict(zip(PHASES, products, strict=True))
     norm = norm.reshape(-1, NORM_PART)
     arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
     if following is not None:
-        arrays[NEXT_NORM] = following.norm
+        arrays["next_norm"] = following.norm
         if following.weights is not None and can_fetch(following.weights):
             arrays["next_weights"] = following.weights
     if interpret is None or plan.tuning.blocks == 1:
@@ -112,8 +115,11 @@ def o_gate_up_down_mosaic(
             phase = dataclasses.replace(plan, names=(name,))
             product: Weights = {key: packed for key, packed in by_phase.items() if key == name}
             arrays |= _launch(phase, arrays, product, interpret)
-    names = ("total", "partials") if following is None else ("stream", "normed")
-    return arrays[names[0]], arrays[names[1]]
+    if following is None:
+        return arrays["total"], arrays["partials"]
+    if rounds:
+        return arrays["stream"], arrays["rounded"], arrays["rounded_scale"]
+    return arrays["stream"], arrays["normed"]
 
 
 def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
@@ -286,14 +292,14 @@ def _norm_next(plan: Plan, refs: Refs) -> None:
 
     @pl.when(block < plan.rows)
     def _norm_rows_of_block():
-        weight = parts.load(refs[NEXT_NORM])  # on its way while blocks meet
+        weight = parts.load(refs["next_norm"])  # on its way while blocks meet
         plgpu.barrier_wait(refs["met"])
         for turn in range(plan.own_rows):
             row = block + plan.tuning.blocks * turn
 
             @pl.when(row < plan.rows)
             def _(turn=turn, row=row):
-                given = weight, refs["row_squares"].at[turn], refs
+                given = weight, refs["row_sums"].at[turn], refs
                 norm_row(parts, row, *given, eps=plan.eps, interpret=plan.interpret)
 
 

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,10 +16,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import kernel_axes
+from pallas_kernels.o_gate_up_down.outputs import as_bfloat16
 from pallas_kernels.o_gate_up_down.plan import WARPS
 from pallas_kernels.o_gate_up_down.products import shared_address
 from pallas_kernels.o_gate_up_down.rows import THREADS, load_sums, store_sum
 from pallas_kernels.products import total_f32
+from pallas_kernels.round_tokens.reference import rounded_by, scale_of
 from pallas_kernels.round_tokens.row_parts import RowParts
 from pallas_kernels.words import Word
 
@@ -29,7 +32,7 @@ def norm_row(
     parts: RowParts,
     row: Array,
     weight: Array,
-    squares: Any,
+    sums: Any,
     refs: dict[str, Any],
     *,
     eps: float,
@@ -39,55 +42,69 @@ def norm_row(
 
     Args:
       weight: the calling warpgroup's part of the norm's weights.
-      squares: float32 [warpgroups, WARPS] in shared memory; each call needs its own.
+      sums: float32 [2, warpgroups, WARPS] in shared memory; each call needs its own.
       refs: "total", the stream before the MLP, and "partials", what is added to it; the results
-        "stream" and "normed"; "row_squared", a barrier of the warpgroups.
+        "stream" and "normed", or "rounded" and "rounded_scale" in place of the norm, as
+        round_tokens makes them; "row_summed", a barrier of the warpgroups.
     """
     stream, part = refs["stream"], parts.slice_of_part()
+    combine = functools.partial(_combined, parts, refs["row_summed"], interpret)
     before = parts.load(refs["total"].at[row]).astype(jnp.float32)
     splits = range(refs["partials"].shape[0])
     terms = [parts.load(refs["partials"].at[split, row]) for split in splits]
-    added = total_f32(terms).astype(stream.dtype)  # rounded as an unsplit product is
-    total = (before + added.astype(jnp.float32)).astype(stream.dtype)
-    wide = total.astype(jnp.float32)  # from the rounded sum, as the reference does
-    _store_sums(parts, wide * wide, squares, interpret)
-    plgpu.barrier_arrive(refs["row_squared"])
-    stream[row, part] = total
-    plgpu.barrier_wait(refs["row_squared"])
-    scale = lax.rsqrt(_total(squares, interpret) / parts.width + eps)
-    refs["normed"][row, part] = (wide * scale).astype(stream.dtype) * weight
-
-
-def _store_sums(parts: RowParts, part: Array, squares: Any, interpret: bool) -> None:
-    """Store the sum of each warp of the calling warpgroup."""
-    sums = squares.at[kernel_axes.index("warpgroup")]
-    if interpret:  # the interpreter does not support inlined MLIR
-        sums[0] = jnp.sum(part)
+    added = _narrowed(total_f32(terms), interpret)  # rounded as an unsplit product is
+    total = _narrowed(before + added, interpret)
+    stream[row, part] = total.astype(stream.dtype)
+    squares = combine(total * total, sums.at[0], jnp.sum, arith.addf)
+    normed = _narrowed(total * lax.rsqrt(squares / parts.width + eps), interpret)
+    normed = _narrowed(normed * weight.astype(jnp.float32), interpret)
+    if "normed" in refs:
+        refs["normed"][row, part] = normed.astype(stream.dtype)
         return
-    inlined: Any = plgpu.inline_mgpu(arg_types=(parts.layout, plgpu.RefType()))
-    inlined(_emit_sums)(part, sums)
+    scale = scale_of(combine(jnp.abs(normed), sums.at[1], jnp.max, arith.maximumf))
+    refs["rounded"][row, part] = rounded_by(normed, scale)
+
+    @pl.when(kernel_axes.index("warpgroup") == 0)
+    def _store_scale():
+        refs["rounded_scale"][0, row] = scale
 
 
-def _emit_sums(_: Any, part: Any, sums: Any) -> None:
-    entries = functools.reduce(arith.addf, part.registers.flat)
+def _narrowed(x: Array, interpret: bool) -> Array:
+    """Float32 numbers rounded to those of bfloat16, which XLA would leave out."""
+    return as_bfloat16(x) if interpret else x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _combined(
+    parts: RowParts, barrier: Any, interpret: bool, part: Array, sums: Any, reduce: Any, add: Any
+) -> Array:
+    """The sum of a row, or what ``add`` makes of its entries, of the parts of all warpgroups."""
+    warpgroup = kernel_axes.index("warpgroup")
+    if interpret:  # the interpreter does not support inlined MLIR
+        sums[warpgroup, 0] = reduce(part)
+    else:
+        inlined: Any = plgpu.inline_mgpu(arg_types=(parts.layout, plgpu.RefType()))
+        inlined(functools.partial(_emit_part, add=add))(part, sums.at[warpgroup])
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+    if interpret:
+        return reduce(sums[...][:, 0])
+    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.dtype("float32"), layout=plgpu.Layout.WG_SPLAT(()))
+    emit = functools.partial(_emit_total, warpgroups=parts.warpgroups, add=add)
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)
+    return inlined(emit)(sums)
+
+
+def _emit_part(_: Any, part: Any, sums: Any, *, add: Any) -> None:
+    """Store what each warp of the warpgroup makes of its entries."""
+    entries = functools.reduce(add, part.registers.flat)
     [count] = ir.VectorType(entries.type).shape
     terms = [vector.extract(entries, [], [at]) for at in range(count)]
     thread = Word(mgpu.thread_idx()) % THREADS
-    store_sum(functools.reduce(arith.addf, terms), shared_address(sums), thread)
+    store_sum(functools.reduce(add, terms), shared_address(sums), thread, add)
 
 
-def _total(squares: Any, interpret: bool) -> Array:
-    """The sum of all warps' sums."""
-    if interpret:
-        return jnp.sum(squares[...][:, 0])
-    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.dtype("float32"), layout=plgpu.Layout.WG_SPLAT(()))
-    emit = functools.partial(_emit_total, warpgroups=squares.shape[0])
-    inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)
-    return inlined(emit)(squares)
-
-
-def _emit_total(_: Any, squares: Any, *, warpgroups: int) -> Any:
-    begin = shared_address(squares)
+def _emit_total(_: Any, sums: Any, *, warpgroups: int, add: Any) -> Any:
+    begin = shared_address(sums)
     found = [load_sums(begin + _SUMS_BYTES * at) for at in range(warpgroups)]
-    total = functools.reduce(arith.addf, [entry for sums in found for entry in sums])
+    total = functools.reduce(add, [entry for of_warps in found for entry in of_warps])
     return mgpu.FragmentedArray.splat(total, ())

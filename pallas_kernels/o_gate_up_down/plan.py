@@ -27,6 +27,7 @@ BUFFERS = 2  # jobs whose parts are in shared memory
 PhaseName = Literal["o", "gate_up", "down"]
 PHASES: tuple[PhaseName, ...] = ("o", "gate_up", "down")
 NEXT_NORM = "next_norm"  # what follows them, if the launch also norms what they give
+NEXT_ROUNDED = "next_rounded"  # likewise, if it also rounds the norm to 8-bit floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of a launch; ``names``: its phases, and NEXT_NORM."""
+    """Sizes of a launch; ``names``: its phases, and what follows them."""
 
     rows: int
     inputs: int  # of o
@@ -104,7 +105,12 @@ class Plan:
     @property
     def norms_next(self) -> bool:
         """Whether the launch norms the stream behind the MLP."""
-        return NEXT_NORM in self.names
+        return NEXT_NORM in self.names or self.rounds_next
+
+    @property
+    def rounds_next(self) -> bool:
+        """Whether it also rounds that norm to 8-bit floats."""
+        return NEXT_ROUNDED in self.names
 
     @property
     def meetings(self) -> int:

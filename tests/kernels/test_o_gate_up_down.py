@@ -11,7 +11,13 @@ import pytest
 
 from pallas_kernels import kernel_axes
 from pallas_kernels.benchmark import noise
-from pallas_kernels.o_gate_up_down import float8_products, misfit, o_gate_up_down, o_to_norm
+from pallas_kernels.o_gate_up_down import (
+    float8_products,
+    misfit,
+    o_gate_up_down,
+    o_to_norm,
+    o_to_norm_rounded,
+)
 from pallas_kernels.o_gate_up_down.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.o_gate_up_down.meeting import meeting_shape
 from pallas_kernels.o_gate_up_down.mosaic_gpu import o_gate_up_down_mosaic
@@ -53,6 +59,8 @@ LANES = np.arange(32)
 @functools.lru_cache(maxsize=len(TEST_CASES))
 def arguments_of(case: Case) -> Any:
     """make_arguments in one program, instead of one for each of its operations."""
+    if case.float8:  # XLA would round constants, for seconds
+        return make_arguments(case)
     return jax.jit(lambda: make_arguments(case))()
 
 
@@ -84,9 +92,15 @@ def plain_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def float8_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Of rows whose largest entries become 448, the largest number of e4m3."""
+    steps, scale = float8_rows(x)
+    return (steps * scale) @ weights.T
+
+
+def float8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows over their scales [M, 1], rounded to numbers of 8 bits."""
     scale = np.abs(x).max(-1, keepdims=True).astype(np.float32) * np.float32(1 / 448)
     steps = np.clip(x.astype(np.float32) * (1 / scale), -448, 448).astype(jnp.float8_e4m3fn)
-    return (steps.astype(np.float64) * scale) @ weights.T
+    return steps.astype(np.float64), scale
 
 
 def exact_norm(x: np.ndarray, weight: Any) -> np.ndarray:
@@ -116,6 +130,19 @@ def assert_exact_with_norm(found: Any, case: Case) -> None:
     assert_near(found, (stream, exact_norm(stream, following(case).norm)), error)
 
 
+def assert_exact_with_rounded_norm(found: Any, case: Case) -> None:
+    stream, values, scale = (np.asarray(array, np.float64) for array in found)
+    total, added = exact(case)
+    expected = rounded(total + rounded(added))
+    steps, wanted = float8_rows(exact_norm(expected, following(case).norm))
+    assert_near((stream, values * scale[0, : len(values), None]), (expected, steps * wanted), 6e-3)
+
+
+def goes_on(*arguments: Any, **options: Any) -> Any:
+    *given, then = arguments
+    return o_gate_up_down_mosaic(*given, EPS, following=then, **options)
+
+
 def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
     for result, wanted in zip(found, expected, strict=True):
         assert result.shape == wanted.shape
@@ -135,6 +162,8 @@ def test_the_reference_goes_on_to_the_next_norm():
     options = FAST_COMPILE | {"xla_allow_excess_precision": False}
     arguments = *arguments_of(SMALL), following(SMALL)
     assert_exact_with_norm(jax.jit(function, compiler_options=options)(*arguments), SMALL)
+    rounding = jax.jit(functools.partial(o_to_norm_rounded, eps=EPS), compiler_options=options)
+    assert_exact_with_rounded_norm(rounding(*arguments), SMALL)
 
 
 # One thread block has all phases in one launch.
@@ -159,13 +188,18 @@ def test_interpreted_its_phases_give_the_layer(case: Case, tuning: Tuning):
 
 
 @pytest.mark.slow  # lowered and compared with the reference below
-@pytest.mark.parametrize("tuning", [Tuning(2, 2, blocks=1), Tuning(4, 2, blocks=5)], ids=str)
-def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning):
-    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
+@pytest.mark.parametrize(
+    ("tuning", "rounds"),
+    [(Tuning(2, 2, blocks=1), False), (Tuning(4, 2, blocks=5), True)],
+    ids=str,
+)
+def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning, rounds: bool):
+    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, rounds=rounds, tuning=tuning)
     meeting = jnp.zeros(meeting_shape().shape, jnp.int32)
     given = *arguments_of(SMALL), meeting
     found = interpreted(kernel, *given, following=following(SMALL), detect_races=True)
-    assert_exact_with_norm(found, SMALL)
+    check = assert_exact_with_rounded_norm if rounds else assert_exact_with_norm
+    check(found, SMALL)
 
 
 @pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1], TEST_CASES[3]], ids=str)
@@ -175,7 +209,11 @@ def test_it_lowers_for_cuda(case: Case):
     function = functools.partial(o_gate_up_down_mosaic, eps=EPS)
     lowered(function, *arguments, meeting)
     then = jax.eval_shape(lambda: following(case))
-    lowered(lambda *given: function(*given[:-1], following=given[-1]), *arguments, meeting, then)
+    for rounds in (False, True):
+        onward = functools.partial(function, rounds=rounds)
+        lowered(
+            lambda *given, f=onward: f(*given[:-1], following=given[-1]), *arguments, meeting, then
+        )
 
 
 @pytest.mark.gpu
@@ -203,6 +241,10 @@ def test_on_the_device_it_goes_on_to_the_next_norm(case: Case, tuning: Tuning | 
     for _ in range(50):
         again = function(*given, following=following(case))
         assert all(map(jnp.array_equal, first, again)), "a race"
+    rounding = jax.jit(
+        functools.partial(o_gate_up_down_mosaic, eps=EPS, rounds=True, tuning=tuning)
+    )
+    assert_exact_with_rounded_norm(rounding(*given, following=following(case)), case)
     assert_exact(function(*given), case)  # the counter serves launches of both kinds
     assert not given[-1].any()
 

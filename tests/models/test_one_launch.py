@@ -67,6 +67,13 @@ def test_it_goes_on_to_the_norm_where_nothing_stands_between():
     assert leaves_partial_sums(TO_NORM, rescale=jax.ShapeDtypeStruct((1,), jnp.bfloat16))
 
 
+def test_it_rounds_that_norm_for_a_product_that_reads_8_bits():
+    rounding = Kernels(FLOAT8.operations | {"round_tokens", "packed_product", "add_rms_norm"})
+    text = program(target("fp8", num_layers=2), rounding)
+    assert re.search(r"call @o_gate_up_down_mosaic.*-> .*f8E4M3FN>", text)
+    assert "add_rms_norm_kernel" not in text
+
+
 NORM = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
 OTHERS: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "no kernel of it": (target(), {"kernels": NO_KERNELS}),
