@@ -2,6 +2,7 @@
 stream and its norm, and an MLP with gates; all weights have 4 bits. It may go on to the norm behind
 the MLP."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -69,8 +70,8 @@ def o_to_norm(
     if mosaic is None:
         total, partials = o_gate_up_down_reference(x, residual, weights, eps)
         return add_rms_norm_reference(total, partials, following.norm, eps)
-    given = x, residual, weights, meeting, eps
-    return mosaic.o_gate_up_down_mosaic(*given, following=following)
+    plain = dataclasses.replace(following, rounds=False)
+    return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps, following=plain)
 
 
 def o_to_norm_rounded(
@@ -89,8 +90,8 @@ def o_to_norm_rounded(
     if mosaic is None:
         stream, normed = o_to_norm(x, residual, weights, following, eps)
         return stream, *round_tokens(normed)
-    given = x, residual, weights, meeting, eps
-    return mosaic.o_gate_up_down_mosaic(*given, following=following, rounds=True)
+    rounding = dataclasses.replace(following, rounds=True)
+    return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps, following=rounding)
 
 
 def _module(
@@ -112,14 +113,13 @@ def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:
 
 
 def _problems_of_scales(products: Sequence[PackedWeights]) -> Iterator[str]:
-    if products[0].values.dtype == FLOAT8:
-        if any(len(packed.scale) > 1 for packed in products):
-            yield "8-bit floats with scales of groups of inputs"
+    is_float8 = products[0].values.dtype == FLOAT8
+    if is_float8 and all(len(packed.scale) == 1 for packed in products):
         return
     if any(packed.values.shape[1] != GROUP * len(packed.scale) for packed in products):
         yield f"groups of other than {GROUP} inputs"
     kinds = {(p.scale.dtype, p.zero is None) for p in products}
-    if len(kinds) > 1 or products[0].scale.dtype.itemsize != 2:
+    if len(kinds) > 1 or (not is_float8 and products[0].scale.dtype.itemsize != 2):
         yield "scales that are not all of the same 16 bits, or zeros of some weights only"
 
 

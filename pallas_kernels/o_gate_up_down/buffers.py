@@ -10,6 +10,7 @@ from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     BUFFERS,
+    GROUP,
     ROWS,
     TILE,
     TILES,
@@ -33,7 +34,7 @@ def viewed(plan: Plan, name: PhaseName, weights: PackedWeights) -> Refs:
     whole outputs are [V]."""
     outputs = (TILES, -1) if name == "gate_up" else (-1, TILE)
     views = {f"{name}.values": weights.values.reshape(*outputs, weights.values.shape[-1])}
-    if plan.form.rounds:
+    if plan.form.scales_sums:
         return views | {f"{name}.scale": weights.scale.reshape(-1)}
     for factor in plan.form.factors:
         array = getattr(weights, factor)
@@ -45,7 +46,7 @@ def viewed(plan: Plan, name: PhaseName, weights: PackedWeights) -> Refs:
 def results_of(plan: Plan, weights: Weights) -> Refs:
     """What a launch of these phases returns."""
     results = {RESULTS[name]: _result(plan, name) for name in weights}
-    if plan.form.rounds and "gate_up" in weights:
+    if plan.form.scales_sums and "gate_up" in weights:
         results["largest_units"] = jax.ShapeDtypeStruct((plan.tuning.blocks, ROWS), jnp.float32)
     if plan.norms_next:
         results["stream"] = _rows_of(plan, plan.hidden)
@@ -92,7 +93,8 @@ def scratch_of(plan: Plan, weights: Weights) -> Refs:
         scratch["row_sums"] = plgpu.SMEM((plan.own_rows, 2, warpgroups, WARPS), jnp.float32)
         scratch["row_summed"] = plgpu.Barrier(num_arrivals=warpgroups)
     if form.rounds:
-        scratch["row_scales"] = plgpu.SMEM((ROWS,), jnp.float32)
+        of_groups = (plan.depth // GROUP,) if form.by_group else ()
+        scratch["row_scales"] = plgpu.SMEM((ROWS, *of_groups), jnp.float32)
         scratch["largest"] = plgpu.SMEM((ROWS,), jnp.float32)
     copies = 1
     for factor in form.factors:

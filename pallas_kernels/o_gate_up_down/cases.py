@@ -25,9 +25,12 @@ class Case:
     units: int
     zeros: bool = False
     float8: bool = False
+    groups: bool = False  # of e4m3
 
     def __str__(self) -> str:
-        kind = ", e4m3" if self.float8 else ", zeros" if self.zeros else ""
+        kind = ", zeros" if self.zeros else ""
+        if self.float8:
+            kind = ", e4m3 in groups" if self.groups else ", e4m3"
         return f"{self.rows} x {self.inputs} x {self.hidden} x {self.units}{kind}"
 
     @property
@@ -46,6 +49,7 @@ TEST_CASES = (
     Case(8, 2048, 1024, 4608),
     Case(3, 1536, 1024, 2560, float8=True),
     Case(8, 1024, 2048, 4608, float8=True),
+    Case(5, 1536, 1024, 4608, float8=True, groups=True),
 )
 BENCHMARK_CASES = tuple(
     Case(rows, 4096, 4096, 14336, float8=float8) for float8 in (False, True) for rows in (1, 2, 8)
@@ -56,7 +60,7 @@ def make_arguments(case: Case, dtype: Any = jnp.bfloat16, seed: int = 0) -> Argu
     """Positional arguments of o_gate_up_down, without eps."""
 
     def weights(index: int, width: int, depth: int) -> PackedWeights:
-        group = depth if case.float8 else GROUP
+        group = depth if case.float8 and not case.groups else GROUP
         product = packed_cases.Case(1, depth, width, group, case.zeros, float8=case.float8)
         _, *packed, _ = packed_cases.make_arguments(product, dtype, seed + index)
         return PackedWeights(*packed)

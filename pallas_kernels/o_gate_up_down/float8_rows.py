@@ -1,8 +1,8 @@
 """Rows rounded to 8-bit floats on their way to the shared memory of Hopper GPUs.
 
-A row's scale is that of round_tokens: its largest entry becomes 448. Every thread block rounds all
-rows that it multiplies; of hidden units it has a part only, so thread blocks tell each other the
-largest ones that they made.
+Scales are those of round_tokens: the largest entry of a row, or of a group of its entries, becomes
+448. Every thread block rounds all rows that it multiplies. Of hidden units it has a part only, so
+thread blocks tell each other the largest ones that they made, where rows have one scale.
 """
 
 import functools
@@ -20,9 +20,9 @@ from jaxlib.mlir.dialects import arith, vector
 from pallas_kernels.float8 import LARGEST
 from pallas_kernels.grid_barrier import gather
 from pallas_kernels.o_gate_up_down.float8_products import TRANSFORMS
-from pallas_kernels.o_gate_up_down.outputs import as_bfloat16, load_f32
-from pallas_kernels.o_gate_up_down.plan import ROWS, WARPS
-from pallas_kernels.o_gate_up_down.products import entry_chunk, shared_address
+from pallas_kernels.o_gate_up_down.outputs import as_bfloat16
+from pallas_kernels.o_gate_up_down.plan import GROUP, ROWS, WARPS
+from pallas_kernels.o_gate_up_down.products import entry_chunk, load_f32, shared_address
 from pallas_kernels.o_gate_up_down.rows import (
     ENTRIES,
     THREADS,
@@ -40,6 +40,7 @@ from pallas_kernels.round_tokens.reference import SMALLEST, rounded_by, scale_of
 from pallas_kernels.words import Word
 
 _SUMS_BYTES = 4 * WARPS
+_CHUNKS = GROUP // ENTRIES  # of a group
 
 
 class Source(NamedTuple):
@@ -65,7 +66,7 @@ class Place(NamedTuple):
 
     Attributes:
       x: e4m3 [ROWS, ...], laid out as TRANSFORMS; nobody reads it yet.
-      scales: float32 [ROWS]
+      scales: float32 [ROWS], or [ROWS, ...] of groups.
       sums: float32 [2 n, WARPS], of the warpgroup, for n rows.
     """
 
@@ -107,6 +108,12 @@ def _round_interpreted(source: Source, place: Place, row: Array, width: int, eps
             factor = lax.rsqrt(jnp.mean(wide * wide) + eps)
             weights = source.norm[...].reshape(-1).astype(jnp.float32)
             wide = as_bfloat16(as_bfloat16(wide * factor) * weights)
+        if len(place.scales.shape) > 1:
+            groups = wide.reshape(-1, GROUP)
+            scale = scale_of(jnp.max(jnp.abs(groups), axis=-1))
+            place.x[row, :width] = rounded_by(groups, scale[:, None]).reshape(-1)
+            place.scales[row, : len(groups)] = scale
+            return
         known = jnp.abs(wide) if source.largest is None else source.largest[...][:, row]
         scale = scale_of(jnp.max(known))
         place.x[row, :width] = rounded_by(wide, scale)
@@ -128,8 +135,7 @@ class _Rounding(NamedTuple):
         count, hidden = ir.MemRefType(source.type).shape
         turns = range(ir.MemRefType(sums.type).shape[0] // 2)
         first, start = (Word(index.registers.item()) for index in (first, start))
-        thread = Word(mgpu.thread_idx()) % THREADS
-        places, scales = shared_address(sums), shared_address(scales)
+        thread, places = Word(mgpu.thread_idx()) % THREADS, shared_address(sums)
         rows = [first + self.step * turn for turn in turns]
         known = [_least(row, count - 1) for row in rows]
         chunks = self._chunks(thread)
@@ -137,26 +143,36 @@ class _Rounding(NamedTuple):
         streams = [[load_entries(source, begin + chunk) for chunk in chunks] for begin in begins]
         if self.norms:
             streams = self._normed(streams, chunks, places, thread, others[0])
-        places += _SUMS_BYTES * len(turns)
-        for turn, (row, stream) in enumerate(zip(known, streams, strict=True)):
-            most = _told(others[-1], row, thread) if self.knows_largest else _largest(stream)
-            store_sum(most, places + _SUMS_BYTES * turn, thread, arith.maximumf)
-        gather()
-        for turn, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-            found = load_sums(places + _SUMS_BYTES * turn)
-            scale = _scale(functools.reduce(arith.maximumf, found))
-            inverse = vector.broadcast(_wide(), arith.divf(utils.c(1.0, f32()), scale))
+        _, *groups = ir.MemRefType(scales.type).shape
+        scales_of_rows = [None] * len(turns)
+        if not groups:
+            scales_of_rows = self._scales(streams, known, places, thread, *others[-1:])
+        for row, stream, of_row in zip(rows, streams, scales_of_rows, strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, row.value, word(count))):
                 for chunk, words in zip(chunks, stream, strict=True):
+                    scale = of_row or _scale(_largest_of_group(words))
                     place = entry_chunk(row, chunk // 2) + chunk % 2 * ENTRIES
-                    _store(shared_address(x) + place, arith.mulf(widened(words), inverse))
-                store = "st.shared.f32 [$0], $1;"  # all threads the same
-                utils.inline_ptx(store, (scales + row * 4).value, scale, has_side_effects=True)
+                    _store(shared_address(x) + place, _over(words, scale))
+                    at = row * groups[0] + chunk // _CHUNKS if groups else row
+                    _store_scale(shared_address(scales) + at * 4, scale)
+
+    def _scales(
+        self, streams: list[Any], rows: list[Word], places: Word, thread: Word, *largest: Any
+    ) -> list[Any]:
+        """Those of whole rows."""
+        places += _SUMS_BYTES * len(streams)
+        for turn, (row, stream) in enumerate(zip(rows, streams, strict=True)):
+            most = _told(largest[0], row, thread) if self.knows_largest else _largest(stream)
+            store_sum(most, places + _SUMS_BYTES * turn, thread, arith.maximumf)
+        gather()
+        found = [load_sums(places + _SUMS_BYTES * turn) for turn in range(len(streams))]
+        return [_scale(functools.reduce(arith.maximumf, sums)) for sums in found]
 
     def _chunks(self, thread: Word) -> list[Word]:
-        """Those of a thread. The last one may be another thread's, too, which does the same."""
-        count = self.width // ENTRIES
-        return [_least(thread + THREADS * at, count - 1) for at in range(-(-count // THREADS))]
+        """Those of a thread. The last groups may be other threads', too, which do the same."""
+        groups = self.width // GROUP
+        places = [thread + THREADS * at for at in range(-(-groups * _CHUNKS // THREADS))]
+        return [_least(at // _CHUNKS, groups - 1) * _CHUNKS + at % _CHUNKS for at in places]
 
     def _normed(
         self, streams: list[Any], chunks: list[Word], places: Word, thread: Word, weight: Any
@@ -164,12 +180,15 @@ class _Rounding(NamedTuple):
         for turn, stream in enumerate(streams):
             store_sum(squares_of(stream), places + _SUMS_BYTES * turn, thread)
         gather()
-        weights = [load_entries(weight, chunk) for chunk in chunks]
-        normed = []
-        for turn, stream in enumerate(streams):
-            factor = norm_factor(places + _SUMS_BYTES * turn, self.width, self.eps)
-            pairs = zip(stream, weights, strict=True)
-            normed.append([normed_entries(words, factor, of_chunk) for words, of_chunk in pairs])
+        factors = [
+            norm_factor(places + _SUMS_BYTES * turn, self.width, self.eps)
+            for turn in range(len(streams))
+        ]
+        normed: list[Any] = [[] for _ in streams]
+        for at, chunk in enumerate(chunks):
+            weights = load_entries(weight, chunk)
+            for stream, factor, row in zip(streams, factors, normed, strict=True):
+                row.append(normed_entries(stream[at], factor, weights))
         return normed
 
 
@@ -183,6 +202,14 @@ def _told(largest: Any, row: Word, thread: Word) -> Any:
     places = [_least(thread + THREADS * at, blocks - 1) for at in range(-(-blocks // THREADS))]
     values = [load_f32(largest, place * ROWS + row) for place in places]
     return functools.reduce(arith.maximumf, values)
+
+
+def _largest_of_group(words: Any) -> Any:
+    """The largest magnitude of the entries of the threads that have a group."""
+    most = _largest([words])
+    for distance in (8, 4, 2, 1):
+        most = arith.maximumf(most, utils.shfl_bfly(most, distance))
+    return most
 
 
 def _largest(stream: list[Any]) -> Any:
@@ -199,6 +226,18 @@ def _scale(largest: Any) -> Any:
     above = arith.cmpf(arith.CmpFPredicate.OGT, largest, utils.c(SMALLEST, f32()))
     chosen = arith.select(above, largest, utils.c(1.0, f32()))
     return arith.mulf(chosen, utils.c(1 / LARGEST, f32()))
+
+
+def _over(words: Any, scale: Any) -> Any:
+    """Entries over a scale, as round_tokens.reference.rounded_by has them before it rounds."""
+    inverse = arith.divf(utils.c(1.0, f32()), scale)
+    return arith.mulf(widened(words), vector.broadcast(_wide(), inverse))
+
+
+def _store_scale(address: Word, scale: Any) -> None:
+    """Several threads store the same."""
+    store = "st.shared.f32 [$0], $1;"
+    utils.inline_ptx(store, address.value, scale, has_side_effects=True)
 
 
 def _store(address: Word, entries: Any) -> None:

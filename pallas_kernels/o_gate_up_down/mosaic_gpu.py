@@ -32,7 +32,7 @@ from pallas_kernels.o_gate_up_down.buffers import (
     viewed,
 )
 from pallas_kernels.o_gate_up_down.float8_rows import Place, Source, put_rounded
-from pallas_kernels.o_gate_up_down.formats import FORMATS
+from pallas_kernels.o_gate_up_down.formats import format_of
 from pallas_kernels.o_gate_up_down.next_norm import norm_row
 from pallas_kernels.o_gate_up_down.outputs import (
     Scales,
@@ -65,7 +65,7 @@ READS: dict[PhaseName, str] = {"o": "x", "gate_up": "total", "down": "units"}
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("eps", "rounds", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "tuning", "interpret"))
 def o_gate_up_down_mosaic(
     x: Array,  # [M, A]
     residual: Array,  # [M, H]
@@ -74,17 +74,18 @@ def o_gate_up_down_mosaic(
     eps: float,
     *,
     following: Following | None = None,
-    rounds: bool = False,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """See pallas_kernels.o_gate_up_down, with ``following`` o_to_norm, if it also ``rounds``
-    o_to_norm_rounded; only for arguments that ``misfit`` accepts.
+    """See pallas_kernels.o_gate_up_down, with ``following`` o_to_norm, and
+    o_to_norm_rounded if it rounds; only for arguments that ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
     one thread block: the interpreter does not run several side by side, so they cannot meet.
     """
-    then = () if following is None else (NEXT_ROUNDED if rounds else NEXT_NORM,)
+    then = ()
+    if following is not None:
+        then = (NEXT_ROUNDED if following.rounds else NEXT_NORM,)
     norm, *products = weights
     units = weights.down.values.shape[1]
     num_splits = splits_of(units)
@@ -97,7 +98,7 @@ def o_gate_up_down_mosaic(
         num_splits=num_splits,
         eps=eps,
         tuning=tuning or Tuning(),
-        form=FORMATS[weights.o.values.dtype],
+        form=format_of(weights.o),
         names=(*PHASES, *then),
         interpret=interpret is not None,
     )
@@ -117,7 +118,7 @@ def o_gate_up_down_mosaic(
             arrays |= _launch(phase, arrays, product, interpret)
     if following is None:
         return arrays["total"], arrays["partials"]
-    if rounds:
+    if following.rounds:
         return arrays["stream"], arrays["rounded"], arrays["rounded_scale"]
     return arrays["stream"], arrays["normed"]
 
@@ -235,6 +236,8 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             plgpu.barrier_wait(refs["full"].at[slot])
             values, start = refs["values"].at[slot], block * BLOCK
             factors = [refs[factor].at[slot] for factor in plan.form.factors if factor in refs]
+            if plan.form.by_group:
+                factors.append(refs["row_scales"])
             given = values, factors, refs["rows"], start, total
             total = plan.form.add_block(*given, interpret=plan.interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
@@ -276,7 +279,7 @@ def _round_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
         refs[READS[name]],
         plan.split(phase) * phase.depth,
         norm=refs["norm_weight"] if name == "gate_up" else None,
-        largest=refs["largest_units"] if name == "down" else None,
+        largest=refs["largest_units"] if plan.form.scales_sums and name == "down" else None,
     )
     place = Place(refs["rows"], refs["row_scales"], refs["sums"].at[warpgroup])
     how: Any = {"step": plan.tuning.warpgroups, "eps": plan.eps, "interpret": plan.interpret}
@@ -330,7 +333,7 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
         if not plan.interpret:
             meet(refs["meeting"], plan.tuning.blocks, at - 1, plan.meetings)
         plgpu.barrier_arrive(refs["met"])
-    tells = plan.form.rounds and phase.name == "gate_up"
+    tells = plan.form.scales_sums and phase.name == "gate_up"
     if plan.form.rounds or phase.name == "gate_up":
         plgpu.barrier_wait(refs["rows_put"])  # before the next phase's rows take their place
     else:
@@ -356,7 +359,7 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
 
 
 def _scales(plan: Plan, phase: Phase, refs: Refs) -> Scales | None:
-    if not plan.form.rounds:
+    if not plan.form.scales_sums:
         return None
     return Scales(refs["row_scales"], refs[f"{phase.name}.scale"], refs["largest"])
 

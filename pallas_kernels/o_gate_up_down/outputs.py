@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.grid_barrier import gather
 from pallas_kernels.o_gate_up_down.plan import ROWS, TILE, TILES, WARPS, PhaseName
+from pallas_kernels.o_gate_up_down.products import load_f32
 from pallas_kernels.words import Word
 
 _LOG2_E = 1.4426950408889634
@@ -132,14 +133,6 @@ def _emit(
                 total = arith.addf(stream[at], _rounded(total))
             stored = total if name == "down" else arith.truncf(_bf16(), total)
             llvm.store(stored, _entry(result, place), alignment=4 if name == "down" else 2)
-
-
-def load_f32(ref: Any, place: Word) -> Any:
-    """An entry of bfloat16, float16 or float32, in float32."""
-    dtype = ir.MemRefType(ref.type).element_type
-    bits = utils.bitwidth(dtype)
-    value = llvm.load(dtype, _entry(ref, place), alignment=bits // 8)
-    return value if bits == 32 else arith.extf(_f32(), value)
 
 
 def _note_largest(largest: Any, row: Word, unit: Any) -> None:

@@ -75,7 +75,7 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
     columns = [ldmatrix(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
     sums = tiles_of(total)
     for tile in range(TILES):
-        factor, *zero = (_by_output(ref, lane, warp, tile) for ref in factors)
+        factor, *zero = (by_output(ref, lane, warp, tile) for ref in factors)
         biases = [_bias(z) for z in zero[0]] if zero else 2 * [_constant(_BIASES)]
         product = [utils.c(0.0, f32())] * 4
         for pair in range(GROUP // SPAN // 2):
@@ -143,14 +143,21 @@ def shared_address(ref: Any) -> Word:
     return Word(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
 
 
-def _by_output(ref: Any, lane: Any, warp: Any, tile: int) -> list[Any]:
+def by_output(ref: Any, lane: Any, warp: Any, tile: int) -> list[Any]:
     """Float32 factors of a thread's two outputs of a tile."""
-    found, base, dtype = [], utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-    for half in range(2):
-        place = warp * (TILES * TILE) + lane // 4 + (TILE * tile + 8 * half)
-        at = utils.getelementptr(base, [place.value], dtype)
-        found.append(arith.extf(f32(), llvm.load(dtype, at, alignment=2)))
-    return found
+    first = warp * (TILES * TILE) + lane // 4 + TILE * tile
+    return [load_f32(ref, first + 8 * half) for half in range(2)]
+
+
+def load_f32(ref: Any, place: Word) -> Any:
+    """An entry of bfloat16, float16 or float32, counted from where the array begins."""
+    dtype = ir.MemRefType(ref.type).element_type
+    at, bits = (
+        utils.getelementptr(utils.memref_ptr(ref), [place.value], dtype),
+        utils.bitwidth(dtype),
+    )
+    value = llvm.load(dtype, at, alignment=bits // 8)
+    return value if bits == 32 else arith.extf(f32(), value)
 
 
 def _bias(zero: Any) -> Any:

@@ -1,7 +1,9 @@
 """A layer's weights of 4 bits, as the kernels of packed_product read them."""
 
+import dataclasses
 from typing import NamedTuple
 
+import jax
 from jax import Array
 
 
@@ -34,14 +36,18 @@ class LayerWeights(NamedTuple):
     down: PackedWeights
 
 
-class Following(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Following:
     """What comes behind the MLP.
 
     Attributes:
       norm: [H], multiplies the norm of the stream.
       weights: those of the product that reads the norm, which are read ahead into the cache while
         most thread blocks have nothing else to do; None: nothing is.
+      rounds: whether the norm is rounded to 8-bit floats.
     """
 
     norm: Array
     weights: Array | None = None
+    rounds: bool = dataclasses.field(default=False, metadata={"static": True})

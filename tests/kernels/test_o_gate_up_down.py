@@ -53,6 +53,7 @@ ERROR = 1e-3
 FLOAT8_ERROR = 5e-3
 SMALL = Case(2, 512, 512, 512)
 SMALL8 = Case(3, 512, 512, 1536, float8=True)
+GROUPS8 = dataclasses.replace(SMALL8, rows=2, groups=True)
 LANES = np.arange(32)
 
 
@@ -69,17 +70,20 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(jnp.bfloat16).astype(np.float64)
 
 
-def following(case: Case) -> Following:
+def following(case: Case, *, rounds: bool = False) -> Following:
     """A norm, and weights of which a thread block may have one part more than another."""
     norm = 1 + 0.1 * noise(0, 7, (case.hidden,), jnp.bfloat16)
-    return Following(norm, jnp.zeros((1024, case.hidden), jnp.int4))
+    return Following(norm, jnp.zeros((1024, case.hidden), jnp.int4), rounds)
 
 
 def exact(case: Case) -> tuple[Any, Any]:
     """Both results in float64, but for what is rounded between the products."""
     x, residual, (norm, *weights) = arguments_of(case)
     o, gate_up, down = map(widened, weights)
-    multiplied: Any = float8_product if case.float8 else plain_product
+    group = GROUP if case.groups else None
+    multiplied: Any = (
+        functools.partial(float8_product, group=group) if case.float8 else plain_product
+    )
     total = rounded(np.float64(residual) + rounded(multiplied(np.float64(x), o)))
     normed = exact_norm(total, norm)
     gate, up = np.split(rounded(multiplied(normed, gate_up)), 2, axis=-1)
@@ -90,10 +94,10 @@ def plain_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return x @ weights.T
 
 
-def float8_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Of rows whose largest entries become 448, the largest number of e4m3."""
-    steps, scale = float8_rows(x)
-    return (steps * scale) @ weights.T
+def float8_product(x: np.ndarray, weights: np.ndarray, group: int | None) -> np.ndarray:
+    """Of rows, or groups of their entries, whose largest ones become 448, e4m3's largest number."""
+    steps, scale = float8_rows(x.reshape(-1, group or x.shape[1]))
+    return (steps * scale).reshape(x.shape) @ weights.T
 
 
 def float8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,9 +113,13 @@ def exact_norm(x: np.ndarray, weight: Any) -> np.ndarray:
 
 
 def widened(weights: Any) -> np.ndarray:
+    depth = weights.values.shape[1]
+    groups = np.arange(depth) * len(weights.scale) // depth
     if weights.values.dtype == jnp.float8_e4m3fn:
-        return np.asarray(weights.values, np.float64) * np.asarray(weights.scale, np.float64).T
-    groups = np.arange(weights.values.shape[1]) // GROUP
+        return (
+            np.asarray(weights.values, np.float64)
+            * np.asarray(weights.scale, np.float64).T[:, groups]
+        )
     steps = np.asarray(input_order(weights.values), np.float64)
     if weights.zero is not None:
         steps = steps - np.asarray(weights.zero, np.float64).T[:, groups]
@@ -138,9 +146,9 @@ def assert_exact_with_rounded_norm(found: Any, case: Case) -> None:
     assert_near((stream, values * scale[0, : len(values), None]), (expected, steps * wanted), 6e-3)
 
 
-def goes_on(*arguments: Any, **options: Any) -> Any:
+def goes_on(*arguments: Any) -> Any:
     *given, then = arguments
-    return o_gate_up_down_mosaic(*given, EPS, following=then, **options)
+    return o_gate_up_down_mosaic(*given, EPS, following=then)
 
 
 def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
@@ -149,7 +157,7 @@ def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
         assert np.linalg.norm(np.float64(result) - wanted) <= error * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("case", [SMALL, SMALL8], ids=str)
+@pytest.mark.parametrize("case", [SMALL, SMALL8, GROUPS8], ids=str)
 def test_the_reference_is_the_layer(case: Case):
     function = functools.partial(o_gate_up_down, eps=EPS)
     # Else XLA leaves out what rounds between two products.
@@ -177,6 +185,8 @@ def test_the_reference_goes_on_to_the_next_norm():
         (TEST_CASES[1], Tuning(warpgroups=3, stages=1, blocks=5)),
         (TEST_CASES[2], Tuning(warpgroups=4, stages=2, blocks=7)),
         (SMALL8, Tuning(warpgroups=2, stages=2, blocks=1)),
+        (GROUPS8, Tuning(warpgroups=2, stages=2, blocks=1)),
+        (TEST_CASES[5], Tuning(warpgroups=4, stages=2, blocks=5)),
         (TEST_CASES[3], Tuning(warpgroups=4, stages=2, blocks=5)),
     ],
     ids=str,
@@ -194,26 +204,24 @@ def test_interpreted_its_phases_give_the_layer(case: Case, tuning: Tuning):
     ids=str,
 )
 def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning, rounds: bool):
-    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, rounds=rounds, tuning=tuning)
+    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
     meeting = jnp.zeros(meeting_shape().shape, jnp.int32)
     given = *arguments_of(SMALL), meeting
-    found = interpreted(kernel, *given, following=following(SMALL), detect_races=True)
+    then = following(SMALL, rounds=rounds)
+    found = interpreted(kernel, *given, following=then, detect_races=True)
     check = assert_exact_with_rounded_norm if rounds else assert_exact_with_norm
     check(found, SMALL)
 
 
-@pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[1], TEST_CASES[3]], ids=str)
+@pytest.mark.parametrize("case", [*TEST_CASES[:2], TEST_CASES[3], TEST_CASES[5]], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     meeting = meeting_shape()
     function = functools.partial(o_gate_up_down_mosaic, eps=EPS)
     lowered(function, *arguments, meeting)
-    then = jax.eval_shape(lambda: following(case))
     for rounds in (False, True):
-        onward = functools.partial(function, rounds=rounds)
-        lowered(
-            lambda *given, f=onward: f(*given[:-1], following=given[-1]), *arguments, meeting, then
-        )
+        then = jax.eval_shape(functools.partial(following, case, rounds=rounds))
+        lowered(goes_on, *arguments, meeting, then)
 
 
 @pytest.mark.gpu
@@ -241,10 +249,8 @@ def test_on_the_device_it_goes_on_to_the_next_norm(case: Case, tuning: Tuning | 
     for _ in range(50):
         again = function(*given, following=following(case))
         assert all(map(jnp.array_equal, first, again)), "a race"
-    rounding = jax.jit(
-        functools.partial(o_gate_up_down_mosaic, eps=EPS, rounds=True, tuning=tuning)
-    )
-    assert_exact_with_rounded_norm(rounding(*given, following=following(case)), case)
+    rounded_norm = function(*given, following=following(case, rounds=True))
+    assert_exact_with_rounded_norm(rounded_norm, case)
     assert_exact(function(*given), case)  # the counter serves launches of both kinds
     assert not given[-1].any()
 

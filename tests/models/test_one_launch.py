@@ -55,6 +55,7 @@ def test_on_a_gpu_it_is_one_launch_of_every_layer():
     assert program(target(num_layers=2)).count("call @o_gate_up_down_mosaic") == 2
     assert LAUNCH in program(target("w4a16-zeros"), rows=2)
     assert LAUNCH in program(target("fp8"), FLOAT8)
+    assert LAUNCH in program(target("fp8-block"), FLOAT8)
 
 
 def test_it_goes_on_to_the_norm_where_nothing_stands_between():
@@ -83,7 +84,6 @@ OTHERS: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "weights of 16 bits": (target(None), {}),
     "rows of 8 bits": (target("w4a8"), {}),
     "8-bit floats, whose kernel was not chosen": (target("fp8"), {}),
-    "8-bit floats with scales of blocks": (target("fp8-block"), {"kernels": FLOAT8}),
     "a bias": (target(o_bias=True), {}),
     "a stream that it does not take": (target(hidden_size=1280), {}),
     "a norm of what attention gives": (changed(mixer_norm=NORM), {}),
@@ -145,7 +145,9 @@ def test_its_weights_are_those_of_the_layer():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 5, 8])
 @pytest.mark.parametrize(
-    ("scheme", "kernels"), [("w4a16", KERNELS), ("w4a16", TO_NORM), ("fp8", FLOAT8)], ids=str
+    ("scheme", "kernels"),
+    [("w4a16", KERNELS), ("w4a16", TO_NORM), ("fp8", FLOAT8), ("fp8-block", FLOAT8)],
+    ids=str,
 )
 def test_on_the_device_a_model_computes_what_it_does_in_several_launches(
     rows: int, scheme: Scheme, kernels: Kernels
