@@ -1,5 +1,5 @@
 """What chosen experts in blocks of 8-bit floats make of up to 8 rows, in one launch: gate, up and
-down."""
+down, and if wanted the choice before them."""
 
 from collections.abc import Iterator
 
@@ -7,20 +7,33 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_gate_up_down.plan import (
     BLOCK_INPUTS,
+    LOGITS_STEP,
     OUTPUTS,
+    PART,
     ROWS,
     WARPGROUPS,
     WARPS,
     block_inputs,
 )
+from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import SlotProducts, Slots
 from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
 from pallas_kernels.packed_experts import PackedExperts
+from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import Implementation, kernel_module
+from pallas_kernels.top_k.routes import (
+    MOST_CHOSEN,
+    RouteRule,
+    SharedGate,
+    expert_routes_reference,
+)
 
 MOST_HIDDEN = 5120  # of which a thread block keeps x in shared memory
+MOST_EXPERTS = 512  # to choose among: a lane has 16 logits
+MOST_PAIRS = 128  # of a row and an expert that it chose: a thread has each
 
 
 @jax.named_scope("expert_gate_up_down")
@@ -49,7 +62,9 @@ def expert_gate_up_down(
     What a row gets does not depend on other rows. The kernel's weights are exact, where the
     reference rounds them to bfloat16.
     """
-    problem = misfit(x, slots, gate_up, down)
+    problem = misfit(x, gate_up, down)
+    if slots.rows is not None:
+        problem = problem or "slots that do not share all rows"
     if meeting is None:
         problem = problem or "no place to meet"
     mosaic = kernel_module("expert_gate_up_down", implementation, problem)
@@ -59,15 +74,69 @@ def expert_gate_up_down(
     return mosaic.expert_gate_up_down_mosaic(x, slots, gate_up, down, meeting)
 
 
-def misfit(x: Array, slots: Slots, gate_up: PackedExperts, down: PackedExperts) -> str | None:
+@jax.named_scope("expert_gate_up_down")
+def routed_gate_up_down(
+    x: Array,
+    is_row: Array,
+    router: Router,
+    weights: ExpertWeights,
+    meeting: Array | None = None,
+    *,
+    rule: RouteRule,
+    implementation: Implementation = "reference",
+) -> ChosenProducts:
+    """What experts make of the rows that choose them.
+
+    Args:
+      x: bfloat16 [N, H].
+      is_row: bool [N]. Others choose no expert.
+      meeting, implementation: as of ``expert_gate_up_down``; the Hopper kernel takes
+        what ``misfit`` and ``routes_misfit`` say.
+      rule: of the choice; a shared expert is the last one.
+    """
+    problem = misfit(x, *weights) or routes_misfit(x, router, weights, rule)
+    if meeting is None:
+        problem = problem or "no place to meet"
+    mosaic = kernel_module("expert_gate_up_down", implementation, problem)
+    if mosaic is not None:
+        given = x, is_row.astype(jnp.int32), router, weights, meeting
+        return mosaic.routed_gate_up_down_mosaic(*given, rule=rule)
+    logits = einsum_f32("nh,eh->ne", x, router.weight)[None]
+    gate = None if router.gate is None else SharedGate(x, router.gate)
+    chosen, factors = expert_routes_reference(logits, is_row, rule, gate)
+    products = packed_expert_product_reference(x, chosen, *weights, clamp=None)
+    found = SlotProducts.in_order(products)
+    places = jnp.where(is_row[:, None], found.places, -1)
+    return ChosenProducts(found.products, places, factors)
+
+
+def misfit(x: Array, gate_up: PackedExperts, down: PackedExperts) -> str | None:
     """Why the kernel cannot take these arguments; None if it can."""
-    return ", ".join(_problems(x, slots, gate_up, down)) or None
+    return ", ".join(_problems(x, gate_up, down)) or None
 
 
-def _problems(x: Array, slots: Slots, gate_up: PackedExperts, down: PackedExperts) -> Iterator[str]:
+def routes_misfit(x: Array, router: Router, weights: ExpertWeights, rule: RouteRule) -> str | None:
+    """Why the kernel cannot choose experts; None if it can."""
+    experts, weight = weights.gate_up.num_experts - rule.has_shared, router.weight
+    pairs = len(x) * (rule.k + rule.has_shared)
+    if experts % LOGITS_STEP or experts > MOST_EXPERTS or len(weight) != experts:
+        return (
+            f"{experts} experts and a router of {len(weight)} outputs: as many, a multiple of "
+            f"{LOGITS_STEP} up to {MOST_EXPERTS}"
+        )
+    if any(array is not None and array.dtype != jnp.bfloat16 for array in router):
+        return "a router or a gate in other than bfloat16"
+    if weight.shape[1] % PART:
+        return f"a router of {weight.shape[1]} inputs: a multiple of {PART}"
+    if pairs > MOST_PAIRS or rule.k > MOST_CHOSEN:
+        return f"{len(x)} rows and k = {rule.k}: at most {MOST_PAIRS} pairs, k {MOST_CHOSEN}"
+    return None
+
+
+def _problems(x: Array, gate_up: PackedExperts, down: PackedExperts) -> Iterator[str]:
     rows, hidden = x.shape
-    if rows > ROWS or slots.rows is not None:
-        yield f"{rows} rows: at most {ROWS}, which all slots share"
+    if rows > ROWS:
+        yield f"{rows} rows: at most {ROWS}"
     if x.dtype != jnp.bfloat16:
         yield f"rows of {x.dtype}: they must be bfloat16"
     if any(weights.code != "e4m3" for weights in (gate_up, down)):

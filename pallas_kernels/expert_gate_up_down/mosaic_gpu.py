@@ -17,46 +17,46 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
+from pallas_kernels.chosen_products import ChosenProducts
+from pallas_kernels.expert_gate_up_down.choice import choose
 from pallas_kernels.expert_gate_up_down.filled import list_filled
+from pallas_kernels.expert_gate_up_down.memory import HALF, results, scratch_of, viewed
 from pallas_kernels.expert_gate_up_down.outputs import store_products, store_units
 from pallas_kernels.expert_gate_up_down.plan import (
     BUFFERS,
     OUTPUTS,
-    PHASES,
     ROWS,
-    TILE,
     UNITS,
     WARPGROUPS,
     WARPS,
     Phase,
     PhaseName,
     Plan,
+    RouterPlan,
     Tuning,
 )
 from pallas_kernels.expert_gate_up_down.products import (
     SPAN,
-    SUMS,
-    WEIGHT_TRANSFORMS,
-    X_TRANSFORMS,
     block_scales,
     block_sums,
     no_sums,
 )
+from pallas_kernels.expert_gate_up_down.router import store_logits, sum_parts
+from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import SlotProducts, Slots
 from pallas_kernels.grid_barrier import meet
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.packed_product.blocks import write_plain
+from pallas_kernels.top_k.routes import RouteRule
 
 Refs = dict[str, Any]
 Weights = dict[PhaseName, PackedExperts]
-HALF = TILE // 2  # rows of weights that lie side by side in memory
-BARRIERS = 2  # of a launch; nobody waits at the second (see grid_barrier.meet)
-RESULTS: dict[PhaseName, str] = {"gate_up": "units", "down": "products"}
+
+BARRIERS = 2  # of a launch; see grid_barrier.meet
 
 
 class Place(NamedTuple):
@@ -84,35 +84,75 @@ def expert_gate_up_down_mosaic(
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
     one thread block: the interpreter does not run several side by side, so they cannot meet.
     """
-    plan = Plan(
+    plan = _plan_of(x, len(slots.expert), gate_up, tuning, interpret)
+    arrays = {"x": x, "experts": slots.expert, "meeting": meeting}
+    arrays = _launches(plan, arrays, {"gate_up": gate_up, "down": down}, interpret)
+    return SlotProducts(arrays["products"], slots.places)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "tuning", "interpret"))
+def routed_gate_up_down_mosaic(
+    x: Array,  # [N, H]
+    is_row: Array,  # int32 [N]
+    router: Router,
+    weights: ExpertWeights,
+    meeting: Array,
+    *,
+    rule: RouteRule,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> ChosenProducts:
+    """See pallas_kernels.expert_gate_up_down.routed_gate_up_down, and as
+    ``expert_gate_up_down_mosaic``."""
+    slots = len(x) * (rule.k + rule.has_shared)
+    plan = _plan_of(x, slots, weights.gate_up, tuning, interpret)
+    experts, has_gate = len(router.weight), router.gate is not None
+    sizes = experts, experts + has_gate, x.shape[1], plan.tuning.blocks
+    plan = dataclasses.replace(plan, router=RouterPlan(rule, *sizes), routes=True)
+    arrays = {"x": x, "is_row": is_row, "router": router.weight, "meeting": meeting}
+    # Where there is no gate the former is not read as such.
+    arrays["gate"] = router.weight if router.gate is None else router.gate[None]
+    by_phase: Weights = {"gate_up": weights.gate_up, "down": weights.down}
+    found = _launches(plan, arrays, by_phase, interpret)
+    return ChosenProducts(found["products"], found["places"], found["weights"])
+
+
+def _plan_of(
+    x: Array, slots: int, gate_up: PackedExperts, tuning: Tuning | None, interpret: Any
+) -> Plan:
+    return Plan(
         rows=len(x),
-        slots=len(slots.expert),
+        slots=slots,
         num_experts=gate_up.num_experts,
         hidden=x.shape[1],
         units=gate_up.width,
         scaled=gate_up.block,
         tuning=tuning or Tuning(),
-        names=PHASES,
         interpret=interpret is not None,
     )
-    weights: Weights = {"gate_up": gate_up, "down": down}
-    arrays = {"x": x, "experts": slots.expert, "meeting": meeting}
+
+
+def _launches(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
+    """The arrays, and the results of one launch; of several where thread blocks cannot meet."""
     if interpret is None or plan.tuning.blocks == 1:
-        arrays |= _launch(plan, arrays, weights, interpret)
-    else:
-        for name, packed in weights.items():
-            phase = dataclasses.replace(plan, names=(name,))
-            arrays |= _launch(phase, arrays, {name: packed}, interpret)
-    return SlotProducts(arrays["products"], slots.places)
+        return arrays | _launch(plan, arrays, weights, interpret)
+    if plan.routes:
+        product = dataclasses.replace(plan, names=())
+        arrays = arrays | _launch(product, arrays, {}, interpret)
+    for name, packed in weights.items():
+        phase = dataclasses.replace(plan, names=(name,), routes=False)
+        arrays = arrays | _launch(phase, arrays, {name: packed}, interpret)
+    return arrays
 
 
 def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
     """The results of a launch, by name; ``arrays``: what it may read besides weights."""
     inputs = dict(arrays)
     for name, packed in weights.items():
-        inputs |= _viewed(name, packed)
-    results = {RESULTS[name]: _result(plan, name) for name in weights}
-    names = *inputs, *results
+        inputs |= viewed(name, packed)
+    found = results(plan)
+    inputs = {name: array for name, array in inputs.items() if name not in found}
+    names = *inputs, *found
 
     @fixed_name(interpret)
     def expert_gate_up_down_kernel(*arguments, **scratch):
@@ -121,6 +161,8 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
 
         @pl.when(role < WARPGROUPS)
         def _multiply():
+            if plan.router is not None and plan.routes:
+                _sum_parts(plan.router, plan, refs)
             plgpu.barrier_wait(refs["listed"])
             for at in range(len(plan.phases)):
                 _multiply_phase(plan, at, refs)
@@ -140,8 +182,8 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
 
     kernel = plgpu.kernel(
         expert_gate_up_down_kernel,
-        out_type=tuple(results.values()),
-        scratch_types=_scratch(plan),
+        out_type=tuple(found.values()),
+        scratch_types=scratch_of(plan),
         grid=(plan.tuning.blocks,),
         grid_names=kernel_axes.names("block"),
         num_threads=WARPGROUPS + 2,
@@ -149,55 +191,35 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    return dict(zip(results, kernel(*inputs.values()), strict=True))
+    return dict(zip(found, kernel(*inputs.values()), strict=True))
 
 
-def _viewed(name: PhaseName, weights: PackedExperts) -> Refs:
-    """Arrays of which a block's weights are a part with two rows in front: values [n, HALF, inputs]
-    of down, [E * 2, F, inputs] of gate and up; scales [n]."""
-    values = weights.values
-    if name == "gate_up":
-        viewed = values.reshape(-1, *values.shape[2:])
-    else:
-        viewed = values.reshape(-1, HALF, values.shape[-1])
-    return {f"{name}.values": viewed, f"{name}.scale": weights.scale.reshape(-1)}
-
-
-def _result(plan: Plan, name: PhaseName) -> jax.ShapeDtypeStruct:
-    if name == "down":
-        return jax.ShapeDtypeStruct((plan.slots * ROWS, plan.hidden), jnp.float32)
-    shape = plan.slots * plan.units // SPAN, ROWS, SPAN
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-def _scratch(plan: Plan) -> Refs:
-    """The ring of weights, x, the parts of jobs, the list of slots, and barriers."""
-    ring = plan.stages * WARPGROUPS
-    values = ring, 2, HALF, plan.block
-    return {
-        "values": plgpu.SMEM(values, jnp.uint8, transforms=WEIGHT_TRANSFORMS),
-        "rows": plgpu.SMEM((ROWS, plan.hidden), jnp.bfloat16, transforms=X_TRANSFORMS),
-        "parts": plgpu.SMEM((BUFFERS, WARPGROUPS, *SUMS), jnp.float32),
-        "filled": plgpu.SMEM((plan.slots,), jnp.int32),
-        "expert": plgpu.SMEM((plan.slots,), jnp.int32),
-        "count": plgpu.SMEM((1,), jnp.int32),
-        "full": plgpu.Barrier(num_barriers=ring),
-        "free": plgpu.Barrier(num_barriers=ring),
-        "rows_copied": plgpu.Barrier(),
-        "listed": plgpu.Barrier(),
-        "met": plgpu.Barrier(),
-        "done": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=BUFFERS),
-        "stored": plgpu.Barrier(num_barriers=BUFFERS),
-    }
+def _sum_parts(router: RouterPlan, plan: Plan, refs: Refs) -> None:
+    """A multiplying warpgroup's sums of the router's product."""
+    if not plan.interpret:
+        sum_parts(router, refs, kernel_axes.index("block"), kernel_axes.index("warpgroup"))
+    plgpu.barrier_arrive(refs["routed"])
 
 
 def _prepare(plan: Plan, refs: Refs) -> None:
-    """Copy x, and list the slots that have an expert."""
+    """Copy x, see to the choice of experts, and list the slots that have an expert."""
+    block, how = kernel_axes.index("block"), {"interpret": plan.interpret}
     if "gate_up" in plan.names:
-        rows = pl.ds(0 * kernel_axes.index("block"), ROWS)  # not known: so it is not checked
+        rows = pl.ds(0 * block, ROWS)  # not known: so it is not checked
         plgpu.copy_gmem_to_smem(refs["x"].at[rows], refs["rows"], refs["rows_copied"])
-    lists = refs["filled"], refs["expert"], refs["count"]
-    list_filled(refs["experts"], *lists, plan.num_experts, interpret=plan.interpret)
+    experts = refs.get("experts")
+    if plan.router is not None:
+        if plan.routes:
+            plgpu.barrier_wait(refs["routed"])
+            store_logits(plan.router, refs, block, **how)
+            if not plan.interpret:
+                meet(refs["meeting"], plan.tuning.blocks, 0, BARRIERS)
+        if plan.phases:
+            choose(plan.router, refs, block, **how)
+            experts = refs["of_slots"]
+    if plan.phases:
+        lists = refs["filled"], refs["expert"], refs["count"]
+        list_filled(experts, *lists, plan.num_experts, **how)
     plgpu.barrier_arrive(refs["listed"])
 
 
@@ -311,8 +333,11 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     jobs_before = plan.jobs_before(at, filled)
     if at and not plan.interpret:
         blocks = plan.tuning.blocks
-        meet(refs["meeting"], blocks, 0, BARRIERS)
-        meet(refs["meeting"], blocks, 1, BARRIERS, waits=False)
+        if plan.routes:
+            meet(refs["meeting"], blocks, 1, BARRIERS)
+        else:
+            meet(refs["meeting"], blocks, 0, BARRIERS)
+            meet(refs["meeting"], blocks, 1, BARRIERS, waits=False)
     if phase.name == "down":
         plgpu.barrier_arrive(refs["met"])
 
@@ -332,6 +357,8 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
 
 def _wait_for_ring(plan: Plan, refs: Refs) -> None:
     """Every barrier must have completed its last phase."""
+    if not plan.phases:
+        return
     steps = plan.steps_before(len(plan.phases), refs["count"][0])
     for place in range(plan.stages * WARPGROUPS):
 

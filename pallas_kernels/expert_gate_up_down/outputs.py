@@ -40,9 +40,9 @@ def store_units(parts: Any, units: Any, first: Array, *, rows: int, interpret: b
     if interpret:  # the interpreter does not support inlined MLIR
         sums = parts[...].reshape(-1, 2, UNITS, ROWS).sum(0)[..., :rows]
         found = (jax.nn.silu(sums[0]) * sums[1]).astype(jnp.bfloat16)  # [UNITS, rows]
-        for (unit, row), value in _entries(found):
+        for unit in range(0, UNITS, 2):  # pairs of units stay side by side
             column = unit_place(first + unit, 0) % SPAN
-            units[first // SPAN, row, column] = value
+            units[first // SPAN, :rows, pl.ds(column, 2)] = found[unit : unit + 2].T
         return
     _inlined(functools.partial(_emit_units, rows=rows))(parts, units, first)
 
@@ -61,11 +61,6 @@ def store_products(
         products[pl.ds(slot * ROWS, rows), pl.ds(first, OUTPUTS)] = sums.T[:rows]
         return
     _inlined(functools.partial(_emit_products, rows=rows))(parts, products, slot, first)
-
-
-def _entries(array: Array) -> Any:
-    count, rows = array.shape
-    return [((unit, row), array[unit, row]) for unit in range(count) for row in range(rows)]
 
 
 def _inlined(emit: Any) -> Any:

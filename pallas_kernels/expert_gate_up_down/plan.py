@@ -17,6 +17,7 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.ring import ring_stages
+from pallas_kernels.top_k.routes import RouteRule
 
 ROWS = 8  # of x, padding included: what a product of the tensor cores takes
 TILE = 16  # outputs, likewise
@@ -27,6 +28,9 @@ OUTPUTS = TILE * WARPGROUPS  # of a job of down
 BUFFERS = 2  # jobs whose parts are in shared memory
 MOST_STAGES = 8
 BLOCK_INPUTS = (512, 256, 128)  # the most that divides both products' inputs is taken
+
+PART = 256  # inputs of a warp, of a router's product
+LOGITS_STEP = 128  # entries that a row of logits is a multiple of
 
 PhaseName = Literal["gate_up", "down"]
 PHASES: tuple[PhaseName, ...] = ("gate_up", "down")
@@ -47,6 +51,48 @@ class Tuning:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterPlan:
+    """Sizes of a router's product in front of the two, whose outputs are logits.
+
+    Attributes:
+      experts: that rows choose among.
+      logits: of those, and of a shared expert's gate if there is one.
+      blocks: thread blocks of the launch.
+    """
+
+    rule: RouteRule
+    experts: int
+    logits: int
+    hidden: int
+    blocks: int
+
+    @property
+    def parts(self) -> int:
+        """Parts of the inputs."""
+        return self.hidden // PART
+
+    @property
+    def of_block(self) -> int:
+        """Logits of a thread block; the last ones may have fewer."""
+        return -(-self.logits // self.blocks)
+
+    @property
+    def jobs(self) -> int:
+        """Sums of a thread block, of each row."""
+        return self.of_block * self.parts
+
+    @property
+    def turns(self) -> int:
+        """Jobs of a warp."""
+        return -(-self.jobs // (WARPGROUPS * WARPS))
+
+    @property
+    def count(self) -> int:
+        """Experts of a row, the shared one included."""
+        return self.rule.k + self.rule.has_shared
+
+
+@dataclasses.dataclass(frozen=True)
 class Phase:
     """One of the products.
 
@@ -62,8 +108,14 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Sizes of a launch; ``names``: its phases. ``scaled``: outputs and inputs that share a
-    scale."""
+    """Sizes of a launch.
+
+    Attributes:
+      scaled: outputs and inputs that share a scale.
+      router: its product, and that choices are made of its logits; None: slots are known.
+      routes: whether the launch computes that product.
+      names: its phases.
+    """
 
     rows: int
     slots: int
@@ -72,8 +124,10 @@ class Plan:
     units: int
     scaled: tuple[int, int]
     tuning: Tuning
-    names: tuple[PhaseName, ...]
-    interpret: bool
+    router: RouterPlan | None = None
+    routes: bool = False
+    names: tuple[PhaseName, ...] = PHASES
+    interpret: bool = False
 
     @property
     def block(self) -> int:
@@ -92,7 +146,7 @@ class Plan:
     def stages(self) -> int:
         """Blocks of a warpgroup in the ring."""
         parts = 4 * BUFFERS * WARPGROUPS * WARPS * TILE * ROWS
-        beside = 2 * ROWS * self.hidden + parts + 8 * self.slots
+        beside = 2 * ROWS * self.hidden + parts + 16 * self.slots
         return ring_stages(1, WARPGROUPS * TILE * self.block, beside, self.tuning.stages)
 
     def own_jobs(self, at: int, filled: Array) -> tuple[Array, Array]:

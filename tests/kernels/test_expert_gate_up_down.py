@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kernel_axes
+from pallas_kernels.benchmark import noise
+from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_gate_up_down import expert_gate_up_down, misfit
 from pallas_kernels.expert_gate_up_down.cases import TEST_CASES, Case, make_arguments
-from pallas_kernels.expert_gate_up_down.mosaic_gpu import expert_gate_up_down_mosaic
+from pallas_kernels.expert_gate_up_down.choice import of_ordered, ordered
+from pallas_kernels.expert_gate_up_down.mosaic_gpu import (
+    expert_gate_up_down_mosaic,
+    routed_gate_up_down_mosaic,
+)
 from pallas_kernels.expert_gate_up_down.plan import PHASES, ROWS, TILE, WARPS, Plan, Tuning
 from pallas_kernels.expert_gate_up_down.products import (
     SPAN,
@@ -21,16 +27,24 @@ from pallas_kernels.expert_gate_up_down.products import (
     unit_place,
     weight_chunk,
 )
+from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import make_slots
 from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.widening import float8_pairs
 from pallas_kernels.packed_experts import numbers_of
+from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes_reference
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow
 from tests.helpers.warp_products import LANES, in_shared_memory, loaded, numbers, product
 
 SMALL = TEST_CASES[0]
+RULES = [
+    RouteRule(8, normalize=True, has_shared=True),
+    RouteRule(4, "chosen"),
+    RouteRule(3, "sigmoid", normalize=True, scale=2.5, has_shared=True),
+    RouteRule(2, has_shared=True),
+]
 MEETING = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
 
@@ -62,8 +76,7 @@ def assert_products(found: Any, case: Case) -> None:
     [
         (SMALL, Tuning(stages=2, blocks=1)),
         (SMALL, Tuning(blocks=7)),
-        (TEST_CASES[1], Tuning(stages=3, blocks=5)),
-        (TEST_CASES[2], Tuning(stages=2, blocks=6)),
+        (Case(8, 2, 3, 512, 256, missing=2), Tuning(stages=3, blocks=5)),
     ],
     ids=str,
 )
@@ -121,6 +134,77 @@ def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
         assert np.array_equal(products(rows), together[:rows])
 
 
+@functools.lru_cache(maxsize=2)
+def routed_arguments(case: Case, rule: RouteRule) -> Any:
+    """Rows of which the second is padding, a router and a gate; ``case``: with all experts."""
+    x, _, _, gate_up, down = arguments_of(case)
+    experts = case.num_experts - rule.has_shared
+    is_row, wide = jnp.arange(case.rows) != 1, (experts, case.hidden)
+    router = noise(0, 7, wide, jnp.bfloat16) * case.hidden**-0.5
+    gate = noise(0, 8, (case.hidden,), jnp.bfloat16) * case.hidden**-0.5 if rule.normalize else None
+    return x, is_row, Router(router.astype(jnp.bfloat16), gate), ExpertWeights(gate_up, down)
+
+
+def assert_routed(found: ChosenProducts, case: Case, rule: RouteRule) -> None:
+    """As written out: choices by logits in float64, and the products of widened weights."""
+    x, is_row, (router, gate), (gate_up, down) = routed_arguments(case, rule)
+    wide = [np.asarray(array, np.float64) for array in (x, router)]
+    logits = jnp.asarray(wide[0] @ wide[1].T, jnp.float32)[None]
+    given = None if gate is None else SharedGate(x, gate)
+    chosen, weights = expert_routes_reference(logits, is_row, rule, given)
+    here = np.asarray(is_row)
+    np.testing.assert_allclose(np.asarray(found.weights)[here], weights[here], rtol=2e-5)
+    assert (np.asarray(found.places)[~here] == -1).all()
+    every = jnp.arange(case.num_experts)
+    wide = np.moveaxis(np.asarray(gate_up.of(every)), -1, 1), np.asarray(down.of(every))[:, 0]
+    given = x[here], chosen[here], wide[0], np.swapaxes(wide[1], 1, 2)
+    k = rule.k + rule.has_shared
+    products = found.products[np.asarray(found.places)[here]]
+    assert_exact(products, dataclasses.replace(case, rows=int(here.sum()), k=k), given)
+
+
+def run_routed(case: Case, rule: RouteRule, kernel: Any) -> ChosenProducts:
+    x, is_row, *weights = routed_arguments(case, rule)
+    meeting = jnp.zeros(MEETING.shape, jnp.int32)
+    return kernel(x, is_row.astype(jnp.int32), *weights, meeting, rule=rule)
+
+
+@pytest.mark.slow  # the arithmetic of threads is not interpreted: on the device, below
+@pytest.mark.parametrize(
+    ("rows", "rule", "blocks"), [(1, RULES[0], 2), (3, RULES[0], 1), (3, RULES[1], 3)], ids=str
+)
+def test_interpreted_rows_choose_their_experts(rows: int, rule: RouteRule, blocks: int):
+    case = Case(rows, 2, 128 + rule.has_shared, 512, 128)
+    kernel = functools.partial(interpreted, routed_gate_up_down_mosaic, tuning=Tuning(2, blocks))
+    assert_routed(run_routed(case, rule, kernel), case, rule)
+
+
+def test_with_the_choice_it_lowers_for_cuda():
+    case = Case(2, 2, 129, 512, 128)
+    x, _, _, gate_up, down = jax.eval_shape(lambda: make_arguments(case))
+    arrays: Any = (
+        jax.ShapeDtypeStruct(*shape)
+        for shape in (((128, 512), jnp.bfloat16), ((512,), jnp.bfloat16), ((2,), jnp.int32))
+    )
+    router, gate, is_row = arrays
+    kernel = functools.partial(routed_gate_up_down_mosaic, rule=RULES[0])
+    lowered(kernel, x, is_row, Router(router, gate), ExpertWeights(gate_up, down), MEETING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_on_the_device_rows_choose_their_experts(rule: RouteRule, rows: int):
+    case = Case(rows, 2, 256 + rule.has_shared, 1024, 128)
+    function = jax.jit(routed_gate_up_down_mosaic, static_argnames="rule")
+    first = run_routed(case, rule, function)
+    assert_routed(first, case, rule)
+    for _ in range(50):
+        again = run_routed(case, rule, function)
+        assert np.array_equal(first.places, again.places), "a race"
+        assert np.array_equal(first.total(), again.total()), "a race"
+
+
 @pytest.mark.parametrize("inputs", [512, 256, 128])
 def test_a_warp_multiplies_its_part_of_a_block(inputs: int):
     """The arithmetic of the lanes of each warp, on numbers."""
@@ -158,6 +242,15 @@ def test_a_lane_reads_its_units_side_by_side():
         units = [3 * SPAN + 8 * eight + first + e for eight in range(4) for e in range(2)]
         begin = (3 * ROWS * 4 + lane) * 8
         assert [unit_place(unit, row) for unit in units] == list(range(begin, begin + 8))
+
+
+def test_integers_have_the_order_of_floats():
+    floats = np.array(
+        [-np.inf, -3e38, -2.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 2.5, np.inf], np.float32
+    )
+    keys = ordered(floats.view(np.uint32))
+    assert (np.diff(keys.astype(np.int64)) > 0).all() and keys[0] > 0
+    assert np.array_equal(of_ordered(keys).view(np.float32), floats)
 
 
 @pytest.mark.parametrize("units", [512, 768])
@@ -205,8 +298,8 @@ def test_thread_blocks_have_each_job_once(units: int):
     ],
 )
 def test_it_says_what_it_cannot_take(case: Case, message: str):
-    x, _, *rest = jax.eval_shape(lambda: make_arguments(case))
-    problem = misfit(x, *rest)
+    x, *_, gate_up, down = jax.eval_shape(lambda: make_arguments(case))
+    problem = misfit(x, gate_up, down)
     assert problem is not None and message in problem
 
 

@@ -108,6 +108,9 @@ class _CountingExperts(Experts):
 
     record: Callable[[Array], None] = static()
 
+    def in_one_launch(self, rows: Array, step: ForwardPass) -> None:
+        """Choices are counted, so they are made in a launch by themselves."""
+
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
         routes = super().routes(rows, step)
         attend = step.attend

@@ -20,7 +20,7 @@ from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.mix import LocalExperts, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
-from jaxspec.models.mlps.slots import routes_by_kernel
+from jaxspec.models.mlps.slots import routed_in_one_launch, routes_by_kernel
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.parallel import Axes, Layout, Shards, check_divides
@@ -63,7 +63,9 @@ class Experts(Pytree):
         with jax.named_scope("mlp"):
             whole = self.whole(x, step)
             rows = whole.reshape(-1, whole.shape[-1])
-            mixed = self.mixed(rows, self.routes(rows, step), step)
+            mixed = self.in_one_launch(rows, step)
+            if mixed is None:
+                mixed = self.mixed(rows, self.routes(rows, step), step)
             if isinstance(mixed, ChosenProducts):
                 if self.shared is None and not step.layout.axes("experts"):
                     return ChosenSum(mixed, x)
@@ -101,6 +103,12 @@ class Experts(Pytree):
         if isinstance(mixed, ChosenProducts):
             mixed = mixed.total().astype(rows.dtype)
         return self.from_latent(mixed, step.kernels)  # of this device's part of the sum
+
+    def in_one_launch(self, rows: Array, step: ForwardPass) -> ChosenProducts | None:
+        """What the experts add to few rows [N, H], if a kernel chooses them and multiplies."""
+        routers, has_shared = (self.router, self.shared_gate), self.shared_is_last
+        weights = self.gate_up, self.down
+        return routed_in_one_launch(rows, routers, *weights, self.config, has_shared, step)
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
         """The chosen experts of rows [N, H], and the shared one if it is the last of them. In

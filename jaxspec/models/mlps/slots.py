@@ -6,19 +6,22 @@ from typing import TypeGuard
 
 from jax import Array
 
-from jaxspec.config.experts import ExpertActivation, RoutingConfig, SquaredRelu
+from jaxspec.config.experts import ExpertActivation, ExpertsConfig, RoutingConfig, SquaredRelu
 from jaxspec.models.activations import clamp_of
 from jaxspec.models.attention import PagedAttend
-from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.forward_pass import Attend, ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel import WHOLE
-from pallas_kernels.expert_gate_up_down import expert_gate_up_down
+from pallas_kernels.chosen_products import ChosenProducts
+from pallas_kernels.expert_gate_up_down import expert_gate_up_down, routed_gate_up_down
 from pallas_kernels.expert_gate_up_down import misfit as one_launch_misfit
+from pallas_kernels.expert_gate_up_down import routes_misfit as one_launch_routes_misfit
+from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_product import expert_slots
 from pallas_kernels.expert_product import misfit as expert_misfit
-from pallas_kernels.expert_slots import MOST_SHARED, SlotProducts, make_slots
+from pallas_kernels.expert_slots import SlotProducts, make_slots
 from pallas_kernels.packed_expert_product import misfit as packed_expert_misfit
 from pallas_kernels.packed_expert_product import packed_expert_slots
 from pallas_kernels.packed_experts import PackedExperts
@@ -50,24 +53,36 @@ def routes_by_kernel(
     ``has_shared``: whether the last expert is the shared one, which all rows choose; ``gate``: of
     its weight, if it has one.
     """
-    attend, grouped = step.attend, config.correction or config.num_groups > 1
-    if grouped or "top_k" not in step.kernels or not isinstance(attend, PagedAttend):
+    is_row = _rows_that_choose(len(rows), step.attend)
+    gate = gate if has_shared else None
+    if "top_k" not in step.kernels or is_row is None or not _is_plain(router):
         return None
-    if attend.slots.size != len(rows) or not _is_plain(router):
-        return None
-    given = None
-    if has_shared and gate is not None:
+    rule, given = _rule(config, has_shared), None
+    if gate is not None:
         if not _is_plain(gate):
             return None
         given = SharedGate(rows, gate.weight.reshape(-1))
-    rule = RouteRule(config.top_k, config.scores, config.normalize, config.scale, has_shared)
-    partials, is_row = _logits(rows, router), attend.is_token.reshape(-1)
-    if routes_misfit(partials, rule, given):
+    partials = _logits(rows, router)
+    if rule is None or routes_misfit(partials, rule, given):
         return None
     how = step.kernels.implementation("top_k")
     if not step.layout.axes("experts") and not slots_misfit(len(rows), rule):
         return Routes(*expert_routes_in_slots(partials, is_row, rule, given, how))
     return Routes(*expert_routes(partials, is_row, rule, given, how))
+
+
+def _rule(config: RoutingConfig, has_shared: bool) -> RouteRule | None:
+    """The choice as kernels make it; None for others."""
+    if config.correction or config.num_groups > 1:
+        return None
+    return RouteRule(config.top_k, config.scores, config.normalize, config.scale, has_shared)
+
+
+def _rows_that_choose(num_rows: int, attend: Attend) -> Array | None:
+    """Whether each of N rows is no padding, bool [N]; None where that is not known."""
+    if not isinstance(attend, PagedAttend) or attend.slots.size != num_rows:
+        return None
+    return attend.is_token.reshape(-1)
 
 
 def _is_plain(linear: AnyLinear) -> TypeGuard[Linear]:
@@ -119,12 +134,53 @@ def _in_one_launch(
     x: Array, routes: Routes, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
 ) -> SlotProducts | None:
     """``slot_products`` of few rows, where thread blocks of a launch can meet."""
-    if "expert_gate_up_down" not in step.kernels or step.exchange is None or step.layout != WHOLE:
-        return None
-    if len(x) > MOST_SHARED:
+    if not _can_meet(step) or one_launch_misfit(x, gate_up, down):
         return None
     slots = routes.slots or make_slots(routes.experts, gate_up.num_experts)
-    if one_launch_misfit(x, slots, gate_up, down):
-        return None
     how = step.exchange, step.kernels.implementation("expert_gate_up_down")
     return expert_gate_up_down(x, routes.experts, slots, gate_up, down, *how)
+
+
+def routed_in_one_launch(
+    rows: Array,
+    routers: tuple[AnyLinear, AnyLinear | None],
+    gate_up: AnyExpertLinear,
+    down: AnyExpertLinear,
+    config: ExpertsConfig,
+    has_shared: bool,
+    step: ForwardPass,
+) -> ChosenProducts | None:
+    """What experts make of the few rows [N, H] that choose them, with the choice in the same
+    launch; None where it takes several.
+
+    ``routers``: the router, and the gate of a shared expert that is the last one, as of
+    ``routes_by_kernel``.
+    """
+    is_row, rule = _rows_that_choose(len(rows), step.attend), _rule(config.routing, has_shared)
+    if not _can_meet(step) or is_row is None or rule is None:
+        return None
+    if config.activation is not None or config.weighs_input or config.latent is not None:
+        return None
+    if gate_up.packed is None or down.packed is None or config.bias:
+        return None
+    router, gate = routers
+    if not _is_plain(router) or one_launch_misfit(rows, gate_up.packed, down.packed):
+        return None
+    of_gate = None
+    if has_shared and gate is not None:
+        if not _is_plain(gate):
+            return None
+        of_gate = gate.weight.reshape(-1)
+    # XLA stores weights so, or transposes them once for all rounds of a call.
+    chooses, weights = Router(router.weight.T, of_gate), ExpertWeights(gate_up.packed, down.packed)
+    if one_launch_routes_misfit(rows, chooses, weights, rule):
+        return None
+    given = rows, is_row, chooses, weights, step.exchange
+    how = step.kernels.implementation("expert_gate_up_down")
+    return routed_gate_up_down(*given, rule=rule, implementation=how)
+
+
+def _can_meet(step: ForwardPass) -> bool:
+    """Whether thread blocks of a launch of experts can wait for each other."""
+    kernel = "expert_gate_up_down" in step.kernels
+    return kernel and step.exchange is not None and step.layout == WHOLE

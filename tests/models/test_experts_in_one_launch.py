@@ -1,0 +1,135 @@
+"""Experts in one launch, with the choice: when, and that they are those of several launches."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.experts import ExpertsConfig, RoutingConfig
+from jaxspec.models.attention import PagedAttend
+from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.linear import ChosenSum, Linear
+from jaxspec.models.mlps import Experts, slots
+from jaxspec.models.quantized.packed_experts import PackedExpertLinear
+from jaxspec.parallel import WHOLE, Layout
+from pallas_kernels.expert_gate_up_down import routed_gate_up_down
+from pallas_kernels.o_gate_up_down.meeting import MEETING, SHAPE
+from pallas_kernels.packed_expert_product.cases import Case, make_arguments
+from pallas_kernels.selection import NO_KERNELS, Kernels
+from tests.helpers.kernels import lowered
+
+KERNELS = Kernels(frozenset({"expert_gate_up_down"}))
+LAUNCH = "expert_gate_up_down_kernel"
+ROUTING = RoutingConfig(num_experts=128, top_k=4, normalize=True)
+CONFIG = ExpertsConfig(128, ROUTING, shared_size=128, shared_gate=True)
+
+
+def layer(form: str = "fp8", hidden: int = 512, **fields: Any) -> Experts:
+    """Experts of which the last one is shared."""
+    *_, gate_up, down, _ = make_arguments(Case(1, 1, 129, hidden, 128, form=form))
+
+    def weights(packed: Any, axes: tuple[str, ...]) -> PackedExpertLinear:
+        arrays: dict[str, Any] = {"values": packed.values, "scale": packed.scale}
+        if len(axes) == 3:  # all outputs in one dimension
+            arrays = {name: array[:, 0] for name, array in arrays.items()}
+        how: dict[str, Any] = {"axes": axes, "activations": jnp.dtype("bfloat16")}
+        how |= {"code": packed.code, "block": packed.block, "scale_code": packed.scale_code}
+        return PackedExpertLinear(**arrays, **how)
+
+    def linear(outputs: int, seed: int) -> Linear:
+        numbers = np.random.default_rng(seed).standard_normal((hidden, outputs)) * hidden**-0.5
+        return Linear(weight=jnp.asarray(numbers, jnp.bfloat16), axes=("in", "out"))
+
+    of_layer: dict[str, Any] = {
+        "router": linear(128, 0),
+        "correction": None,
+        "gate_up": weights(gate_up, ("expert", "in", "two", "out")),
+        "down": weights(down, ("expert", "in", "out")),
+        "shared_gate": linear(1, 1),
+        "config": CONFIG,
+    }
+    return Experts(**(of_layer | fields))
+
+
+def step(rows: int = 3, kernels: Kernels = KERNELS, **fields: Any) -> ForwardPass:
+    """A pass of an engine whose last row is padding."""
+    lens = jnp.zeros(1, jnp.int32)
+    attend = PagedAttend(
+        rows=lens,
+        page_table=lens[None],
+        context_lens=lens,
+        slots=jnp.zeros((1, rows), jnp.int32),
+        positions=lens,
+        kv_lens=lens + max(1, rows - 1),
+    )
+    shared = attend, {}, {}, 1e-5, WHOLE, kernels
+    whole = ForwardPass(*shared, exchange=jnp.zeros(SHAPE, jnp.int32))
+    return dataclasses.replace(whole, **fields)
+
+
+def rows_of(count: int, hidden: int = 512) -> jax.Array:
+    numbers = np.random.default_rng(2).standard_normal((1, count, hidden))
+    return jnp.asarray(numbers, jnp.bfloat16)
+
+
+def test_experts_are_those_of_several_launches(monkeypatch: pytest.MonkeyPatch):
+    def by_reference(*arguments: Any, rule: Any, implementation: Any) -> Any:
+        assert implementation == "auto"
+        return routed_gate_up_down(*arguments, rule=rule)
+
+    monkeypatch.setattr(slots, "routed_gate_up_down", by_reference)
+    experts, x, several = layer(), rows_of(3), step(kernels=NO_KERNELS)
+    found = experts(x, step())
+    assert isinstance(found, ChosenSum)
+    wanted = experts.mixed(x[0], experts.routes(x[0], several), several)
+    total = np.asarray(found.products.total(), np.float64)
+    expected = np.asarray(wanted, np.float64)
+    assert np.linalg.norm((total - expected)[:2]) <= 1e-2 * np.linalg.norm(expected[:2])
+    assert (total[2] == 0).all()  # padding chooses none
+
+
+def program(experts: Experts, step: ForwardPass, rows: int = 3, hidden: int = 512) -> str:
+    def total(x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, hidden)
+        found = experts.in_one_launch(rows, step)
+        return rows if found is None else found.total()
+
+    return lowered(total, jax.ShapeDtypeStruct((1, rows, hidden), jnp.bfloat16))
+
+
+def test_on_a_gpu_it_is_one_launch():
+    assert "expert_gate_up_down" in MEETING
+    assert program(layer(), step()).count("call @routed_gate_up_down_mosaic") == 1
+    assert LAUNCH in program(layer(shared_gate=None), step(rows=8), rows=8)
+
+
+def routed(weighs_input: bool = False, **fields: Any) -> ExpertsConfig:
+    routing = dataclasses.replace(ROUTING, **fields)
+    return dataclasses.replace(CONFIG, routing=routing, weighs_input=weighs_input)
+
+
+BIASED = Linear(
+    weight=jnp.zeros((512, 128), jnp.bfloat16),
+    bias=jnp.zeros(128, jnp.bfloat16),
+    axes=("in", "out"),
+)
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no kernel of it": ({}, {"kernels": NO_KERNELS}),
+    "no place to meet": ({}, {"exchange": None}),
+    "a split model": ({}, {"layout": Layout(ff=("x",))}),
+    "more rows than it takes": ({}, {"rows": 9}),
+    "weights of 4 bits": ({"form": "mxfp4"}, {}),
+    "a correction of scores": ({"config": routed(correction=True)}, {}),
+    "groups of experts": ({"config": routed(num_groups=4, top_groups=2)}, {}),
+    "weighted inputs": ({"config": routed(top_k=1, weighs_input=True)}, {}),
+    "a router with a bias": ({"router": BIASED}, {}),
+}
+
+
+@pytest.mark.parametrize("fields, passed", OTHERS.values(), ids=OTHERS)
+def test_other_layers_take_several_launches(fields: dict[str, Any], passed: dict[str, Any]):
+    rows = passed.get("rows", 3)
+    assert LAUNCH not in program(layer(**fields), step(**passed), rows)
