@@ -89,7 +89,7 @@ def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float3
     """
     if jax.default_backend() == "cpu" and math.prod(shape) <= LARGEST_OF_NUMPY:
         numbers = np.random.default_rng([seed, index]).standard_normal(shape, np.float32)
-        return jnp.asarray(numbers.astype(jnp.dtype(dtype)))
+        return jax.device_put(numbers.astype(jnp.dtype(dtype)))
     key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
     return jax.random.normal(key, shape, dtype)
 
@@ -98,5 +98,9 @@ def float8_noise(seed: int, index: int, shape: tuple[int, ...]) -> tuple[Array, 
     """Pages [P, G, K, D] of bytes and their scales [G], all different: normal numbers, as float8.py
     has them."""
     scale = jnp.linspace(1.0, 1.5, shape[1]) * LARGEST_NORMAL / LARGEST
-    rows = noise(seed, index, shape).swapaxes(1, 2)  # heads where ``encode`` has them
-    return encode(rows, scale).swapaxes(1, 2), scale
+    return _encoded(noise(seed, index, shape), scale), scale
+
+
+@jax.jit  # not a program for each of its operations
+def _encoded(pages: Array, scale: Array) -> Array:
+    return encode(pages.swapaxes(1, 2), scale).swapaxes(1, 2)  # heads where ``encode`` has them

@@ -73,10 +73,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """What is imported stays: Python looks through it once, when all is there."""
+    """What is imported stays: Python does not look through it."""
     gc.disable()
     result = yield
-    gc.collect()
     gc.freeze()
     gc.enable()
     return result

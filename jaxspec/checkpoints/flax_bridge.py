@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
@@ -143,7 +143,7 @@ class _Tensors(Mapping[str, Array]):
         array, order, shape = self._sources[name]
         if isinstance(array, _Row):
             array = array.array
-        return array.transpose(order).reshape(shape)
+        return lax.reshape(array, shape, dimensions=order)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)

@@ -240,7 +240,8 @@ class GroupedHeads:
                 halves = weight.reshape(*weight.shape[:-1], -1, head_dim // 2, 2)
                 weight = jnp.swapaxes(halves, -1, -2)
             weight = weight.reshape(*weight.shape[: len(shape) - 3], -1, members, head_dim)
-            return jnp.repeat(weight, groups // weight.shape[-3], axis=-3)
+            repeats = groups // weight.shape[-3]
+            return weight if repeats == 1 else jnp.repeat(weight, repeats, axis=-3)
 
         queries = heads(self.query, per_group - len(self._shared))
         return jnp.concatenate([queries, *(heads(name, 1) for name in self._shared)], axis=-2)

@@ -62,12 +62,9 @@ def rollout_batch(
             raise ValueError(f"a sample of {len(ids)} tokens does not fit {length}")
         tokens[row, : len(ids)], lengths[row] = ids, len(ids)
         mask[row, len(prompt) : len(ids)] = True
-    return RolloutBatch(
-        tokens=jnp.asarray(tokens),
-        lengths=jnp.asarray(lengths),
-        written=jnp.asarray(mask),
-        advantages=jnp.asarray(advantages.reshape(-1), jnp.float32),
-    )
+    arrays = {"tokens": tokens, "lengths": lengths, "written": mask}
+    arrays |= {"advantages": advantages.reshape(-1).astype(np.float32)}
+    return RolloutBatch(**jax.device_put(arrays))
 
 
 def grpo_loss(

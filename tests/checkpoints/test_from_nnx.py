@@ -172,7 +172,7 @@ def maxtext(tensors: Tensors, *, scanned: bool = True, llama: bool = False) -> T
 def state_of(tree: Tree) -> nnx.State:
     keys = {
         tuple(int(key) if key.isdigit() else key for key in path.split(".")): nnx.Param(array)
-        for path, array in jax.tree.map(jnp.asarray, tree).items()
+        for path, array in jax.device_put(tree).items()
     }
     return nnx.State(traverse_util.unflatten_dict(keys))
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from scipy import stats
 
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding import acceptance
@@ -34,7 +33,9 @@ from jaxspec.decoding.trees.grow import Beams, Proposer, grow
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.decoding.trees.worth_verifying import cut, worth_verifying
 from jaxspec.parallel import WHOLE
+from tests.helpers import p_values
 from tests.helpers.marks import slow
+from tests.helpers.random_models import as_dtype
 
 VOCAB, ROWS = 8, 20_000
 ROOT, CONTEXT = 3, 17
@@ -53,7 +54,7 @@ def random_tables(seed: int) -> tuple[Array, Array]:
     rng = np.random.default_rng(seed)
     target = 1.2 * rng.standard_normal((VOCAB, VOCAB))
     draft = 0.6 * target + 0.8 * rng.standard_normal((VOCAB, VOCAB))
-    return jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
+    return as_dtype(target, jnp.float32), as_dtype(draft, jnp.float32)
 
 
 TARGET, DRAFT = random_tables(0)
@@ -140,7 +141,7 @@ def chi_square(found: np.ndarray, expected: np.ndarray) -> float:
     expected = np.append(expected[~rare], expected[rare].sum())
     found = np.append(found[~rare], found[rare].sum())
     present = expected > 0
-    return stats.chisquare(found[present], expected[present], sum_check=False).pvalue
+    return p_values.chi_square(found[present], expected[present])
 
 
 def with_rule(
@@ -209,7 +210,7 @@ def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
 
 
 # A confidence head's word for what follows each token; chains end where it is worth too little.
-SURE = jnp.asarray(np.random.default_rng(1).uniform(0.1, 1, VOCAB), jnp.float32)
+SURE = as_dtype(np.random.default_rng(1).uniform(0.1, 1, VOCAB), jnp.float32)
 
 
 def ended_by(tokens: Array, tree: DraftTree) -> DraftTree:

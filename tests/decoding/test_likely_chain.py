@@ -22,6 +22,7 @@ from jaxspec.decoding.trees.likely_chain import grow_while_likely
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.parallel import WHOLE
 from tests.helpers.random_models import (
+    as_dtype,
     generate,
     make_params,
     mtp_drafter,
@@ -30,8 +31,8 @@ from tests.helpers.random_models import (
 )
 
 VOCAB, DEPTH = 12, 6
-ROOTS = jnp.arange(5, dtype=jnp.int32)
-TABLE = jnp.asarray(2.5 * np.random.default_rng(0).standard_normal((VOCAB, VOCAB)), jnp.float32)
+ROOTS = jax.device_put(np.arange(5, dtype=np.int32))
+TABLE = as_dtype(2.5 * np.random.default_rng(0).standard_normal((VOCAB, VOCAB)), jnp.float32)
 SPEC = SpeculationConfig.chain(DEPTH)
 LEAST = 0.15
 PROMPTS = random_prompts((9, 14, 5), seed=8)
@@ -118,7 +119,7 @@ def test_the_cases_end_at_several_depths():
 
 # Edge cases, on tables whose probabilities are exact or nearly so.
 
-ALL, NOBODY = jnp.ones(5, bool), jnp.zeros(5, bool)
+ALL, NOBODY = jax.device_put((np.ones(5, bool), np.zeros(5, bool)))
 NEVER = -1e9  # a logit of a token that is never drawn
 
 
@@ -126,7 +127,7 @@ def successors(*columns: int) -> Array:
     """A table in which one of these tokens, all equally likely, follows on any token."""
     table = np.full((VOCAB, VOCAB), NEVER, np.float32)
     table[:, columns] = 0
-    return jnp.asarray(table)
+    return jax.device_put(table)
 
 
 def drafted(

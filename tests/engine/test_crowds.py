@@ -24,6 +24,7 @@ from jaxspec.engine.warm_up.compile_all import Coverage, coverage, reading_keys,
 from jaxspec.functional import EngineParams
 from jaxspec.scheduling.round_costs import RoundCosts
 from tests.helpers.random_models import make_params
+from tests.helpers.sampling_reference import reference_texts
 
 CHAIN = SpeculationConfig.chain(2)
 CACHE = CacheConfig(page_size=8, max_length=72)
@@ -77,8 +78,14 @@ def engine() -> Engine:
 def test_a_crowds_texts_are_those_of_plain_decoding_and_no_program_with_a_drafter_is_compiled(
     engine: Engine,
 ):
-    plain = [each.token_ids for each in served(new_engine("none", None), 8)]
-    assert [each.token_ids for each in served(engine, 8)] == plain
+    prompts, sampling = zip(*requests(8), strict=True)
+    arrays = [np.array(prompt) for prompt in prompts]
+    plain = reference_texts(default_params("none").target, arrays, sampling, CACHE.max_length)
+    texts = [
+        [*prompt, *each.token_ids]
+        for (prompt, _), each in zip(requests(8), served(engine, 8), strict=True)
+    ]
+    assert texts == plain
     large = [key for key in engine.programs.ready if isinstance(key, ReadKey | RoundsKey)]
     assert large == undrafted_keys(engine)
     assert list(engine.shapes.rounds) == [PLAIN]

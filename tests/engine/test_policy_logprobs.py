@@ -14,9 +14,9 @@ from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.generation import Generation
 from jaxspec.llm.completion import GrowingText
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
-from tests.helpers.engines import new_engine, seal
+from tests.helpers.engines import CHAIN, new_engine, seal
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import random_prompts
+from tests.helpers.random_models import make_params, random_prompts
 
 POLICY = SamplingParams(
     temperature=0.8, top_k=30, top_p=0.9, seed=5, max_tokens=20, logprobs=0, policy_logprobs=True
@@ -42,7 +42,7 @@ def of_loss(rules: list[SamplingParams]) -> np.ndarray:
     texts = [[*one.prompt, *one.token_ids] for one in generations()]
     tokens = np.array([[*text, *[0] * (32 - len(text))] for text in texts], np.int32)
     policy = {name: np.array([getattr(one, name) for one in rules]) for name in RULES}
-    target = new_engine("none").params.target
+    target = make_params("none", CHAIN).target
     return np.asarray(scores(target, tokens, np.array([len(text) for text in texts]), **policy))
 
 

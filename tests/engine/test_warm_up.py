@@ -42,9 +42,11 @@ def test_one_kind_of_requests_has_one_kind_of_programs(
     assert engine.programs.compiled == compiled
 
 
-@pytest.mark.parametrize("fixed_rounds", [False, slow(True)])
-def test_the_programs_of_a_batch_are_known_before_it_runs(fixed_rounds: bool):
-    engine = new_engine("ngram", fixed_rounds=fixed_rounds, max_rows=8, prefix_caching=False)
+@pytest.mark.parametrize(
+    ("drafter", "fixed_rounds"), [("none", False), slow("ngram", False), slow("ngram", True)]
+)
+def test_the_programs_of_a_batch_are_known_before_it_runs(drafter: str, fixed_rounds: bool):
+    engine = new_engine(drafter, fixed_rounds=fixed_rounds, max_rows=8, prefix_caching=False)
     for prompts, temperature in ((PROMPTS[:3], 1.0), (PROMPTS[:1], 0.0)):
         sampling = SamplingParams(max_tokens=20, temperature=temperature, seed=1)
         before = set(engine.programs.ready)

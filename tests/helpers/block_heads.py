@@ -92,7 +92,7 @@ def block_target(config: ModelConfig = CONFIG, seed: int = 0, mark: float = 2.0)
     target = random_target(config, seed)
     embed = np.array(target.embed)
     embed[: config.vocab_size, 0] = np.where(np.arange(config.vocab_size) == MASK, -mark, mark)
-    return target.replace(embed=jnp.asarray(embed))
+    return target.replace(embed=jax.device_put(embed))
 
 
 def random_head(

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config.experts import (
@@ -81,7 +80,7 @@ def random_rows(
     ids = np.argsort(rng.random((num_rows, num_experts)), axis=1)[:, :k].astype(np.int32)
     weights = rng.random((num_rows, k), np.float32)
     x = rng.standard_normal((num_rows, hidden)).astype(np.float32)
-    return x, Routes(jnp.asarray(ids), jnp.asarray(weights))
+    return x, Routes(*jax.device_put((ids, weights)))
 
 
 def written_out(own: LocalExperts, x: np.ndarray, routes: Routes) -> np.ndarray:

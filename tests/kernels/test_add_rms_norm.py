@@ -28,6 +28,7 @@ from tests.helpers.marks import first_is_fast, slow
 
 FORMS = ("plain", "beside", "rounded", "grouped")
 GROUP = 128
+jit_norm = jax.jit(add_rms_norm, static_argnames="eps")
 
 
 def of_forms(cases: Sequence[Case], fast: Sequence[tuple[str, Case]] = ()) -> pytest.MarkDecorator:
@@ -115,7 +116,7 @@ def added(partials: Any) -> np.ndarray:
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_the_sum_and_its_norm(case: Case):
     x, partials, weight = make_arguments(case)
-    total, normed = add_rms_norm(x, partials, weight, eps=EPS)
+    total, normed = jit_norm(x, partials, weight, eps=EPS)
     wanted = np.asarray(x, np.float64) + added(partials)[: case.rows]
     scale = np.sqrt((wanted**2).mean(-1, keepdims=True) + EPS)
     np.testing.assert_allclose(total, wanted, atol=1e-5)

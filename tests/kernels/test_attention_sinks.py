@@ -36,12 +36,19 @@ def expected(window: int | None) -> np.ndarray:
 def pages(x: np.ndarray) -> jnp.ndarray:
     """The null page, then those of the T tokens: [3, G, K, D]."""
     padded = np.pad(x[0], ((K, 2 * K - T), (0, 0), (0, 0)))
-    return jnp.asarray(padded.reshape(3, K, G, D).swapaxes(1, 2))
+    return jax.device_put(padded.reshape(3, K, G, D).swapaxes(1, 2))
 
 
 LAYER = LayerPages(pages(KEYS), pages(VALUES))
-TABLE = jnp.array([[1, 2]])
-CONTEXT = QueryContext(TABLE, jnp.zeros(1, jnp.int32), jnp.arange(T)[None], None, jnp.full(1, T))
+TABLE, LENGTH, PLACES, LENGTHS = jax.device_put(
+    (
+        np.array([[1, 2]], np.int32),
+        np.zeros(1, np.int32),
+        np.arange(T, dtype=np.int32)[None],
+        np.full(1, T, np.int32),
+    )
+)
+CONTEXT = QueryContext(TABLE, LENGTH, PLACES, None, LENGTHS)
 
 
 @pytest.mark.parametrize("window", [None, 3])

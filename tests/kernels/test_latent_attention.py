@@ -119,10 +119,10 @@ def test_sums_that_do_not_depend_on_the_order_of_slots_are_left_to_the_reference
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pages": jnp.zeros((3, 1, 16, 100))}, "do not fit pages"),
-        ({"pages": jnp.zeros((3, 2, 16, 192))}, "do not fit pages"),
-        ({"context_lens": jnp.zeros(3, jnp.int32)}, "do not fit a batch of 2"),
-        ({"ancestors": jnp.zeros((2, 3, 1), jnp.uint32)}, "ancestors must start with"),
+        ({"pages": np.zeros((3, 1, 16, 100), np.float32)}, "do not fit pages"),
+        ({"pages": np.zeros((3, 2, 16, 192), np.float32)}, "do not fit pages"),
+        ({"context_lens": np.zeros(3, np.int32)}, "do not fit a batch of 2"),
+        ({"ancestors": np.zeros((2, 3, 1), np.uint32)}, "ancestors must start with"),
         ({"latent": 193}, "latents of 193"),
     ],
 )

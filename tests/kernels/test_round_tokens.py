@@ -125,10 +125,10 @@ def test_on_the_device_it_rounds(case: tuple[int, int], name: str):
 @pytest.mark.parametrize(
     ("x", "groups", "message"),
     [
-        (jnp.zeros((2, 512)), 1, "float32 rows in 1 groups: bfloat16 and one group"),
-        (jnp.zeros((2, 512), jnp.bfloat16), 2, "rows in 2 groups"),
-        (jnp.zeros((2, 256), jnp.bfloat16), 2, "rows of 256: a multiple of 512 up to 16384"),
-        (jnp.zeros((2, 100), jnp.bfloat16), 1, "rows of 100: a multiple of 256 up to 16384"),
+        (np.zeros((2, 512), np.float32), 1, "float32 rows in 1 groups: bfloat16 and one group"),
+        (np.zeros((2, 512), jnp.bfloat16), 2, "rows in 2 groups"),
+        (np.zeros((2, 256), jnp.bfloat16), 2, "rows of 256: a multiple of 512 up to 16384"),
+        (np.zeros((2, 100), jnp.bfloat16), 1, "rows of 100: a multiple of 256 up to 16384"),
     ],
     ids=["dtype", "groups", "width of groups", "width"],
 )

@@ -154,9 +154,9 @@ def test_on_the_device_it_ends_for_rows_without_an_answer(size: int):
 @pytest.mark.parametrize(
     ("logits", "message"),
     [
-        (jnp.zeros((1, 1, 256), jnp.bfloat16), "bfloat16 logits"),
-        (jnp.zeros((1, 1, 1000)), "rows of 1000"),
-        (jnp.zeros((1, 1, 262_272)), "rows of 262272"),
+        (np.zeros((1, 1, 256), jnp.bfloat16), "bfloat16 logits"),
+        (np.zeros((1, 1, 1000), np.float32), "rows of 1000"),
+        (np.zeros((1, 1, 262_272), np.float32), "rows of 262272"),
     ],
 )
 def test_unsupported_arguments_are_named(logits: jax.Array, message: str):

@@ -77,11 +77,18 @@ def block_logits(head: BlockHead, batch: DraftBatch) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size"),
-    [("dspark", 7), slow("dflash", 7), slow("dflash", 1), slow("windowed", 7)],
+    ("kind", "page_size", "calls"),
+    [
+        ("dspark", 7, (0,)),
+        *(slow("dspark", 7, (5,)), slow("dflash", 7, (0, 5)), slow("dflash", 1, (0, 5))),
+        slow("windowed", 7, (0, 5)),
+    ],
 )
-def test_a_block_of_training_is_a_block_of_drafting(kind: str, page_size: int):
-    """After prompts read in chunks and five rounds, on pages; all rows in one batch."""
+def test_a_block_of_training_is_a_block_of_drafting(
+    kind: str, page_size: int, calls: tuple[int, ...]
+):
+    """After prompts read in chunks and five rounds, on pages; all rows in one batch. Texts drafted
+    after rounds: tests/decoding/test_block_exactness.py."""
     head = head_of(kind)
     drafter, depth = BlockDrafter(head=head), 5
     params = EngineParams(
@@ -91,7 +98,7 @@ def test_a_block_of_training_is_a_block_of_drafting(kind: str, page_size: int):
         params, empty_state(params, 3, 64, page_size), random_prompts((5, 21, 30))
     )
     state = read_prompts(params, state, 5, greedy=True)
-    for rounds in (0, 5):
+    for rounds in calls:
         if rounds:
             state, _ = jit_decode(params, state, rounds, max_rounds=5, shape=None, greedy=True)
         roots = np.asarray(state.rows.context_lens)  # places of the last committed tokens

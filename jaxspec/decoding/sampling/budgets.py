@@ -7,6 +7,7 @@ to the node. A text is then the same with speculation and without.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -42,13 +43,14 @@ def make_budgets(rows: Sequence[ReasoningBudget | None]) -> Budgets:
         if row is not None:
             begin[place, : len(row.begin)] = row.begin
             end[place, : len(row.end)] = row.end
-    return Budgets(
-        tokens=jnp.array([-1 if row is None else row.tokens for row in rows], jnp.int32),
-        begin=jnp.asarray(begin),
-        end=jnp.asarray(end),
-        inside=jnp.array([row is not None and row.inside for row in rows], bool),
-        repeats=jnp.array([row is not None and row.repeats for row in rows], bool),
-    )
+    arrays = {
+        "tokens": np.array([-1 if row is None else row.tokens for row in rows], np.int32),
+        "begin": begin,
+        "end": end,
+        "inside": np.array([row is not None and row.inside for row in rows], bool),
+        "repeats": np.array([row is not None and row.repeats for row in rows], bool),
+    }
+    return Budgets(**jax.device_put(arrays))
 
 
 def forced_tokens(budgets: Budgets, history: History, prompt_lens: Array) -> Array:

@@ -72,7 +72,9 @@ def make_sampling(
     given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds)
     for name, value in given.items():
         check_size(name, value, batch)
-    offsets = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
+    if np.ndim(seeds) == 0:
+        first = seeds if isinstance(seeds, Array) else np.asarray(seeds)
+        seeds = first.astype(np.uint32) + np.arange(batch, dtype=np.uint32)
     check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
     check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
     check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
@@ -82,7 +84,7 @@ def make_sampling(
         top_k=per_row(top_k, batch, jnp.int32),
         top_p=per_row(top_p, batch, jnp.float32),
         min_p=per_row(min_p, batch, jnp.float32),
-        seeds=per_row(seeds, batch, jnp.uint32) + offsets,
+        seeds=per_row(seeds, batch, jnp.uint32),
     )
 
 
@@ -113,9 +115,11 @@ def check_integers(name: str, value: ArrayLike) -> None:
 
 def per_row(value: ArrayLike, batch: int, dtype: DTypeLike) -> Array:
     """A scalar or [B] array as [B]."""
-    if not isinstance(value, Array):  # jax would take a large Python int for an int32
-        value = np.asarray(value).astype(dtype)
-    return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (batch,))
+    if isinstance(value, Array):
+        return jnp.broadcast_to(value.astype(dtype), (batch,))
+    # By NumPy: of jax each size would be a program, and it would take a large Python int for an
+    # int32.
+    return jax.device_put(np.broadcast_to(np.asarray(value).astype(dtype), (batch,)))
 
 
 def check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> None:

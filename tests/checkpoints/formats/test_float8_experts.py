@@ -167,8 +167,8 @@ def in_8_bits(linear: Any, axes: tuple[str, ...]) -> Float8Experts:
     """The nearest experts whose scales are all 1."""
     weight = np.moveaxis(np.asarray(linear.weight), 1, -1)
     return Float8Experts(
-        values=jnp.asarray(weight.astype(ml_dtypes.float8_e4m3fn)),
-        scale=jnp.ones((*weight.shape[:-2], 1, 1)),
+        values=jax.device_put(weight.astype(ml_dtypes.float8_e4m3fn)),
+        scale=jax.device_put(np.ones((*weight.shape[:-2], 1, 1), np.float32)),
         axes=axes,
         block=(128, 128),
         activations=jnp.dtype("float32"),
