@@ -157,7 +157,7 @@ def _run_layer(
         added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
     launch = None if added is None else _in_one_launch(layer, x, added, step)
     if launch is not None and layer.ends_with_mlp and launch.can_norm(*following):
-        return *launch.normed(*following[:2]), state, chosen
+        return *launch.normed(*following), state, chosen
     if launch is not None:
         x, added = launch.partial_sums()
     elif layer.mlp is not None:

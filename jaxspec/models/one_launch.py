@@ -60,23 +60,27 @@ class LayerLaunch:
         self, norm: Array | None, reader: AnyLinear | OneReader | None, beside: Array | None
     ) -> bool:
         """Whether the launch may go on to the norm that follows (see ForwardPass.add_norm)."""
-        if "o_to_norm" not in self.step.kernels or norm is None or beside is not None:
+        if "o_to_norm" not in self.step.kernels or norm is None or norm.dtype != self.x.dtype:
             return False
-        if norm.dtype != self.x.dtype or isinstance(reader, OneReader):
+        if isinstance(reader, OneReader):
             return False
         rounds = isinstance(reader, ReadsRounded) and reader.rounds
-        return self._rounds_for(reader) or not rounds
+        return not rounds or (beside is None and self._rounds_for(reader))
 
-    def normed(self, norm: Array, reader: AnyLinear | None) -> tuple[Array, Any]:
-        """The residual stream behind the MLP, and its norm, which ``reader`` alone reads: if it
-        rounds its input, RoundedRows."""
-        following = Following(norm, reader.values if isinstance(reader, PackedLinear) else None)
+    def normed(
+        self, norm: Array, reader: AnyLinear | None, beside: Array | None
+    ) -> tuple[Array, Any]:
+        """The residual stream behind the MLP, and its norm with the rows beside it, which
+        ``reader`` alone reads: if it rounds its input, RoundedRows."""
+        weights = reader.values if isinstance(reader, PackedLinear) else None
+        following = Following(norm, weights, None if beside is None else beside[0])
         rows, stream, *how = self._arguments()
         given, shape = (rows, stream, self.weights, following, *how), self.x.shape
         with jax.named_scope("mlp"):
             if not self._rounds_for(reader):
                 total, normed = o_to_norm(*given)
-                return total.reshape(shape), normed.reshape(shape)
+                with_rows = shape if beside is None else (1, *normed.shape)
+                return total.reshape(shape), normed.reshape(with_rows)
             total, values, scale = o_to_norm_rounded(*given)
         values = values.reshape(shape)
         return total.reshape(shape), RoundedRows(values=values, scale=scale, dtype=self.x.dtype)

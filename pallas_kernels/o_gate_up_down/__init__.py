@@ -63,13 +63,15 @@ def o_to_norm(
     implementation: Implementation = "reference",
     meeting: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The residual stream behind a layer's MLP and its norm, both [M, H]: see ``o_gate_up_down``,
-    and add_rms_norm for what is rounded."""
+    """The residual stream behind a layer's MLP, [M, H], and its norm with the rows beside it,
+    [M + R, H]: see ``o_gate_up_down``, and add_rms_norm for what is rounded."""
     problem = misfit(x, residual, weights) or _misfit_of_norm(following.norm)
     mosaic = _module(implementation, problem, meeting)
     if mosaic is None:
         total, partials = o_gate_up_down_reference(x, residual, weights, eps)
-        return add_rms_norm_reference(total, partials, following.norm, eps)
+        stream, normed = add_rms_norm_reference(total, partials, following.norm, eps)
+        others = [] if following.beside is None else [following.beside]
+        return stream, jnp.concatenate([normed, *others])
     plain = dataclasses.replace(following, rounds=False)
     return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps, following=plain)
 
@@ -85,6 +87,7 @@ def o_to_norm_rounded(
 ) -> tuple[Array, Array, Array]:
     """``o_to_norm`` with the norm rounded to 8-bit floats: the stream, e4m3 [M, H], and float32
     scales [1, P] of the rows, padded as those of round_tokens."""
+    assert following.beside is None, "rows beside rounded ones"
     problem = misfit(x, residual, weights) or _misfit_of_norm(following.norm)
     mosaic = _module(implementation, problem, meeting)
     if mosaic is None:

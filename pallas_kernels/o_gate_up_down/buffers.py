@@ -54,7 +54,8 @@ def results_of(plan: Plan, weights: Weights) -> Refs:
         results["rounded"] = jax.ShapeDtypeStruct((plan.rows, plan.hidden), FLOAT8)
         results["rounded_scale"] = jax.ShapeDtypeStruct((1, scaled_rows(plan.rows)), jnp.float32)
     elif plan.norms_next:
-        results["normed"] = _rows_of(plan, plan.hidden)
+        both = plan.rows + plan.num_beside, plan.hidden
+        results["normed"] = jax.ShapeDtypeStruct(both, jnp.bfloat16)
     return results
 
 

@@ -101,6 +101,7 @@ def o_gate_up_down_mosaic(
         form=format_of(weights.o),
         names=(*PHASES, *then),
         interpret=interpret is not None,
+        num_beside=0 if following is None or following.beside is None else len(following.beside),
     )
     by_phase: Weights = dict(zip(PHASES, products, strict=True))
     norm = norm.reshape(-1, NORM_PART)
@@ -109,6 +110,8 @@ def o_gate_up_down_mosaic(
         arrays["next_norm"] = following.norm
         if following.weights is not None and can_fetch(following.weights):
             arrays["next_weights"] = following.weights
+        if following.beside is not None:
+            arrays["beside"] = following.beside
     if interpret is None or plan.tuning.blocks == 1:
         arrays |= _launch(plan, arrays, by_phase, interpret)
     else:
@@ -289,16 +292,22 @@ def _round_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
 
 
 def _norm_next(plan: Plan, refs: Refs) -> None:
-    """A multiplying warpgroup's part of the norm behind the MLP."""
+    """A multiplying warpgroup's part of the norm behind the MLP, and of the rows beside it."""
     parts = RowParts(plan.hidden, plan.tuning.warpgroups)
     block = kernel_axes.index("block")
+    rows = [block + plan.tuning.blocks * turn for turn in range(plan.own_rows)]
+    for row in rows if plan.num_beside else ():
+
+        @pl.when((row >= plan.rows) & (row < plan.rows + plan.num_beside))
+        def _copy(row=row):
+            copied = parts.load(refs["beside"].at[row - plan.rows])
+            refs["normed"][row, parts.slice_of_part()] = copied
 
     @pl.when(block < plan.rows)
     def _norm_rows_of_block():
         weight = parts.load(refs["next_norm"])  # on its way while blocks meet
         plgpu.barrier_wait(refs["met"])
-        for turn in range(plan.own_rows):
-            row = block + plan.tuning.blocks * turn
+        for turn, row in enumerate(rows):
 
             @pl.when(row < plan.rows)
             def _(turn=turn, row=row):

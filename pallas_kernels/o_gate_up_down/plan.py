@@ -81,6 +81,7 @@ class Plan:
     form: Any  # formats.Format
     names: tuple[str, ...]
     interpret: bool
+    num_beside: int = 0  # rows that follow those that are normed last
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -119,8 +120,8 @@ class Plan:
 
     @property
     def own_rows(self) -> int:
-        """Rows of which a thread block norms the stream behind the MLP, at most."""
-        return -(-self.rows // self.tuning.blocks)
+        """Rows that a thread block norms behind the MLP, or copies beside these, at most."""
+        return -(-(self.rows + self.num_beside) // self.tuning.blocks)
 
     @property
     def turns(self) -> int:

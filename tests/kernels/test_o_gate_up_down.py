@@ -73,7 +73,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def following(case: Case, *, rounds: bool = False) -> Following:
     """A norm, and weights of which a thread block may have one part more than another."""
     norm = 1 + 0.1 * noise(0, 7, (case.hidden,), jnp.bfloat16)
-    return Following(norm, jnp.zeros((1024, case.hidden), jnp.int4), rounds)
+    weights = jnp.zeros((1024, case.hidden), jnp.int4)
+    beside = None if rounds else noise(0, 8, (6, case.hidden), jnp.bfloat16)
+    return Following(norm, weights, beside, rounds)
 
 
 def exact(case: Case) -> tuple[Any, Any]:
@@ -135,7 +137,9 @@ def assert_exact_with_norm(found: Any, case: Case) -> None:
     total, added = exact(case)
     stream = rounded(total + rounded(added))
     error = FLOAT8_ERROR if case.float8 else 3 * ERROR
-    assert_near(found, (stream, exact_norm(stream, following(case).norm)), error)
+    then = following(case)
+    normed = exact_norm(stream, then.norm)
+    assert_near(found, (stream, np.concatenate([normed, np.float64(then.beside)])), error)
 
 
 def assert_exact_with_rounded_norm(found: Any, case: Case) -> None:
@@ -171,7 +175,8 @@ def test_the_reference_goes_on_to_the_next_norm():
     arguments = *arguments_of(SMALL), following(SMALL)
     assert_exact_with_norm(jax.jit(function, compiler_options=options)(*arguments), SMALL)
     rounding = jax.jit(functools.partial(o_to_norm_rounded, eps=EPS), compiler_options=options)
-    assert_exact_with_rounded_norm(rounding(*arguments), SMALL)
+    rounded_norm = rounding(*arguments_of(SMALL), following(SMALL, rounds=True))
+    assert_exact_with_rounded_norm(rounded_norm, SMALL)
 
 
 # One thread block has all phases in one launch.

@@ -14,7 +14,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear
-from jaxspec.models.one_launch import layer_launch, layer_weights
+from jaxspec.models.one_launch import LayerLaunch, layer_launch, layer_weights
 from jaxspec.models.quantized.schemes import ROUNDINGS, in_scheme
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.add_rms_norm.reference import rms_norm
@@ -98,23 +98,40 @@ def test_other_layers_take_several_launches(model: Decoder, options: dict[str, A
     assert LAUNCH not in program(model, **options)
 
 
+def launch_of(model: Decoder, x: jax.Array, layout: Layout) -> LayerLaunch | None:
+    [layer] = model.layers
+    mixer: Any = layer.mixer
+    mlp: Any = layer.mlp
+    shared = dense_causal_attend, {}, {}, 1e-5, layout, TO_NORM
+    step = ForwardPass(*shared, exchange=model.exchange)
+    mixed = mixer.o.product(x[..., : mixer.o.values.shape[1]], "o")
+    return layer_launch(step, x, mixed, layer.post_norm, mlp.gate_up, mlp.down)
+
+
+STREAM = jax.ShapeDtypeStruct((1, 8, 1024), jnp.bfloat16)
+
+
 def test_a_split_model_takes_several_launches():
     taken = []
 
     def look(model: Decoder, x: jax.Array) -> jax.Array:
-        [layer] = model.layers
-        mixer: Any = layer.mixer
-        mlp: Any = layer.mlp
         for layout in (WHOLE, Layout(heads=("x",), ff=("x",))):
-            shared = dense_causal_attend, {}, {}, 1e-5, layout, KERNELS
-            step = ForwardPass(*shared, exchange=model.exchange)
-            mixed = mixer.o.product(x[..., : mixer.o.values.shape[1]], "o")
-            of_layer = layer.post_norm, mlp.gate_up, mlp.down
-            taken.append(layer_launch(step, x, mixed, *of_layer) is not None)
+            taken.append(launch_of(model, x, layout) is not None)
         return x
 
-    jax.eval_shape(look, target(), jax.ShapeDtypeStruct((1, 8, 1024), jnp.bfloat16))
+    jax.eval_shape(look, target(), STREAM)
     assert taken == [True, False]
+
+
+def test_rows_beside_the_norm_follow_it():
+    def run(model: Decoder, x: jax.Array, norm: jax.Array, beside: jax.Array) -> Any:
+        launch = launch_of(model, x, WHOLE)
+        assert launch is not None and launch.can_norm(norm, None, beside)
+        return launch.normed(norm, None, beside)
+
+    beside = jax.ShapeDtypeStruct((1, 3, 1024), jnp.bfloat16)
+    stream, normed = jax.eval_shape(run, target(), STREAM, NORM, beside)
+    assert (stream.shape, normed.shape) == (STREAM.shape, (1, 11, 1024))
 
 
 def test_a_cpu_has_no_place_to_meet():
