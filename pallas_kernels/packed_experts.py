@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from pallas_kernels import four_bits
 from pallas_kernels.four_bits import ScaleCode, widened_pairs, widened_scales
-from pallas_kernels.packed_expert_product.order import file_order
+from pallas_kernels.packed_order import file_order
 
 Code = four_bits.Code | Literal["e4m3"]  # the latter: floats of 8 bits, one in a byte
 # Of zeros in memory, and of numbers in the kernel: 128, where the step of bfloat16 is 1, and the 8
@@ -60,7 +60,7 @@ class PackedExperts:
 
     Attributes:
       values: uint8 [E, P, F, bytes], where P projections (gate and up: 2) have F outputs each;
-        stored as order.py says.
+        stored as packed_order.py says.
       scale: of blocks, float32 [E, P, rows, columns] of outputs and inputs, of which the last may
         be shorter. Of groups of inputs, [E, P, groups, F]: floats, or bytes (uint8).
       factor: float32 [E, P, F], or None: all 1.

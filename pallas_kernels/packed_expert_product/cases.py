@@ -12,9 +12,9 @@ from jax import Array
 from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.expert_product import cases
 from pallas_kernels.packed_expert_product import packed_expert_product
-from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
 from pallas_kernels.packed_experts import BIAS, FORMATS, Format, PackedExperts
+from pallas_kernels.packed_order import stored_order
 
 TENSOR_SCALE = 2.0**-6  # about the factors of NVFP4, whose scales are about 1
 

@@ -1,7 +1,7 @@
 """From numbers of 4 or 8 bits in shared memory to bfloat16 in registers, below the level of Pallas.
 
-A thread reads its numbers of 16 bytes of a row as one word (see order.py), and moves their bits
-to where bfloat16 has them:
+A thread reads its numbers of 16 bytes of a row as one word (see packed_order.py), and moves their
+bits to where bfloat16 has them:
 
 - e4m3 and e2m1 have fewer bits of exponent: moved there they are bfloat16 of a much smaller number,
   by a power of two. Also numbers below the least normal one are right. A product brings them back,
@@ -30,8 +30,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.expert_product.tuning import OUTPUTS
 from pallas_kernels.four_bits import ScaleCode, widened_scales
-from pallas_kernels.packed_expert_product.order import WORD
 from pallas_kernels.packed_experts import BIAS, Code, numbers_of
+from pallas_kernels.packed_order import WORD
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.words import Word
 

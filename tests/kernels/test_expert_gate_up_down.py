@@ -29,9 +29,9 @@ from pallas_kernels.expert_gate_up_down.products import (
 )
 from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import make_slots
-from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.widening import float8_pairs
 from pallas_kernels.packed_experts import numbers_of
+from pallas_kernels.packed_order import stored_order
 from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes_reference
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered

@@ -19,10 +19,10 @@ from pallas_kernels.packed_expert_product.cases import (
     make_arguments,
 )
 from pallas_kernels.packed_expert_product.mosaic_gpu import packed_expert_product_mosaic
-from pallas_kernels.packed_expert_product.order import file_order, stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
 from pallas_kernels.packed_expert_product.tuning import PackedExpertTuning
 from pallas_kernels.packed_experts import BIAS, FORMATS, Code, PackedExperts, numbers_of
+from pallas_kernels.packed_order import file_order, stored_order
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.marks import slow

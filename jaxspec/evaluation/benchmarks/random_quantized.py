@@ -13,9 +13,9 @@ from jaxspec.models.quantized.float4 import Float4Linear
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
-from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.scales import ONE
 from pallas_kernels.packed_experts import BIAS, Code
+from pallas_kernels.packed_order import stored_order
 
 SPREADS = {"int4": 4.6, "int8": 74.0, "float8_e4m3fn": 74.0}  # standard deviations of the integers
 QUANTIZED = (GroupedLinear, Float4Linear, Float8Linear, PackedExpertLinear)

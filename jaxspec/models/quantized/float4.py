@@ -19,10 +19,10 @@ from jaxspec.models.wrapped_tensors import OutputsFirst
 from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.four_bits import ScaleCode, scaled_groups, widened_pairs, widened_scales
 from pallas_kernels.packed_expert_product import weights_misfit
-from pallas_kernels.packed_expert_product.order import file_order, stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
 from pallas_kernels.packed_experts import FORMATS, PackedExperts
 from pallas_kernels.packed_float_product import misfit, packed_float_product
+from pallas_kernels.packed_order import file_order, stored_order
 from pallas_kernels.products import input_last_product
 from pallas_kernels.selection import Kernels
 
@@ -46,7 +46,7 @@ class Float4Linear(PackedLinear):
       factor: float32 [*out], so projections that are computed together each have theirs; None: 1.
       activations: the dtype of inputs and outputs.
       scale_code: of scales that are bytes.
-      reordered: whether ``values`` are as packed_expert_product/order.py says, and scales of e4m3
+      reordered: whether ``values`` are as packed_order.py says, and scales of e4m3
         are bytes: see ``in_float4_order``.
     """
 

@@ -18,9 +18,9 @@ from jaxspec.models.tensors import Source, TensorMap
 from jaxspec.parallel.pytree import array, pytree, static
 from pallas_kernels.four_bits import ScaleCode, widened_scales
 from pallas_kernels.packed_expert_product import weights_misfit
-from pallas_kernels.packed_expert_product.order import stored_order
 from pallas_kernels.packed_expert_product.scales import with_e5m3_scales
 from pallas_kernels.packed_experts import BIAS, FORMATS, Code, PackedExperts
+from pallas_kernels.packed_order import stored_order
 
 
 @pytree
@@ -28,7 +28,7 @@ class PackedExpertLinear(AnyExpertLinear):
     """y = x W[e] + b[e] for each expert e.
 
     Attributes:
-      values: uint8 [E, *out, bytes], see packed_expert_product/order.py.
+      values: uint8 [E, *out, bytes], see packed_order.py.
       scale: of blocks, float32 [E, *out, in] by those of the last output dimension and of the
         input, of which the last may be shorter; of groups, [E, *out, n] with n groups of inputs
         before the last output dimension.

@@ -11,7 +11,7 @@ from jaxspec.models.mlps.dense import Dense
 from jaxspec.models.mlps.experts import Experts
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
-from pallas_kernels.packed_expert_product.order import stored_order
+from pallas_kernels.packed_order import stored_order
 
 
 def shared_among(experts: Experts) -> Experts:
