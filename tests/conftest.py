@@ -122,6 +122,8 @@ GROUPS = {
         "tests/engine/test_old_texts.py",
         "tests/engine/test_engine_options.py",
         "tests/engine/test_preemption.py",
+        "tests/engine/test_draft_watch.py",
+        "tests/engine/test_several_processes.py",
     ),
 }
 

@@ -15,19 +15,16 @@ from safetensors.numpy import load_file, save_file
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL
 from jaxspec.commands import eval_drafter
 from jaxspec.commands.shared.shell import command_parser, run_command
-from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import EagleDrafter, NGramDrafter, NoDrafter, SuffixDrafter
 from jaxspec.decoding.state import Emitted
 from jaxspec.engine.async_engine import AsyncEngine
 from jaxspec.engine.draft_watch import FEWEST, MOST, DraftWatch
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.call import LaunchedCall
+from tests.helpers.engines import CHAIN, CROWDED, seal
 from tests.helpers.random_models import eagle3_head, make_params, random_target
-
-CHAIN = SpeculationConfig.chain(2)
 
 
 def rounds(accepted: list[int], drafted: int = 2, num_rounds: int | None = None) -> LaunchedCall:
@@ -111,18 +108,20 @@ def test_another_drafter_is_counted_anew(head: EagleDrafter):
 
 
 def hopeless_engine() -> Engine:
-    """Its head drafts the tokens that it holds least likely."""
+    """Its head drafts the tokens that it holds least likely. Its programs are those of
+    test_engine.py."""
     params: Any = make_params("eagle3", CHAIN)
     head = params.drafter.head
     lm_head = head.lm_head.replace(weight=-head.lm_head.weight)
     drafter = EagleDrafter(head=head.replace(lm_head=lm_head))
-    cache = CacheConfig(page_size=8, max_length=64)
-    return Engine(params.replace(drafter=drafter), cache, EngineConfig(max_rows=4))
+    config = EngineConfig(max_rows=3, rounds_per_call=4, preemption="swap")
+    return seal(Engine(params.replace(drafter=drafter), CROWDED, config))
 
 
 def test_an_engine_warns_and_a_server_logs_instead(caplog: pytest.LogCaptureFixture):
     engine = hopeless_engine()
     sampling = [SamplingParams(temperature=0.0, max_tokens=50)] * 4
+    engine.watch.restart(engine.params.drafter)
 
     def generate() -> None:
         engine.finish(engine.add_all([[1], [2], [3], [4]], sampling))

@@ -15,10 +15,14 @@ import pytest
 
 from jaxspec.commands import generate
 from jaxspec.commands.shared.several_processes import process_group
+from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.several_processes import FollowingPrograms, LeadingPrograms
 from jaxspec.parallel.processes import Processes, ProcessGroup
+from tests.helpers.engines import CHAIN, CROWDED, seal
 from tests.helpers.marks import slow
 from tests.helpers.process_worker import PROMPTS, SAMPLING, new_engine, tokens
+from tests.helpers.random_models import make_params
 from tests.helpers.several_processes import free_port, started
 
 SECONDS_TO_END = 30
@@ -71,8 +75,11 @@ class Told:
 
 
 def test_a_follower_that_is_told_everything_has_the_state_of_the_leader():
+    """Of an engine whose programs are those of test_engine.py."""
     processes = cast(Processes, Told())
-    leader = new_engine(make=functools.partial(LeadingPrograms, processes))
+    params, make = make_params("eagle3", CHAIN), functools.partial(LeadingPrograms, processes)
+    config = EngineConfig(max_rows=3, rounds_per_call=4, preemption="swap")
+    leader = seal(Engine(params, CROWDED, config, make_programs=make))
     tokens(leader, 1)
     programs = leader.programs
     follower = FollowingPrograms(processes, programs.params, programs.sizes, 100)

@@ -20,6 +20,7 @@ from tests.helpers.random_models import make_params
 CHAIN = SpeculationConfig.chain(2)
 LENGTH = 64
 FEW = 14  # pages, too few for four rows of that length
+CROWDED = CacheConfig(page_size=8, max_length=LENGTH, num_pages=FEW)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
 FULL = dataclasses.replace(SAMPLED, logprobs=1, prompt_logprobs=1)  # every program serves all
 # Its prompts are read with masks, by a program that reads all others' prompts, too.
