@@ -1,6 +1,7 @@
 """Text drafters by name: ``text:`` and a draft model, or the URL of a server."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 from jaxspec.checkpoints.hub import resolve_directory
@@ -17,6 +18,7 @@ from jaxspec.llm.text_drafts.drafter import TextDrafter, TextSource
 from jaxspec.llm.text_drafts.model_source import ModelSource
 from jaxspec.llm.text_drafts.server_source import ServerSource
 from jaxspec.llm.tokenizer.text import NoTokenizer, TextTokenizer, open_tokenizer
+from jaxspec.models.from_config.model import load_model_config
 from jaxspec.parallel import stage_meshes
 
 PREFIX = "text:"
@@ -69,11 +71,12 @@ def _check_source(name: str) -> None:
     if _is_server(name):
         ServerSource(name)
     else:
-        resolve_directory(name)
+        load_model_config(resolve_directory(name), "draft model")
 
 
 def _is_server(name: str) -> bool:
-    return name.startswith(("http:", "https:"))
+    """Whether a name is an address, complete or not: ServerSource says what is missing."""
+    return re.fullmatch(r"\w+://.*|https?:.*|[\w.-]+:\d+", name, re.IGNORECASE) is not None
 
 
 def open_text_drafter(

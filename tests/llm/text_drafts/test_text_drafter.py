@@ -170,6 +170,19 @@ def test_names_that_stand_for_no_text_drafter(byte_model: Path, name: str):
         load(byte_model, name)
 
 
+def test_a_folder_of_no_model_and_half_an_address_are_named(tmp_path: Path):
+    """Before the target is loaded."""
+    for name, message in (
+        (str(tmp_path), f"{tmp_path}/config.json is missing"),
+        ("localhost:8001", "after text: give http:// and a port of this machine"),
+        ("ftp://127.0.0.1", "after text: give http:// and a port of this machine"),
+        ("HTTP://127.0.0.1:1", "does not list its models"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            LLM("no target", f"text:{name}")
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_nothing_compiles_after_a_warm_up(byte_model: Path, plain_byte_llm: LLM):
     engine, name = EngineConfig(max_rows=1), f"text:{byte_model}"
