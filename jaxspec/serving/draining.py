@@ -95,10 +95,14 @@ class _Answer:
 async def drain(service: Service, seconds: float) -> None:
     """Refuse new requests, and wait until those under way have ended.
 
-    What has not ended CUT_SECONDS before the limit of so many seconds is cut, and logged.
+    What has not ended CUT_SECONDS before the limit of so many seconds is cut. Both are logged: who
+    pressed Ctrl-C sees what is waited for.
     """
     service.state = "ending"
     limit = max(seconds - CUT_SECONDS, seconds / 2)
+    if service.under_way:
+        text = "requests under way: %d, which are cut after %g s, or by a second signal"
+        logger.warning(text, service.under_way, limit)
     if not await all_end(service, limit):
         count = service.under_way
         service.cut.set()
