@@ -64,11 +64,14 @@ def _is_crowd(engine: Engine, batches: Sequence[Batch]) -> bool:
 
 
 def _reads(engine: Engine, batches: Sequence[Batch], sampling: SamplingParams) -> list[ReadKey]:
-    """For prompts of all lengths: a program may be twice as wide as one of them needs."""
+    """For prompts of all lengths: a program may be twice as wide as one of them needs, on
+    accelerators, where a few more tokens hardly take longer, four times."""
+    devices = engine.programs.params.target.embed.devices()
+    widest = 2 if next(iter(devices)).platform == "cpu" else 4
     lengths = {len(prompt) for batch in batches for prompt in batch}
     kept: list[ReadKey] = []
     for length in sorted(lengths, reverse=True):
         for key in batch_keys(engine.programs, [length], sampling):
-            if isinstance(key, ReadKey) and all(each.width > 2 * key.width for each in kept):
+            if isinstance(key, ReadKey) and all(each.width > widest * key.width for each in kept):
                 kept.append(key._replace(columns=max(each.columns for each in (key, *kept))))
     return [key._replace(undrafted=_is_crowd(engine, batches)) for key in kept]
