@@ -14,6 +14,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from pallas_kernels.words import Word
+
 THREADS = 128  # of a warpgroup
 
 
@@ -82,11 +84,17 @@ def _wait(counter: Any, begin: int, blocks: int) -> None:
             result_types=_i32(),
             has_side_effects=True,
         )
-        counted = arith.subi(number, _word(begin))
+        counted = counted_since(Word(number), begin).value
         scf.condition(arith.cmpi(arith.CmpIPredicate.ult, counted, _word(blocks)), [])
     with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
         scf.yield_([])
     utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+
+
+def counted_since(number: Any, begin: int) -> Any:
+    """Blocks that have come to the barrier which begins there, of the counter's number, unsigned:
+    more than there are where the counter has begun anew."""
+    return number - begin
 
 
 def _word(value: int) -> Any:

@@ -21,6 +21,9 @@ class Word:
     def __add__(self, other: "Word | int") -> "Word":
         return self._apply(arith.addi, other)
 
+    def __sub__(self, other: "Word | int") -> "Word":
+        return self._apply(arith.subi, other)
+
     def __mul__(self, other: "Word | int") -> "Word":
         return self._apply(arith.muli, other)
 
