@@ -1,4 +1,4 @@
-"""What chosen experts in blocks of 8-bit floats make of up to 8 rows, in one launch: gate, up and
+"""What chosen experts of 8-bit or 4-bit floats make of up to 8 rows, in one launch: gate, up and
 down, and if wanted the choice before them."""
 
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from jax import Array
 
 from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_gate_up_down.plan import (
-    BLOCK_INPUTS,
+    GROUP,
     LOGITS_STEP,
     OUTPUTS,
     PART,
     ROWS,
     WARPGROUPS,
     WARPS,
-    block_inputs,
+    Stored,
 )
 from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import SlotProducts, Slots
@@ -24,6 +24,7 @@ from pallas_kernels.packed_expert_product.reference import packed_expert_product
 from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import Implementation, kernel_module
+from pallas_kernels.shared_memory import LINE
 from pallas_kernels.top_k.routes import (
     MOST_CHOSEN,
     RouteRule,
@@ -133,25 +134,42 @@ def routes_misfit(x: Array, router: Router, weights: ExpertWeights, rule: RouteR
     return None
 
 
+def stored_of(weights: PackedExperts) -> Stored | None:
+    """How weights are stored, as the kernel knows it; None for others."""
+    is_group = weights.block == (1, GROUP) and weights.scale.dtype == jnp.uint8
+    if weights.code == "e4m3" and weights.block[0] > 1:
+        return Stored("e4m3", weights.block)
+    if weights.code != "int4" and is_group and weights.scale_code == "e8m0":
+        return Stored(weights.code, weights.block)
+    return None
+
+
 def _problems(x: Array, gate_up: PackedExperts, down: PackedExperts) -> Iterator[str]:
     rows, hidden = x.shape
     if rows > ROWS:
         yield f"{rows} rows: at most {ROWS}"
     if x.dtype != jnp.bfloat16:
         yield f"rows of {x.dtype}: they must be bfloat16"
-    if any(weights.code != "e4m3" for weights in (gate_up, down)):
-        yield "weights of other than 8-bit floats"
     if any(weights.factor is not None for weights in (gate_up, down)):
         yield "a factor for each output"
-    size, (outputs, inputs) = block_inputs(hidden, gate_up.width), gate_up.block
+    kinds = {(each.code, each.block, each.scale.dtype, each.scale_code) for each in (gate_up, down)}
+    stored = stored_of(gate_up)
+    if stored is None or len(kinds) > 1:
+        yield (
+            f"{gate_up.code} with scales of {gate_up.block} in {gate_up.scale.dtype}, {down.code} "
+            f"of {down.block}: both 8-bit floats with a float for blocks, or 4-bit or 8-bit floats "
+            f"with a byte for {GROUP} inputs"
+        )
+        return
+    size, (outputs, inputs) = stored.block(hidden, gate_up.width), stored.scaled
     if size is None or hidden > MOST_HIDDEN:
-        least = BLOCK_INPUTS[-1]
+        least = LINE * 8 // stored.bits
         yield (
             f"{hidden} inputs and {gate_up.width} units: multiples of {WARPGROUPS * least}, up to "
             f"{MOST_HIDDEN}, and of {least}"
         )
-    elif outputs % OUTPUTS or inputs % (size // WARPS) or down.block != gate_up.block:
+    elif not stored.has_bytes and (outputs % OUTPUTS or inputs % (size // WARPS)):
         yield (
-            f"blocks of {gate_up.block} and {down.block} with a scale: equal ones, of multiples of "
-            f"{OUTPUTS} outputs and {size // WARPS} inputs"
+            f"blocks of {outputs} outputs and {inputs} inputs with a scale: multiples of {OUTPUTS} "
+            f"and {size // WARPS}"
         )

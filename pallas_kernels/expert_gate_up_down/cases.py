@@ -17,9 +17,13 @@ TEST_CASES = (
     Case(1, 2, 8, 512, 128),
     Case(3, 2, 8, 1024, 384),
     Case(8, 3, 6, 2048, 512, missing=3),
+    Case(4, 3, 6, 1024, 384, missing=3, form="mxfp8"),
+    Case(8, 3, 6, 2048, 512, form="mxfp4"),
 )
 # A layer of Qwen3.6-35B-A3B.
-BENCHMARK_CASES = tuple(Case(rows, 9, 257, 2048, 512) for rows in (1, 2, 4, 8))
+BENCHMARK_CASES = tuple(
+    Case(rows, 9, 257, 2048, 512, form=form) for form in ("fp8", "mxfp4") for rows in (1, 2, 4, 8)
+)
 
 
 def make_arguments(case: Case, seed: int = 0) -> Arguments:

@@ -56,7 +56,7 @@ def results(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 def scratch_of(plan: Plan) -> dict[str, Any]:
     """The ring of weights, x, the parts of jobs, the list of slots, and barriers."""
     ring = plan.stages * WARPGROUPS
-    values = ring, 2, HALF, plan.block
+    values = ring, 2, HALF, plan.row
     return {
         "values": plgpu.SMEM(values, jnp.uint8, transforms=WEIGHT_TRANSFORMS),
         "rows": plgpu.SMEM((ROWS, plan.hidden), jnp.bfloat16, transforms=X_TRANSFORMS),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
@@ -29,6 +30,7 @@ from pallas_kernels.expert_gate_up_down.plan import (
     BUFFERS,
     OUTPUTS,
     ROWS,
+    TILE,
     UNITS,
     WARPGROUPS,
     WARPS,
@@ -36,10 +38,12 @@ from pallas_kernels.expert_gate_up_down.plan import (
     PhaseName,
     Plan,
     RouterPlan,
+    Stored,
     Tuning,
 )
 from pallas_kernels.expert_gate_up_down.products import (
     SPAN,
+    Places,
     block_scales,
     block_sums,
     no_sums,
@@ -49,6 +53,7 @@ from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import SlotProducts, Slots
 from pallas_kernels.grid_barrier import meet
 from pallas_kernels.mosaic_module_names import fixed_name
+from pallas_kernels.packed_expert_product.widening import SUMS_OF_SCALED
 from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.packed_product.blocks import write_plain
 from pallas_kernels.top_k.routes import RouteRule
@@ -126,7 +131,7 @@ def _plan_of(
         num_experts=gate_up.num_experts,
         hidden=x.shape[1],
         units=gate_up.width,
-        scaled=gate_up.block,
+        stored=Stored(gate_up.code, gate_up.block),  # pyright: ignore[reportArgumentType]
         tuning=tuning or Tuning(),
         interpret=interpret is not None,
     )
@@ -257,7 +262,8 @@ def _block_of(
 ) -> Any:
     """The weights of a warpgroup's block of a job: [2, HALF, inputs]."""
     expert, job = place.expert, place.job
-    inputs = pl.ds(_first_input(plan, phase, step, warpgroup), plan.block)
+    first_byte = _first_input(plan, phase, step, warpgroup) * plan.stored.bits // 8
+    inputs = pl.ds(first_byte, plan.row)
     if phase.name == "gate_up":
         parts, units = pl.ds(expert * 2, 2), pl.ds(job * UNITS, UNITS)
         return refs["gate_up.values"].at[parts, units, inputs]
@@ -279,27 +285,35 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     warpgroup, interpret = kernel_axes.index("warpgroup"), plan.interpret
     plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
 
-    def job(index: Array, _: None) -> None:
-        place = _place(phase, refs, first + index)
-        scale, rows = refs[f"{phase.name}.scale"], _scale_rows(plan, phase, place)
+    def scales_of(index: Array) -> Array:
+        """Those of a block among this thread block's."""
+        index = jnp.minimum(index, jobs * phase.steps - 1)
+        place = _place(phase, refs, first + lax.div(index, phase.steps))
+        scale, places = refs[f"{phase.name}.scale"], _scale_places(plan, phase, place, warpgroup)
+        start = _first_input(plan, phase, lax.rem(index, phase.steps), warpgroup)
+        inputs = plan.block // WARPS
+        return block_scales(plan.stored, scale, places, start, inputs, interpret=interpret)
 
-        def step(turn: Array, total: Array) -> Array:
-            number = before + index * phase.steps + turn
-            start = _first_input(plan, phase, turn, warpgroup)
-            sizes = plan.block // WARPS, plan.scaled[1]
-            scales = block_scales(scale, rows, start, *sizes, interpret=interpret)
-            stage = lax.rem(number, plan.stages) * WARPGROUPS + warpgroup
+    def job(index: Array, scales: Array) -> Array:
+        place = _place(phase, refs, first + index)
+
+        def step(turn: Array, carry: Any) -> Any:
+            (total, scales), block = carry, index * phase.steps + turn
+            following = scales_of(block + 1)  # under way while this block is multiplied
+            stage = lax.rem(before + block, plan.stages) * WARPGROUPS + warpgroup
             plgpu.barrier_wait(refs["full"].at[stage])
             x, from_slot = refs["rows"], 0
             if phase.name == "down":
                 x, from_slot = refs["units"], place.slot * (plan.units // SPAN)
-            span = from_slot + lax.div(start, SPAN)
-            sums = block_sums(phase.name, refs["values"].at[stage], x, span, interpret=interpret)
+            span = from_slot + lax.div(_first_input(plan, phase, turn, warpgroup), SPAN)
+            given = plan.stored, refs["values"].at[stage], x, span, scales
+            total += block_sums(phase.name, *given, interpret=interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
             plgpu.barrier_arrive(refs["free"].at[stage])
-            return total + sums * scales
+            return total, following
 
-        total = lax.fori_loop(0, phase.steps, step, no_sums(interpret=interpret))
+        carry = no_sums(interpret=interpret), scales
+        total, scales = lax.fori_loop(0, phase.steps, step, carry)
         number = jobs_before + index
         buffer = lax.rem(number, BUFFERS)
 
@@ -307,23 +321,39 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
         def _():
             plgpu.barrier_wait(refs["stored"].at[buffer])
 
+        if plan.stored.has_bytes:
+            total *= SUMS_OF_SCALED
         write_plain(refs["parts"].at[buffer, warpgroup], total)
         plgpu.barrier_arrive(refs["done"].at[buffer])
+        return scales
 
-    lax.fori_loop(0, jobs, job, None)
+    @pl.when(jobs > 0)
+    def _():
+        lax.fori_loop(0, jobs, job, scales_of(jnp.int32(0)))
 
 
-def _scale_rows(plan: Plan, phase: Phase, place: Place) -> tuple[Array, Array]:
-    """Where the scales of a job's outputs begin: of both halves of its tiles."""
-    (outputs, inputs), (_, expert, job) = plan.scaled, place
+def _scale_places(plan: Plan, phase: Phase, place: Place, warpgroup: Array) -> Places:
+    """Where the scales of a warpgroup's tile are."""
+    (outputs, inputs), (_, expert, job) = plan.stored.scaled, place
     if phase.name == "gate_up":
-        rows, columns = -(-plan.units // outputs), -(-plan.hidden // inputs)
-        row = lax.div(job * UNITS, outputs)
-        gate, up = ((expert * 2 + part) * rows + row for part in range(2))
-        return gate * columns, up * columns
-    rows, columns = -(-plan.hidden // outputs), -(-plan.units // inputs)
-    first = (expert * rows + lax.div(job * OUTPUTS, outputs)) * columns
-    return first, first
+        parts, width, depth = 2, plan.units, plan.hidden
+        firsts = [(part, job * UNITS) for part in range(2)]
+    else:
+        parts, width, depth = 1, plan.hidden, plan.units
+        tile = job * OUTPUTS + warpgroup * TILE
+        firsts = [(0, tile), (0, tile + HALF)]
+    columns = -(-depth // inputs)
+    if plan.stored.has_bytes:  # [E, parts, columns, width]
+        first, second = (
+            (expert * parts + part) * columns * width + output for part, output in firsts
+        )
+        return Places(first, second, width)
+    rows = -(-width // outputs)  # [E, parts, rows, columns]
+    first, second = (
+        ((expert * parts + part) * rows + lax.div(output, outputs)) * columns
+        for part, output in firsts
+    )
+    return Places(first, second, 1)
 
 
 def _store_phase(plan: Plan, at: int, refs: Refs) -> None:

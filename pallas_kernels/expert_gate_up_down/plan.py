@@ -17,6 +17,7 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.ring import ring_stages
+from pallas_kernels.shared_memory import LINE
 from pallas_kernels.top_k.routes import RouteRule
 
 ROWS = 8  # of x, padding included: what a product of the tensor cores takes
@@ -26,7 +27,8 @@ WARPS = 4  # of a warpgroup; each has a part of a block's inputs
 WARPGROUPS = 4  # that multiply
 OUTPUTS = TILE * WARPGROUPS  # of a job of down
 BUFFERS = 2  # jobs whose parts are in shared memory
-MOST_STAGES = 8
+MOST_STAGES = 8  # 32 barriers for all warpgroups, as many as Mosaic takes
+GROUP = 32  # inputs that share a scale, where that is a byte
 BLOCK_INPUTS = (512, 256, 128)  # the most that divides both products' inputs is taken
 
 PART = 256  # inputs of a warp, of a router's product
@@ -48,6 +50,36 @@ class Tuning:
 
     stages: int = MOST_STAGES
     blocks: int = MULTIPROCESSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How weights are stored.
+
+    Attributes:
+      scaled: outputs and inputs that share a scale: blocks with floats, which multiply sums, or
+        groups of GROUP inputs of an output with bytes (e8m0), which multiply weights.
+    """
+
+    code: Literal["e4m3", "e2m1"]
+    scaled: tuple[int, int]
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.code == "e4m3" else 4
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether scales are bytes."""
+        return self.scaled[0] == 1
+
+    def block(self, hidden: int, units: int) -> int | None:
+        """Inputs of a block; None where no size fits both products."""
+        for size in BLOCK_INPUTS:
+            lines = size * self.bits // 8 % LINE == 0
+            if lines and hidden % (WARPGROUPS * size) == 0 and units % size == 0:
+                return size
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +143,6 @@ class Plan:
     """Sizes of a launch.
 
     Attributes:
-      scaled: outputs and inputs that share a scale.
       router: its product, and that choices are made of its logits; None: slots are known.
       routes: whether the launch computes that product.
       names: its phases.
@@ -122,7 +153,7 @@ class Plan:
     num_experts: int
     hidden: int
     units: int
-    scaled: tuple[int, int]
+    stored: Stored
     tuning: Tuning
     router: RouterPlan | None = None
     routes: bool = False
@@ -132,7 +163,12 @@ class Plan:
     @property
     def block(self) -> int:
         """Inputs of a block."""
-        return block_inputs(self.hidden, self.units) or 0
+        return self.stored.block(self.hidden, self.units) or 0
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of a block."""
+        return self.block * self.stored.bits // 8
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -147,7 +183,7 @@ class Plan:
         """Blocks of a warpgroup in the ring."""
         parts = 4 * BUFFERS * WARPGROUPS * WARPS * TILE * ROWS
         beside = 2 * ROWS * self.hidden + parts + 16 * self.slots
-        return ring_stages(1, WARPGROUPS * TILE * self.block, beside, self.tuning.stages)
+        return ring_stages(1, WARPGROUPS * TILE * self.row, beside, self.tuning.stages)
 
     def own_jobs(self, at: int, filled: Array) -> tuple[Array, Array]:
         """The first of this thread block's jobs in a phase, and their number, where so many slots
@@ -184,11 +220,3 @@ class Plan:
         """The number of this thread block's jobs in the phases before ``at``."""
         before = [self.own_jobs(index, filled)[1] for index in range(at)]
         return sum(before, jnp.int32(0))
-
-
-def block_inputs(hidden: int, units: int) -> int | None:
-    """Inputs of a block; None where no size fits both products."""
-    for size in BLOCK_INPUTS:
-        if hidden % (WARPGROUPS * size) == 0 and units % size == 0:
-            return size
-    return None

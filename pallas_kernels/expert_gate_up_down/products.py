@@ -1,15 +1,16 @@
-"""Products of a block of weights in 8-bit floats and x, of one warpgroup of Hopper GPUs.
+"""Products of a block of weights in 8-bit or 4-bit floats and x, of one warpgroup of Hopper GPUs.
 
-Each warp has a quarter of the block's inputs, all of which share a scale. The products are those of
-single warps (see warp_products.py); threads have the same weights as for those of warpgroups, so
-weights are stored and widened as for packed_expert_product.
+Each warp has a quarter of the block's inputs. The products are those of single warps (see
+warp_products.py); threads have the same weights as for those of warpgroups, so weights are stored
+and widened as for packed_expert_product. Scales that are floats are shared by all inputs of a warp
+and multiply its sums; those that are bytes multiply weights, which is exact.
 
-Sums of a warpgroup are an array SUMS: entry [TILE * w + o, r] is the sum over the inputs of warp w,
-of output o and row r.
+Arrays SUMS are of a warpgroup: entry [TILE * w + o, r] is of the inputs of warp w, of output o and
+row r.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,8 +21,17 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.expert_gate_up_down.plan import ROWS, TILE, WARPS, PhaseName
-from pallas_kernels.packed_expert_product.widening import E4M3_POWER, HALF, float8_pairs
+from pallas_kernels.expert_gate_up_down.plan import GROUP, ROWS, TILE, WARPS, PhaseName, Stored
+from pallas_kernels.four_bits import widened_scales
+from pallas_kernels.packed_expert_product.widening import (
+    E4M3_POWER,
+    HALF,
+    SHIFTS,
+    SUMS_OF_SCALED,
+    e2m1_pairs,
+    float8_pairs,
+    scale_pair,
+)
 from pallas_kernels.packed_experts import numbers_of
 from pallas_kernels.shared_memory import LINE, TILE_ROWS, swizzled
 from pallas_kernels.warp_products import load_matrices, multiply_add, shared_address
@@ -31,9 +41,24 @@ SUMS = (WARPS * TILE, ROWS)
 WEIGHT_TRANSFORMS = swizzled(LINE, 8)
 X_TRANSFORMS = swizzled(LINE // 2, 16)
 SPAN = 32  # inputs of a lane's four columns
-_CHUNK = 16  # bytes that a swizzle moves as one: 16 weights, or 8 entries of x
+INPUTS = 16  # of a product of a warp
+_CHUNK = 16  # bytes that a swizzle moves as one: 16 or 32 weights, or 8 entries of x
 _ENTRIES = 8  # of x in a chunk
 _TILE_BYTES = TILE_ROWS * LINE
+
+
+class Places(NamedTuple):
+    """Where the scales of a tile's outputs are: of the first half, and of the second.
+
+    Attributes:
+      first, second: where those of the first inputs begin; bytes of the outputs of a half follow
+        each other.
+      by_column: from there to those of the next inputs.
+    """
+
+    first: Array
+    second: Array
+    by_column: int
 
 
 def no_sums(*, interpret: bool) -> Array:
@@ -41,62 +66,87 @@ def no_sums(*, interpret: bool) -> Array:
     return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
-def block_sums(name: PhaseName, values: Any, x: Any, first: Array, *, interpret: bool) -> Array:
-    """The sums of a block, not scaled: float32 SUMS.
-
-    Args:
-      values: uint8 [2, TILE / 2, inputs], laid out as WEIGHT_TRANSFORMS.
-      x: of gate and up, bfloat16 [ROWS, H] in shared memory, laid out as X_TRANSFORMS; of down,
-        the units of all slots [n, ROWS, SPAN] in device memory, as ``unit_place`` says.
-      first: of the block's inputs, in spans.
-    """
-    if interpret:  # the interpreter does not support inlined MLIR
-        weights = numbers_of(values[...], "e4m3").reshape(TILE, WARPS, -1)
-        inputs = weights.shape[1] * weights.shape[2]
-        rows = _rows_in_order(name, x, first, inputs).reshape(ROWS, WARPS, -1)
-        return jnp.einsum("owk,rwk->wor", weights, rows.astype(jnp.float32)).reshape(SUMS)
-    x_transforms = (X_TRANSFORMS,) if name == "gate_up" else ()
-    types = plgpu.RefType(WEIGHT_TRANSFORMS), plgpu.RefType(*x_transforms)
-    return _of_warpgroup(functools.partial(_emit_sums, name=name), *types)(values, x, first)
-
-
-def block_scales(
-    scale: Any,
-    rows: tuple[Array, Array],
-    start: Array,
-    inputs: int,
-    sharing: int,
+def block_sums(
+    name: PhaseName,
+    stored: Stored,
+    values: Any,
+    x: Any,
+    first: Array,
+    scales: Array,
     *,
     interpret: bool,
 ) -> Array:
-    """What a block's sums are multiplied by: float32 SUMS.
+    """The sums of a block: float32 SUMS; of scales that are bytes, over SUMS_OF_SCALED.
 
     Args:
-      scale: float32 [n] in device memory.
-      rows: where those of the outputs in the tile's first half begin, and in its second half.
+      values: uint8 [2, TILE / 2, bytes], laid out as WEIGHT_TRANSFORMS.
+      x: of gate and up, bfloat16 [ROWS, H] in shared memory, laid out as X_TRANSFORMS; of down,
+        the units of all slots [n, ROWS, SPAN] in device memory, as ``unit_place`` says.
+      first: of the block's inputs, in spans.
+      scales: a result of ``block_scales``.
+    """
+    if interpret:  # the interpreter does not support inlined MLIR
+        weights = numbers_of(values[...], stored.code).reshape(TILE, WARPS, -1)
+        inputs = weights.shape[1] * weights.shape[2]
+        if stored.has_bytes:
+            weights *= _by_input(scales, weights.shape[2])
+        rows = _rows_in_order(name, x, first, inputs).reshape(ROWS, WARPS, -1)
+        sums = jnp.einsum("owk,rwk->wor", weights, rows.astype(jnp.float32)).reshape(SUMS)
+        return sums / SUMS_OF_SCALED if stored.has_bytes else sums * scales
+    x_transforms = (X_TRANSFORMS,) if name == "gate_up" else ()
+    refs = plgpu.RefType(WEIGHT_TRANSFORMS), plgpu.RefType(*x_transforms)
+    types = *refs, plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WGMMA
+    emit = functools.partial(_emit_sums, name=name, stored=stored)
+    found = _of_warpgroup(emit, types, jnp.float32)(values, x, first, scales)
+    return found if stored.has_bytes else found * scales
+
+
+def block_scales(
+    stored: Stored, scale: Any, places: Places, start: Array, inputs: int, *, interpret: bool
+) -> Array:
+    """The scales of a block, SUMS: float32, or int32 with a byte for each group of a warp's inputs.
+
+    Args:
+      scale: float32 or uint8 [n] in device memory.
       start: the block's first input.
       inputs: of a warp.
-      sharing: inputs that share a scale.
     """
     if interpret:
-        columns = (start + inputs * jnp.arange(WARPS)) // sharing
-        halves = [scale[...][row + columns] for row in rows]
-        by_output = jnp.repeat(jnp.stack(halves, axis=1), TILE // 2, axis=1)  # [WARPS, TILE]
-        return jnp.broadcast_to(by_output.reshape(-1, 1), SUMS)
-    emit = functools.partial(_emit_scales, inputs=inputs, sharing=sharing)
-    return _of_warpgroup(emit, plgpu.RefType())(scale, *rows, start)
+        return _scales_interpreted(stored, scale[...], places, start, inputs)
+    emit = functools.partial(_emit_scales, stored=stored, inputs=inputs, by_column=places.by_column)
+    types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * 3
+    dtype = jnp.int32 if stored.has_bytes else jnp.float32
+    return _of_warpgroup(emit, types, dtype)(scale, places.first, places.second, start)
 
 
-def _of_warpgroup(emit: Any, *types: Any) -> Any:
-    """A function of refs of such types, and of numbers, which ``emit`` writes: an array SUMS."""
+def _scales_interpreted(
+    stored: Stored, scale: Array, places: Places, start: Array, inputs: int
+) -> Array:
+    columns = (start + inputs * jnp.arange(WARPS)) // stored.scaled[1]
+    rows = [place + columns * places.by_column for place in (places.first, places.second)]
+    outputs = jnp.arange(TILE // 2) * stored.has_bytes  # others are the same for all of a half
+    at = jnp.stack(rows, axis=1)[..., None] + outputs  # [WARPS, 2, TILE / 2]
+    found = scale[at]
+    if stored.has_bytes:
+        groups = [scale[at + group * places.by_column] for group in range(inputs // GROUP)]
+        shifted = [byte.astype(jnp.int32) << 8 * group for group, byte in enumerate(groups)]
+        found = functools.reduce(jnp.bitwise_or, shifted)
+    return jnp.broadcast_to(found.reshape(-1, 1), SUMS)
 
-    def call(*arguments: Any) -> Array:
-        splats = [plgpu.Layout.WG_SPLAT(())] * (len(arguments) - len(types))
-        result: Any = plgpu.ShapeDtypeStruct(SUMS, jnp.dtype("float32"), layout=plgpu.Layout.WGMMA)
-        inlined: Any = plgpu.inline_mgpu(arg_types=(*types, *splats), return_type=result)
-        return inlined(emit)(*arguments)
 
-    return call
+def _by_input(scales: Array, inputs: int) -> Array:
+    """The factors of a block's weights [TILE, WARPS, inputs] of bytes in words."""
+    words = scales[:, 0].reshape(WARPS, TILE)
+    groups = [words >> 8 * group & 255 for group in range(inputs // GROUP)]
+    factors = widened_scales(jnp.stack(groups, axis=-1).astype(jnp.uint8))
+    return jnp.repeat(factors, GROUP, axis=-1).swapaxes(0, 1)
+
+
+def _of_warpgroup(emit: Any, types: Any, dtype: Any) -> Any:
+    """A function of arguments of such types, which ``emit`` writes: an array SUMS."""
+    result: Any = plgpu.ShapeDtypeStruct(SUMS, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA)
+    inlined: Any = plgpu.inline_mgpu(arg_types=tuple(types), return_type=result)
+    return inlined(emit)
 
 
 def _rows_in_order(name: PhaseName, x: Any, first: Array, inputs: int) -> Array:
@@ -108,30 +158,50 @@ def _rows_in_order(name: PhaseName, x: Any, first: Array, inputs: int) -> Array:
     return pairs.transpose(1, 0, 3, 2, 4).reshape(ROWS, inputs)
 
 
-def _emit_sums(_: Any, values: Any, x: Any, first: Any, *, name: PhaseName) -> Any:
-    *_, inputs = _shape(values)
-    part = inputs // WARPS
+def _emit_sums(
+    _: Any, values: Any, x: Any, first: Any, scales: Any, *, name: PhaseName, stored: Stored
+) -> Any:
+    *_, row = _shape(values)
+    inputs = row * 8 // stored.bits // WARPS
     thread = Word(mgpu.thread_idx()) % 128
     lane, warp = thread % 32, Word(utils.warp_idx(sync=True)) % WARPS
-    begin = Word(first.registers.item()) + warp * (part // SPAN)
+    begin = Word(first.registers.item()) + warp * (inputs // SPAN)
     read = _shared_columns if name == "gate_up" else _unit_columns
-    columns = [column for span in range(part // SPAN) for column in read(x, lane, begin + span)]
+    columns = [column for span in range(inputs // SPAN) for column in read(x, lane, begin + span)]
+    factors = _factors(scales, stored, inputs // GROUP)
     base = shared_address(values)
-    sums = [utils.c(0.0, ir.F32Type.get())] * 4
-    for pair in range(part // 32):
-        words = load_matrices(base + weight_chunk(lane, warp, pair, inputs))
+    sums, products = [utils.c(0.0, ir.F32Type.get())] * 4, 0
+    for pair in range(row // WARPS // (2 * _CHUNK)):
+        words = load_matrices(base + weight_chunk(lane, warp, pair, row))
         for chunk in range(2):
-            wide = [_widened(word) for word in words[2 * chunk : 2 * chunk + 2]]
-            at = 4 * pair + 2 * chunk
-            sums = multiply_add(sums, first_operand(wide), columns[at : at + 2])
-    return _array([sums[:2], sums[2:]])
+            halves = words[2 * chunk : 2 * chunk + 2]
+            group = products * INPUTS // GROUP
+            wide = [
+                _widened(half, stored, by[group]) for half, by in zip(halves, factors, strict=True)
+            ]
+            for at in range(0, len(wide[0]), 2):
+                of_product = [pairs[at : at + 2] for pairs in wide]
+                second = columns[2 * products : 2 * products + 2]
+                sums, products = multiply_add(sums, first_operand(of_product), second), products + 1
+    return _array([sums[:2], sums[2:]], ir.F32Type.get())
 
 
-def _widened(word: Any) -> list[Any]:
-    """Two pairs of bfloat16."""
-    power = _as_pair(utils.c(E4M3_POWER * HALF, _i32()))
-    pairs = [_as_pair(pair.value) for pair in float8_pairs(Word(word))]
-    return [utils.bitcast(arith.mulf(pair, power), _i32()) for pair in pairs]
+def _widened(word: Any, stored: Stored, factor: Any) -> list[Any]:
+    """The pairs of bfloat16 of a word, times a factor."""
+    pairs_of = float8_pairs if stored.code == "e4m3" else e2m1_pairs
+    pairs = [_as_pair(pair.value) for pair in pairs_of(Word(word))]
+    return [utils.bitcast(arith.mulf(pair, factor), _i32()) for pair in pairs]
+
+
+def _factors(scales: Any, stored: Stored, groups: int) -> list[list[Any]]:
+    """What weights are multiplied by, two bfloat16 for each group of a warp's inputs: of a thread's
+    first output, and of its second."""
+    if not stored.has_bytes:
+        return [[_as_pair(utils.c(E4M3_POWER * HALF, _i32()))] * groups] * 2
+    words = [Word(vector.extract(half, [], [0])) for half in scales.registers.flat]
+    shift = SHIFTS[stored.code]
+    by_group = [[(word >> 8 * group) & 255 for group in range(groups)] for word in words]
+    return [[_as_pair(scale_pair(byte, "e8m0", shift).value) for byte in row] for row in by_group]
 
 
 def first_operand(wide: Any) -> list[Any]:
@@ -151,29 +221,51 @@ def _unit_columns(units: Any, lane: Word, span: Word) -> list[Any]:
 
 
 def _emit_scales(
-    _: Any, scale: Any, first: Any, second: Any, start: Any, *, inputs: int, sharing: int
+    _: Any,
+    scale: Any,
+    first: Any,
+    second: Any,
+    start: Any,
+    *,
+    stored: Stored,
+    inputs: int,
+    by_column: int,
 ) -> Any:
-    warp = Word(utils.warp_idx(sync=True)) % WARPS
-    column = (Word(start.registers.item()) + warp * inputs) // sharing
+    lane, warp = Word(mgpu.thread_idx()) % 32, Word(utils.warp_idx(sync=True)) % WARPS
+    column = (Word(start.registers.item()) + warp * inputs) // stored.scaled[1]
     halves = []
     for row in (first, second):
-        place = (Word(row.registers.item()) + column).value
-        at = utils.getelementptr(utils.memref_ptr(scale), [place], ir.F32Type.get())
-        halves.append([llvm.load(ir.F32Type.get(), at, alignment=4)] * 2)
-    return _array(halves)
+        place = Word(row.registers.item()) + column * by_column
+        if stored.has_bytes:
+            places = [place + lane // 4 + by_column * at for at in range(inputs // GROUP)]
+            wide = [Word(arith.extui(_i32(), _loaded(scale, at, 1))) for at in places]
+            word = wide[0]
+            for at, byte in enumerate(wide[1:], 1):
+                word = word | byte << 8 * at
+            halves.append([word.value] * 2)
+        else:
+            halves.append([_loaded(scale, place, 4)] * 2)
+    return _array(halves, _i32() if stored.has_bytes else ir.F32Type.get())
+
+
+def _loaded(ref: Any, place: Word, size: int) -> Any:
+    """An entry of so many bytes."""
+    dtype = ir.MemRefType(ref.type).element_type
+    at = utils.getelementptr(utils.memref_ptr(ref), [place.value], dtype)
+    return llvm.load(dtype, at, alignment=size)
 
 
 # Where lanes find what they multiply: on MLIR's values, and in the tests on numbers.
 
 
-def weight_chunk(lane: Any, warp: Any, pair: int, inputs: int) -> Any:
-    """What ``load_matrices`` loads of a block of so many inputs: 16 inputs of the first 8 outputs
-    and of the other 8, and the next 16; in bytes from its start.
+def weight_chunk(lane: Any, warp: Any, pair: int, row: int) -> Any:
+    """What ``load_matrices`` loads of a block with rows of so many bytes: 16 bytes of the first 8
+    outputs and of the other 8, and the next 16; in bytes from its start.
 
-    ``pair``: which 32 of a warp's inputs.
+    ``pair``: which 32 of a warp's bytes.
     """
-    start = warp * (inputs // WARPS // _CHUNK) + (lane // 16 + 2 * pair)
-    tile = lane // 8 % 2 * (inputs // LINE) + start // (LINE // _CHUNK)
+    start = warp * (row // WARPS // _CHUNK) + (lane // 16 + 2 * pair)
+    tile = lane // 8 % 2 * (row // LINE) + start // (LINE // _CHUNK)
     return _in_tile(tile, lane % 8, start % (LINE // _CHUNK))
 
 
@@ -195,15 +287,14 @@ def unit_place(unit: Any, row: Any) -> Any:
     return (unit // SPAN * ROWS + row) * SPAN + column
 
 
-def _array(halves: list[list[Any]]) -> Any:
+def _array(halves: list[list[Any]], dtype: Any) -> Any:
     """An array SUMS; ``halves``: a thread's two rows of its first output, and of its second."""
-    two = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty(2, dtype=object)
     for at, half in enumerate(halves):
-        registers[at] = vector.from_elements(two, half)
-    layout = mgpu.WGMMA_LAYOUT
+        registers[at] = vector.from_elements(ir.VectorType.get((2,), dtype), half)
+    layout, is_signed = mgpu.WGMMA_LAYOUT, None if dtype == ir.F32Type.get() else True
     shaped = registers.reshape(layout.registers_shape(SUMS))
-    return mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None)
+    return mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=is_signed)
 
 
 def _shape(ref: Any) -> Any:

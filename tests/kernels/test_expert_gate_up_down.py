@@ -19,7 +19,15 @@ from pallas_kernels.expert_gate_up_down.mosaic_gpu import (
     expert_gate_up_down_mosaic,
     routed_gate_up_down_mosaic,
 )
-from pallas_kernels.expert_gate_up_down.plan import PHASES, ROWS, TILE, WARPS, Plan, Tuning
+from pallas_kernels.expert_gate_up_down.plan import (
+    PHASES,
+    ROWS,
+    TILE,
+    WARPS,
+    Plan,
+    Stored,
+    Tuning,
+)
 from pallas_kernels.expert_gate_up_down.products import (
     SPAN,
     first_operand,
@@ -77,6 +85,8 @@ def assert_products(found: Any, case: Case) -> None:
         (SMALL, Tuning(stages=2, blocks=1)),
         (SMALL, Tuning(blocks=7)),
         (Case(8, 2, 3, 512, 256, missing=2), Tuning(stages=3, blocks=5)),
+        (Case(3, 2, 3, 512, 128, form="mxfp8"), Tuning(stages=2, blocks=3)),
+        (Case(2, 2, 3, 1024, 256, form="mxfp4"), Tuning(stages=2, blocks=1)),
     ],
     ids=str,
 )
@@ -264,7 +274,7 @@ def test_thread_blocks_have_each_job_once(units: int):
         num_experts=257,
         hidden=2048,
         units=units,
-        scaled=(128, 128),
+        stored=Stored("e4m3", (128, 128)),
         tuning=Tuning(blocks=blocks),
         names=PHASES,
         interpret=False,
@@ -293,8 +303,9 @@ def test_thread_blocks_have_each_job_once(units: int):
     [
         (dataclasses.replace(SMALL, rows=9), "9 rows: at most 8"),
         (dataclasses.replace(SMALL, hidden=640), "640 inputs and 128 units: multiples of 512"),
-        (dataclasses.replace(SMALL, form="mxfp4"), "weights of other than 8-bit floats"),
-        (dataclasses.replace(SMALL, form="mxfp8"), "blocks of (1, 32)"),
+        (dataclasses.replace(SMALL, form="mxfp4"), "512 inputs and 128 units: multiples of 1024"),
+        (dataclasses.replace(SMALL, form="nvfp4"), "a factor for each output"),
+        (dataclasses.replace(SMALL, form="int4"), "int4 with scales of (1, 32) in bfloat16"),
     ],
 )
 def test_it_says_what_it_cannot_take(case: Case, message: str):

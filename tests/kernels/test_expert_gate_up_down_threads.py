@@ -1,5 +1,6 @@
 """Experts in one launch: what the threads of its warpgroups compute, on numbers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,8 +8,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels import warp_products, words
-from pallas_kernels.expert_gate_up_down import choice, filled, outputs, products, router
+from pallas_kernels.expert_gate_up_down import (
+    choice,
+    filled,
+    outputs,
+    products,
+    router,
+    stored_of,
+)
 from pallas_kernels.expert_gate_up_down.cases import Case, make_arguments
+from pallas_kernels.expert_gate_up_down.memory import viewed
+from pallas_kernels.expert_gate_up_down.mosaic_gpu import Place, _first_input, _scale_places
 from pallas_kernels.expert_gate_up_down.plan import (
     OUTPUTS,
     ROWS,
@@ -16,17 +26,23 @@ from pallas_kernels.expert_gate_up_down.plan import (
     UNITS,
     WARPGROUPS,
     WARPS,
+    Phase,
+    Plan,
     RouterPlan,
+    Tuning,
 )
+from pallas_kernels.expert_gate_up_down.products import SPAN, SUMS
 from pallas_kernels.expert_slots import make_slots
+from pallas_kernels.packed_expert_product.widening import SUMS_OF_SCALED
 from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes_reference
 from tests.helpers.expert_products import assert_exact
+from tests.helpers.marks import slow
 from tests.helpers.warp_products import in_shared_memory
 from tests.helpers.warpgroups import BF16, SHARED, Ref, Warpgroup, emulated, number, shared
 
 MODULES = choice, filled, outputs, products, router, warp_products, words
 BLOCKS = 20  # thread blocks of a router's product
-PARTS, LISTS = 1 << 16, 1 << 17  # where these begin in shared memory
+BLOCK, PARTS, LISTS = 1 << 15, 1 << 16, 1 << 17  # where these begin in shared memory
 RULES = [
     RouteRule(8, normalize=True, has_shared=True),
     RouteRule(4, "chosen"),
@@ -36,7 +52,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", [RULES[0], RULES[2], *map(slow, (RULES[1], RULES[3]))], ids=str)
 def test_rows_choose_their_experts(rule: RouteRule, rows: int, monkeypatch: pytest.MonkeyPatch):
     """From a router's product to the list of the slots that have an expert."""
     rng, hidden, experts = np.random.default_rng(0), 512, 256
@@ -96,53 +112,48 @@ def test_a_thread_block_that_is_not_the_first_writes_no_choices(monkeypatch: pyt
     assert np.array_equal(lists[1].array, [*range(8), 128])
 
 
-def test_warps_multiply_and_outputs_are_stored(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("form", "hidden", "units"),
+    [
+        ("fp8", 512, 128),
+        slow("fp8", 1024, 384),
+        slow("mxfp8", 512, 128),
+        ("mxfp4", 1024, 256),
+    ],
+)
+def test_warps_multiply_and_outputs_are_stored(
+    form: str, hidden: int, units: int, monkeypatch: pytest.MonkeyPatch
+):
     """All jobs of an expert of three rows, in the layouts of memory."""
-    case = Case(3, 1, 2, 512, 128)
-    x, _, _, *experts = make_arguments(case)
-    expert = 1
-    gate_up, down = (weights for weights in experts)
-    rows = np.zeros((ROWS, case.hidden), BF16)
+    case, expert = Case(3, 1, 2, hidden, units, form=form), 1
+    x, _, _, gate_up, down = make_arguments(case)
+    stored = stored_of(gate_up)
+    assert stored is not None
+    plan = Plan(
+        rows=3, slots=1, num_experts=2, hidden=hidden, units=units, stored=stored, tuning=Tuning()
+    )
+    rows = np.zeros((ROWS, hidden), BF16)
     rows[: case.rows] = np.asarray(x)
-    units = np.zeros((case.units // products.SPAN, ROWS, products.SPAN), BF16)
-    found = np.full((ROWS, case.hidden), np.nan, np.float32)
     SHARED[: rows.nbytes] = in_shared_memory(rows.view(np.uint8).reshape(1, ROWS, -1, 128))
-
-    def run(name: Any, blocks: Any, x: Ref, scale: Any, places: Any, span: int, part: int) -> None:
-        """A job: the blocks of all warpgroups [WARPGROUPS, TILE, 128]."""
-        for index in range(WARPGROUPS):
-            emulated(monkeypatch, MODULES, Warpgroup(index))
-            stored = in_shared_memory(blocks[index].reshape(2, TILE // 2, -1, 128))
-            values = shared(1 << 15, (2, 1, 1, 8, 128), np.uint8)
-            SHARED[1 << 15 :][: stored.size] = stored
-            inputs = 128 * index if name == "gate_up" else 0
-            first = number(inputs // products.SPAN + span)
-            sums = products._emit_sums(None, values, x, first, name=name)
-            how = {"inputs": part, "sharing": 128}
-            first, second = map(number, places)
-            place = Ref(scale.reshape(-1)), first, second, number(inputs)
-            scales = products._emit_scales(None, *place, **how)
-            by_warp = parts.array[index].reshape(WARPS, 2, 8, 4, 2)  # warps' halves, lanes, rows
-            for half in range(2):
-                values_of_half = sums[half] * scales[half]
-                by_warp[:, half] = values_of_half.reshape(WARPS, 8, 4, 2)
-
-    parts = shared(PARTS, (WARPGROUPS, *products.SUMS), np.float32)
-    values, scale = np.asarray(gate_up.values)[expert], np.asarray(gate_up.scale)
-    for job in range(case.units // UNITS):
-        block = values[:, job * UNITS :][:, :UNITS].reshape(TILE, WARPGROUPS, 128).swapaxes(0, 1)
-        columns = case.hidden // 128
-        places = [(expert * 2 + half) * columns for half in range(2)]
-        source = Ref(rows, 0)
-        run("gate_up", np.ascontiguousarray(block), source, scale, places, 0, 32)
-        outputs._emit_units(None, parts, Ref(units), number(job * UNITS), rows=case.rows)
-    values, scale = np.asarray(down.values)[expert, 0], np.asarray(down.scale)
-    for job in range(case.hidden // OUTPUTS):
-        block = values[job * OUTPUTS :][:OUTPUTS].reshape(WARPGROUPS, TILE, 128)
-        place = expert * (case.hidden // 128) + job * OUTPUTS // 128
-        run("down", block, Ref(units), scale, [place] * 2, 0, 32)
-        where = number(0), number(job * OUTPUTS)
-        outputs._emit_products(None, parts, Ref(found), *where, rows=case.rows)
+    of_units = np.zeros((units // SPAN, ROWS, SPAN), BF16)
+    found = np.full((ROWS, hidden), np.nan, np.float32)
+    parts = shared(PARTS, (WARPGROUPS, *SUMS), np.float32)
+    sources = Ref(rows, 0), Ref(of_units)
+    for phase, weights, source in zip(plan.phases, (gate_up, down), sources, strict=True):
+        arrays = {name: np.asarray(array) for name, array in viewed(phase.name, weights).items()}
+        for job in range(phase.jobs):
+            place = Place(*map(jnp.int32, (0, expert, job)))
+            for index in range(WARPGROUPS):
+                emulated(monkeypatch, MODULES, Warpgroup(index))
+                total = sums_of_job(plan, phase, arrays, place, index, source)
+                by_warp = parts.array[index].reshape(WARPS, 2, 8, 4, 2)  # halves, lanes, rows
+                for half in range(2):
+                    by_warp[:, half] = total[half].reshape(WARPS, 8, 4, 2)
+            first = number(job * (UNITS if phase.name == "gate_up" else OUTPUTS))
+            if phase.name == "gate_up":
+                outputs._emit_units(None, parts, Ref(of_units), first, rows=case.rows)
+            else:
+                outputs._emit_products(None, parts, Ref(found), number(0), first, rows=case.rows)
     assert np.isnan(found[case.rows :]).all()
 
     every = jnp.arange(case.num_experts)
@@ -150,3 +161,33 @@ def test_warps_multiply_and_outputs_are_stored(monkeypatch: pytest.MonkeyPatch):
     chosen = np.full((case.rows, 1), expert)
     given = np.asarray(x), chosen, wide[0], np.swapaxes(wide[1], 1, 2)
     assert_exact(jnp.asarray(found[: case.rows, None]), case, given)
+
+
+def sums_of_job(
+    plan: Plan, phase: Phase, arrays: dict[str, Any], place: Place, warpgroup: int, x: Ref
+) -> list[np.ndarray]:
+    """A warpgroup's sums of a job: of each thread's first output, and of its second."""
+    values, scale = arrays[f"{phase.name}.values"], Ref(arrays[f"{phase.name}.scale"])
+    expert, job, stored = int(place.expert), int(place.job), plan.stored
+    places = _scale_places(plan, phase, place, jnp.int32(warpgroup))
+    inputs, total = plan.block // WARPS, [np.zeros((128, 2), np.float32)] * 2
+    for step in range(phase.steps):
+        start = int(_first_input(plan, phase, jnp.int32(step), warpgroup))
+        columns = slice(start * stored.bits // 8, start * stored.bits // 8 + plan.row)
+        if phase.name == "gate_up":
+            block = values[2 * expert :, job * UNITS :, columns][:2, :UNITS]
+        else:
+            row = (expert * plan.hidden + job * OUTPUTS + warpgroup * TILE) // UNITS
+            block = values[row : row + 2, :, columns]
+        lines = in_shared_memory(np.ascontiguousarray(block).reshape(2, UNITS, -1, 128))
+        SHARED[BLOCK : BLOCK + lines.size] = lines
+        first, second = number(int(places.first)), number(int(places.second))
+        how = {"stored": stored, "inputs": inputs, "by_column": places.by_column}
+        halves = products._emit_scales(None, scale, first, second, number(start), **how)
+        memory = shared(BLOCK, (2, 1, plan.row // 128, 8, 128), np.uint8)
+        scales = SimpleNamespace(registers=SimpleNamespace(flat=halves))
+        span = number(start // SPAN)
+        sums = products._emit_sums(None, memory, x, span, scales, name=phase.name, stored=stored)
+        factors = [SUMS_OF_SCALED] * 2 if stored.has_bytes else halves
+        total = [t + each * by for t, each, by in zip(total, sums, factors, strict=True)]
+    return total

@@ -121,7 +121,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no place to meet": ({}, {"exchange": None}),
     "a split model": ({}, {"layout": Layout(ff=("x",))}),
     "more rows than it takes": ({}, {"rows": 9}),
-    "weights of 4 bits": ({"form": "mxfp4"}, {}),
+    "integers": ({"form": "int4"}, {}),
     "a correction of scores": ({"config": routed(correction=True)}, {}),
     "groups of experts": ({"config": routed(num_groups=4, top_groups=2)}, {}),
     "weighted inputs": ({"config": routed(top_k=1, weighs_input=True)}, {}),
