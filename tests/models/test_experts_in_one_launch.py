@@ -16,7 +16,7 @@ from jaxspec.models.mlps import Experts, slots
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.expert_gate_up_down import routed_gate_up_down
-from pallas_kernels.o_gate_up_down.meeting import MEETING, SHAPE
+from pallas_kernels.o_gate_up_down.meeting import MEETING, SHAPE, make_meeting
 from pallas_kernels.packed_expert_product.cases import Case, make_arguments
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.helpers.kernels import lowered
@@ -27,9 +27,9 @@ ROUTING = RoutingConfig(num_experts=128, top_k=4, normalize=True)
 CONFIG = ExpertsConfig(128, ROUTING, shared_size=128, shared_gate=True)
 
 
-def layer(form: str = "fp8", hidden: int = 512, **fields: Any) -> Experts:
+def layer(form: str = "fp8", hidden: int = 512, units: int = 128, **fields: Any) -> Experts:
     """Experts of which the last one is shared."""
-    *_, gate_up, down, _ = make_arguments(Case(1, 1, 129, hidden, 128, form=form))
+    *_, gate_up, down, _ = make_arguments(Case(1, 1, 129, hidden, units, form=form))
 
     def weights(packed: Any, axes: tuple[str, ...]) -> PackedExpertLinear:
         arrays: dict[str, Any] = {"values": packed.values, "scale": packed.scale}
@@ -133,3 +133,25 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_other_layers_take_several_launches(fields: dict[str, Any], passed: dict[str, Any]):
     rows = passed.get("rows", 3)
     assert LAUNCH not in program(layer(**fields), step(**passed), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_on_the_device_experts_are_those_of_several_launches(form: str, rows: int):
+    meeting = make_meeting(jnp.zeros(1))
+    assert meeting is not None, "no GPU with as many multiprocessors as an H100 SXM"
+    experts, x = layer(form, 2048, 512), rows_of(rows, 2048)
+
+    def total(operations: set[str]) -> np.ndarray:
+        def run(x: jax.Array, meeting: jax.Array) -> Any:
+            of_pass = step(rows, Kernels(frozenset(operations)), exchange=meeting)
+            added: Any = experts(x, of_pass)
+            return added.products.total()
+
+        return np.asarray(jax.jit(run)(x, meeting), np.float64)
+
+    expected = total({"packed_expert_product", "top_k"})
+    found = total({"packed_expert_product", "top_k", "expert_gate_up_down"})
+    assert np.linalg.norm(found - expected) <= 1e-2 * np.linalg.norm(expected)
+    assert not meeting.any()
