@@ -121,6 +121,7 @@ GROUPS = {
         "tests/engine/test_async_engine.py",
         "tests/engine/test_old_texts.py",
         "tests/engine/test_engine_options.py",
+        "tests/engine/test_policy_logprobs.py",
         "tests/engine/test_preemption.py",
         "tests/engine/test_draft_watch.py",
         "tests/engine/test_several_processes.py",

@@ -1,6 +1,5 @@
 """The engine with every sampling option, against plain references, with preemptions."""
 
-import functools
 from typing import Any
 
 import jax
@@ -11,21 +10,13 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.generation import Generation
 from tests.decoding.test_sampling_options import all_options, expected, prompts_of
-from tests.helpers.engines import FEW, FULL, new_engine, ready_engine, seal
+from tests.helpers.engines import FEW, engine_of_options, new_engine, ready_engine
 from tests.helpers.marks import slow
 from tests.helpers.programs import traces
 from tests.helpers.random_models import random_prompts, random_target
 from tests.helpers.sampling_reference import plain_logits
 
 PROMPT = random_prompts((19,), seed=2)[0].tolist()
-
-
-@functools.cache
-def engine(
-    drafter: str = "ngram", num_pages: int | None = FEW, preemption: str = "recompute"
-) -> Engine:
-    """It has too few pages for its rows; None: enough."""
-    return seal(new_engine(drafter, num_pages, preemption=preemption), FULL)
 
 
 def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
@@ -37,7 +28,7 @@ def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
 @pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
 @pytest.mark.parametrize("preemption", ["recompute", slow("swap")])
 def test_texts_are_those_of_transformers_processors(drafter: str, preemption: str):
-    own, sampling = engine(drafter, preemption=preemption), all_options()
+    own, sampling = engine_of_options(drafter, preemption=preemption), all_options()
     before = own.scheduler.preemptions[preemption]
     prompts = [prompt.tolist() for prompt in prompts_of(len(sampling))]
     generations = own.add_all(prompts, sampling)
@@ -98,7 +89,7 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
 
 @pytest.mark.parametrize("num_pages", [slow(None), FEW])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
-    own = engine(num_pages=num_pages)
+    own = engine_of_options(num_pages=num_pages)
     before = own.scheduler.preemptions["recompute"]
     common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}
     sampling = [
@@ -131,7 +122,7 @@ def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
 
 
 def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
-    own = engine()
+    own = engine_of_options()
     before = own.scheduler.cache_statistics()
     sampling = SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=9, n=2, best_of=3)
     generations = own.add_all([PROMPT, PROMPT[:5]], [sampling, SamplingParams(max_tokens=9)])
@@ -149,7 +140,7 @@ def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
 
 def test_equal_prompts_of_a_call_are_read_once():
     """As trainers give them: a prompt as often as it has samples."""
-    own = engine()
+    own = engine_of_options()
     own.forget_texts()
     before = own.scheduler.cache_statistics()
     sampling = [SamplingParams(temperature=1.0, seed=seed, max_tokens=9) for seed in range(3)]

@@ -14,9 +14,9 @@ from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.generation import Generation
 from jaxspec.llm.completion import GrowingText
 from jaxspec.llm.tokenizer.detokenizer import Detokenizer
-from tests.helpers.engines import CHAIN, new_engine, seal
+from tests.helpers.engines import engine_of_options
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import make_params, random_prompts
+from tests.helpers.random_models import random_prompts, random_target
 
 POLICY = SamplingParams(
     temperature=0.8, top_k=30, top_p=0.9, seed=5, max_tokens=20, logprobs=0, policy_logprobs=True
@@ -29,7 +29,7 @@ scores = jax.jit(token_logprobs, compiler_options=FAST_COMPILE)
 @functools.cache
 def generations() -> list[Generation]:
     """One with a policy, one that is greedy, and one that does not ask."""
-    engine = seal(new_engine("ngram"), POLICY)
+    engine = engine_of_options()
     greedy = dataclasses.replace(POLICY, temperature=0.0, logprobs=None)
     silent = dataclasses.replace(POLICY, policy_logprobs=False, presence_penalty=0.5)
     found = engine.add_all(PROMPTS, [POLICY, greedy, silent])
@@ -42,8 +42,9 @@ def of_loss(rules: list[SamplingParams]) -> np.ndarray:
     texts = [[*one.prompt, *one.token_ids] for one in generations()]
     tokens = np.array([[*text, *[0] * (32 - len(text))] for text in texts], np.int32)
     policy = {name: np.array([getattr(one, name) for one in rules]) for name in RULES}
-    target = make_params("none", CHAIN).target
-    return np.asarray(scores(target, tokens, np.array([len(text) for text in texts]), **policy))
+    return np.asarray(
+        scores(random_target(), tokens, np.array([len(text) for text in texts]), **policy)
+    )
 
 
 def test_they_are_those_of_the_policy():

@@ -23,6 +23,8 @@ FEW = 14  # pages, too few for four rows of that length
 CROWDED = CacheConfig(page_size=8, max_length=LENGTH, num_pages=FEW)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
 FULL = dataclasses.replace(SAMPLED, logprobs=1, prompt_logprobs=1)  # every program serves all
+# Its rounds serve all but structured requests.
+POLICY = dataclasses.replace(FULL, policy_logprobs=True)
 # Its prompts are read with masks, by a program that reads all others' prompts, too.
 STRUCTURED = dataclasses.replace(FULL, structured=StructuredOutput(json_object=True))
 
@@ -40,6 +42,14 @@ def ready_engine(drafter: str = "ngram", num_pages: int | None = None, **options
     """The same with few programs, for its largest calls, which are compiled: smaller calls run in
     them too."""
     return seal(new_engine(drafter, num_pages, **options))
+
+
+@functools.cache
+def engine_of_options(
+    drafter: str = "ngram", num_pages: int | None = FEW, preemption: str = "recompute"
+) -> Engine:
+    """For requests with any options. It has too few pages for its rows; None: enough."""
+    return seal(new_engine(drafter, num_pages, preemption=preemption), POLICY)
 
 
 def seal(own: Engine, sampling: SamplingParams = SAMPLED, prompt_tokens: int = 17) -> Engine:

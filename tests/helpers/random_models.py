@@ -71,6 +71,8 @@ PREFILL_WIDTH, NEW_TOKENS = 32, 160
 MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
 _CHOICES = ("greedy", "controls", "logprobs", "top_logprobs", "prompt_logprobs", "hidden")
+_SIZES = ("num_rows", "max_length", "page_size", "num_pages", "max_stops", "controls")
+jit_init = jax.jit(init_state, static_argnames=_SIZES, compiler_options=FAST_COMPILE)
 jit_admit = jax.jit(admit, compiler_options=FAST_COMPILE)
 
 
@@ -322,8 +324,10 @@ def empty_state(
     """init_state, but with each sequence's pages scattered over the pool."""
     columns = pages_for(max_length + params.speculation.scratch_slots, page_size)
     pages = 1 + np.random.default_rng(7).permutation(num_rows * columns)
-    table = jnp.asarray(pages.reshape(num_rows, columns), jnp.int32)
-    return init_state(
+    table = pages.reshape(num_rows, columns).astype(np.int32)
+    # One program, not one for each array.
+    init = jit_init if params.mesh is None else init_state
+    return init(
         params,
         num_rows,
         max_length,
@@ -357,7 +361,7 @@ def read_prompts(
     """Prefill all rows that were admitted, at most ``chunk`` tokens of each a call."""
     counts = np.full(state.rows.status.shape, chunk, np.int32)
     read = jit_prefill if params.speculation.verify_width is None else _fixed_prefill
-    while (state.rows.status == Status.READING).any():
+    while (np.asarray(state.rows.status) == Status.READING).any():
         state, _ = read(params, state, None, counts, width=PREFILL_WIDTH, **options)
     return state
 
