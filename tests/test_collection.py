@@ -75,7 +75,7 @@ def test_files_that_ask_byte_llm_are_run_by_one_worker():
 
 def test_files_of_groups_are_there():
     assert all((ROOT / name).exists() for paths in GROUPS.values() for name in paths)
-    assert group_of("tests/engine/test_preemption.py::test_a[b]") == ("engines", 4)
+    assert group_of("tests/engine/test_preemption.py::test_a[b]") == ("engines", 5)
     assert group_of("tests/engine/test_crowds.py::test_a[b]") is None
 
 
