@@ -2,6 +2,7 @@
 prompts that begin alike and requests that lose their pages, it is test_families_under_load.py; here
 are meshes, checkpoints, and a quick guard of both."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
+from tests.decoding.test_acceptance import P_VALUE
+from tests.decoding.test_block_distribution import SPECS, drawn_by, p_value
 from tests.decoding.test_family_exactness import plain, run, target
 from tests.helpers import alias_checkpoints
 from tests.helpers.random_assistants import assistant_keys, random_assistant, save_assistant
@@ -70,18 +73,6 @@ def test_lookup_goes_before_an_assistant(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_drafts_of_an_ordered_head_are_drawn():
-    """Tokens of other groups have no probability."""
-    model = target("gemma4-small")
-    params = EngineParams(
-        target=model,
-        drafter=AssistantDrafter(assistant=random_assistant(model, ordered=True)),
-        speculation=SpeculationConfig.chain(3, acceptance="rejection"),
-    )
-    assert all(map(len, run(params)))
-
-
-@pytest.mark.slow
 def test_caches_of_eight_bits(tmp_path: Path):
     model, assistant = saved(tmp_path, "gemma4-small", ordered=False)
     texts = [
@@ -119,3 +110,20 @@ def test_chains_have_the_text_of_plain_decoding():
     greedy = [SamplingParams(max_tokens=24)]
     assert found == reference_texts(model, prompts, greedy, 33, found)
     assert jnp.isfinite(state.rows.draft.hidden).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SPECS)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_texts_under_rejection_have_the_targets_distribution(ordered: bool, shape: str):
+    """Of an ordered head tokens of other groups have no probability."""
+    model = small_target()
+    [prompt] = random_prompts((9,))
+    drafter = AssistantDrafter(assistant=random_assistant(model, ordered=ordered))
+    spec = dataclasses.replace(SPECS[shape], acceptance="rejection")
+    params = EngineParams(target=model, drafter=drafter, speculation=spec)
+    cold = 0.1  # its logits lie close together
+    found, depth = drawn_by(params, prompt, cold)
+    assert 0.2 < depth < 2.5, "drafts must be accepted and refused"
+    assert p_value(found, prompt, cold, small_target) > P_VALUE
+    assert p_value(found, prompt, 1.5 * cold, small_target) < 1e-9, "others are noticed"

@@ -7,6 +7,7 @@ compared with the target's probabilities, which come from dense passes over all 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,12 +67,21 @@ def drawn(kind: str, spec: SpeculationConfig, prompt: np.ndarray) -> tuple[np.nd
     if kind.startswith("suffix+"):
         drafter = params.drafter
         params = params.replace(drafter=drafter.replace(lookup=SuffixDrafter(min_match=2)))
-    length = len(prompt) + NEW + spec.max_depth  # no round is cut short before the last token
+    return drawn_by(params, prompt)
+
+
+def drawn_by(
+    params: EngineParams, prompt: np.ndarray, temperature: float = TEMPERATURE
+) -> tuple[np.ndarray, float]:
+    """As ``drawn``, of these parameters."""
+    length = (
+        len(prompt) + NEW + params.speculation.max_depth
+    )  # no round is cut short before the last token
     state = admit_prompts(
         params,
         empty_state(params, ROWS, length, 4),
         [prompt] * ROWS,
-        sampling=sampling_of(ROWS, TEMPERATURE),
+        sampling=sampling_of(ROWS, temperature),
         max_lens=np.full(ROWS, length, np.int32),
     )
     state = read_prompts(params, state, greedy=False)
@@ -97,13 +107,15 @@ def after(target: decoder.Decoder, tokens: jax.Array, sampling: Sampling) -> jax
 
 
 @functools.cache
-def expected(prompt: bytes, temperature: float) -> dict[tuple[int, ...], float]:
+def expected(
+    prompt: bytes, temperature: float, target: Callable[[], decoder.Decoder]
+) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of a prompt by NEW tokens."""
     known, found = np.frombuffer(prompt, np.int32), {(): 1.0}
     for _ in range(NEW):
         rows = np.array([[*known, *path] for path in found], np.int32)
         sampling = sampling_of(len(rows), temperature)
-        probs = np.asarray(after(block_target(), jnp.asarray(rows), sampling), np.float64)
+        probs = np.asarray(after(target(), jnp.asarray(rows), sampling), np.float64)
         found = {
             (*path, int(token)): p * own[token]
             for (path, p), own in zip(found.items(), probs, strict=True)
@@ -113,9 +125,14 @@ def expected(prompt: bytes, temperature: float) -> dict[tuple[int, ...], float]:
     return found
 
 
-def p_value(found: np.ndarray, prompt: np.ndarray, temperature: float = TEMPERATURE) -> float:
+def p_value(
+    found: np.ndarray,
+    prompt: np.ndarray,
+    temperature: float = TEMPERATURE,
+    target: Callable[[], decoder.Decoder] = block_target,
+) -> float:
     """Of a chi-square test against the target; 0 if an impossible continuation was seen."""
-    probs = expected(prompt.tobytes(), temperature)
+    probs = expected(prompt.tobytes(), temperature, target)
     counts = dict.fromkeys(probs, 0)
     for path in map(tuple, found.tolist()):
         if path not in counts:
