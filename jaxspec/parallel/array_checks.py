@@ -3,7 +3,8 @@
 Shapes and dtypes are always checked, values where they are known: not in a caller's ``jit``.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,14 @@ class Problems:
 
     def add(self, problem: str) -> None:
         self._found.append(problem)
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Keep the message of a ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            self.add(str(error))
 
     def tell(self) -> None:
         """Raise ValueError that lists all problems, if there are any."""

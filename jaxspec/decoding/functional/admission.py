@@ -9,14 +9,14 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.decoding.drafters import checks
-from jaxspec.decoding.functional.checks import check_admission, check_rows, check_state
+from jaxspec.decoding.functional.checks import check_admission, check_state
 from jaxspec.decoding.functional.params import EngineParams, on_mesh
 from jaxspec.decoding.functional.rows import empty_rows, held_slots, new_controls, padded_controls
 from jaxspec.decoding.functional.subset import local_rows, put_rows, take_rows
 from jaxspec.decoding.sampling import Controls, Sampling, make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
 from jaxspec.parallel import Layout, partition_specs
-from jaxspec.parallel.array_checks import Integers, Problems, as_int32
+from jaxspec.parallel.array_checks import Integers, Problems, as_int32, integers
 
 
 def admit(
@@ -72,7 +72,7 @@ def admit(
     vocabulary; for controls if the state was made without them.
     """
     check_state(params, state, controls=controls is not None)
-    rows = check_rows(rows, state.rows.status.shape[0])
+    rows = integers("rows", rows, "[B]")
     batch, length = rows.shape[0], state.rows.tokens.shape[1]
     arrived = _arrived(prompts, prompt_lens, max_lens, cached_lens, page_table)
     width = arrived["prompts"].shape[1]

@@ -67,8 +67,14 @@ def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:
     """
     array = integers("rows", rows, "[B]")
     values, problems = known(array), Problems()
-    if values is None:
-        return array
+    if values is not None:
+        _check_indices(problems, values, num_rows)
+    problems.tell()
+    return array
+
+
+def _check_indices(problems: Problems, values: np.ndarray, num_rows: int) -> None:
+    """Values of row indices; see check_rows."""
     rule = f"the state has rows 0 to {num_rows - 1}, and {PADDING} is padding"
     problems.within("rows", values, lambda x: (x >= PADDING) & (x < num_rows), rule)
     listed, times = np.unique(values[values != PADDING], return_counts=True)
@@ -76,8 +82,6 @@ def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:
         problems.add(f"rows lists row {listed[times > 1][0]} twice: list each once")
     if not len(listed):
         problems.add("rows lists no row, only padding")
-    problems.tell()
-    return array
 
 
 def check_order(state: EngineState, rows: Integers | None, *, decodes: bool = False) -> None:
@@ -131,7 +135,8 @@ def check_counts(counts: Integers, batch: int, width: int) -> None:
 def check_admission(
     params: EngineParams, state: EngineState, rows: Array | np.ndarray, arrived: dict[str, Any]
 ) -> None:
-    """Raise ValueError for what rows cannot be given; ``arrived`` are the arrays of admit.
+    """Raise ValueError for what check_rows refuses, and what the rows cannot be given; ``arrived``
+    are the arrays of admit.
 
     Values of padding are not checked.
     """
@@ -142,10 +147,13 @@ def check_admission(
     index = known(rows)
     if index is None:
         return
+    num_rows = present.status.shape[0]
+    _check_indices(problems, index, num_rows)
     places = np.flatnonzero(index != PADDING)
     status = known(present.status)
     if status is not None:
-        busy = [row for row in index[places].tolist() if status[row] in BUSY]
+        listed = [row for row in index[places].tolist() if 0 <= row < num_rows]
+        busy = [row for row in listed if status[row] in BUSY]
         names = [f"row {row} is {Status(int(status[row])).name}" for row in busy]
         if busy:
             shown = first_of(names, MOST_SHOWN)

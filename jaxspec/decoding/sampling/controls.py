@@ -24,6 +24,7 @@ from jaxspec.decoding.sampling.logits import (
     vocab_ids,
 )
 from jaxspec.parallel import WHOLE, Layout
+from jaxspec.parallel.array_checks import Problems
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree
 
@@ -94,22 +95,26 @@ def make_controls(
     check_count("batch", batch)
     check_count("vocab_size", vocab_size)
     shape = (batch, vocab_size)
-    if bias is None:
-        bias = np.zeros(shape, np.float32)
-    elif np.shape(bias) not in (shape, shape[1:]):
-        raise ValueError(f"bias must be {list(shape)}, not {list(np.shape(bias))}")
-    check_range("bias", bias, lambda x: x < np.inf, "finite, or -inf")
-    _check_penalties(batch, repetition_penalty, presence_penalty, frequency_penalty)
-    for name, value in (("prompt_lens", prompt_lens), ("min_tokens", min_tokens)):
-        check_size(name, value, batch)
-        check_integers(name, value)
-        check_range(name, value, lambda x: x >= 0, "at least 0")
     size = (batch, MOST_BAD_SEQUENCES, LONGEST_BAD_SEQUENCE)
-    if bad_sequences is None:
-        bad_sequences = np.full(size, -1, np.int32)
-    elif np.shape(bad_sequences) != size:
-        raise ValueError(f"bad_sequences must be {list(size)}, not {list(np.shape(bad_sequences))}")
-    check_integers("bad_sequences", bad_sequences)
+    bias = np.zeros(shape, np.float32) if bias is None else bias
+    bad_sequences = np.full(size, -1, np.int32) if bad_sequences is None else bad_sequences
+    problems = Problems()
+    with problems.caught():
+        if np.shape(bias) not in (shape, shape[1:]):
+            raise ValueError(f"bias must be {list(shape)}, not {list(np.shape(bias))}")
+        check_range("bias", bias, lambda x: x < np.inf, "finite, or -inf")
+    _check_penalties(problems, batch, repetition_penalty, presence_penalty, frequency_penalty)
+    for name, value in (("prompt_lens", prompt_lens), ("min_tokens", min_tokens)):
+        with problems.caught():
+            check_size(name, value, batch)
+            check_integers(name, value)
+            check_range(name, value, lambda x: x >= 0, "at least 0")
+    with problems.caught():
+        if np.shape(bad_sequences) != size:
+            given = list(np.shape(bad_sequences))
+            raise ValueError(f"bad_sequences must be {list(size)}, not {given}")
+        check_integers("bad_sequences", bad_sequences)
+    problems.tell()
     if not isinstance(bias, Tracer | Array):
         bias = np.asarray(bias, np.float32)
     bias = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), shape)
@@ -131,17 +136,23 @@ def make_controls(
 
 
 def _check_penalties(
-    batch: int, repetition: ArrayLike, presence: ArrayLike, frequency: ArrayLike
+    problems: Problems,
+    batch: int,
+    repetition: ArrayLike,
+    presence: ArrayLike,
+    frequency: ArrayLike,
 ) -> None:
     """See make_controls."""
     name, largest = "repetition_penalty", LARGEST_REPETITION_PENALTY
-    rule = f"in [{1 / largest}, {largest}]"
-    check_range(name, repetition, lambda x: (x >= 1 / largest) & (x <= largest), rule)
-    check_size(name, repetition, batch)
+    with problems.caught():
+        rule = f"in [{1 / largest}, {largest}]"
+        check_range(name, repetition, lambda x: (x >= 1 / largest) & (x <= largest), rule)
+        check_size(name, repetition, batch)
     for name, value in (("presence_penalty", presence), ("frequency_penalty", frequency)):
-        rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
-        check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
-        check_size(name, value, batch)
+        with problems.caught():
+            rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
+            check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
+            check_size(name, value, batch)
 
 
 def with_budgets(controls: Controls, budgets: Budgets) -> Controls:

@@ -6,7 +6,8 @@ an exact sample from softmax(processed_logits) by the Gumbel-max trick. The nois
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,23 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxspec.config.checks import check_count
 from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.parallel import WHOLE, Layout, collectives
+from jaxspec.parallel.array_checks import Problems
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.truncate import truncation_threshold
 from pallas_kernels.truncate.reference import truncation_threshold_reference
+
+type Rule = tuple[Callable[[np.ndarray], np.ndarray], str]
+_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "temperature": (lambda x: x >= 0, "at least 0"),
+        "top_k": (lambda x: x >= 0, "at least 0 (0 keeps all tokens)"),
+        "top_p": (lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
+        "min_p": (lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+        "seeds": (lambda x: (x >= 0) & (x < 2**32), "0 to 2**32 - 1"),
+    }
+)
+_INTEGERS = ("top_k", "seeds")
 
 
 @pytree
@@ -66,19 +80,18 @@ def make_sampling(
     check_count("batch", batch)
     if isinstance(seeds, Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         seeds = _seeds_of_keys(seeds)
-    check_integers("top_k", top_k)
-    check_integers("seeds", seeds)
-    check_range("seeds", seeds, lambda x: (x >= 0) & (x < 2**32), "0 to 2**32 - 1")
     given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds)
+    problems = Problems()
     for name, value in given.items():
-        check_size(name, value, batch)
+        with problems.caught():
+            if name in _INTEGERS:
+                check_integers(name, value)
+            check_range(name, value, *_RULES[name])
+            check_size(name, value, batch)
+    problems.tell()
     if np.ndim(seeds) == 0:
         first = seeds if isinstance(seeds, Array) else np.asarray(seeds)
         seeds = first.astype(np.uint32) + np.arange(batch, dtype=np.uint32)
-    check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
-    check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
-    check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
-    check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
     return Sampling(
         temperature=per_row(temperature, batch, jnp.float32),
         top_k=per_row(top_k, batch, jnp.int32),

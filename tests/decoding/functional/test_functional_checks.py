@@ -116,6 +116,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
             {"prompt_lens": [0, 5], "max_lens": [40, 40], "stop_token_ids": [-2]},
             ["prompt_lens[0] is 0", "max_lens[0] is 40", "stop_token_ids[0, 0] is -2"],
         ),
+        ({"rows": [0, 2], "prompt_lens": [5, 13]}, ["rows[1] is 2", "prompt_lens[1] is 13"]),
     ],
 )
 def test_admit_names_what_is_wrong(changes: dict[str, Any], messages: list[str]):

@@ -151,6 +151,12 @@ def test_values_out_of_range_are_named(option: str, value, rule: str):
         make_controls(ROWS, VOCAB, **{option: value})
 
 
+def test_all_that_is_wrong_is_named_at_once():
+    names = ["bias", "presence_penalty", "min_tokens", "bad_sequences"]
+    with pytest.raises(ValueError, match=".*; ".join(f"{name} must be" for name in names)):
+        make_controls(ROWS, VOCAB, **dict.fromkeys(names, np.full(ROWS, -3)))
+
+
 # Rows of an engine.
 
 admit, prefill = new_jit(functional.admit), new_jit(functional.prefill, "width", "controls")

@@ -170,6 +170,10 @@ def test_one_seed_gives_every_row_its_own_and_an_array_is_taken_as_it_is():
         ({"seeds": 2**32}, "seeds must be 0 to 2**32 - 1, got 4294967296"),
         ({"seeds": jnp.array([1, -1])}, "seeds must be 0 to 2**32 - 1, got -1"),
         ({"seeds": jnp.zeros(3, jnp.uint32)}, "seeds must be a scalar or [2]"),
+        (
+            {"temperature": -1.0, "top_p": 2.0, "seeds": -3},
+            "at least 0, got -1.0; top_p must be in (0, 1], got 2.0; seeds must be 0 to 2**32 - 1",
+        ),
     ],
 )
 def test_sampling_is_checked(options: dict[str, Any], message: str):
