@@ -12,7 +12,7 @@ chosen experts, and meet between them. Within a thread block warpgroups have rol
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,17 +24,16 @@ from pallas_kernels import kernel_axes
 from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_gate_up_down.choice import choose
 from pallas_kernels.expert_gate_up_down.filled import list_filled
-from pallas_kernels.expert_gate_up_down.memory import HALF, results, scratch_of, viewed
+from pallas_kernels.expert_gate_up_down.memory import results, scratch_of, viewed
 from pallas_kernels.expert_gate_up_down.outputs import store_products, store_units
+from pallas_kernels.expert_gate_up_down.places import block_of, first_input, place_of, scale_places
 from pallas_kernels.expert_gate_up_down.plan import (
     BUFFERS,
     OUTPUTS,
     ROWS,
-    TILE,
     UNITS,
     WARPGROUPS,
     WARPS,
-    Phase,
     PhaseName,
     Plan,
     RouterPlan,
@@ -43,7 +42,6 @@ from pallas_kernels.expert_gate_up_down.plan import (
 )
 from pallas_kernels.expert_gate_up_down.products import (
     SPAN,
-    Places,
     block_scales,
     block_sums,
     no_sums,
@@ -51,6 +49,7 @@ from pallas_kernels.expert_gate_up_down.products import (
 from pallas_kernels.expert_gate_up_down.router import store_logits, sum_parts
 from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_slots import SlotProducts, Slots
+from pallas_kernels.fetch_ahead import fetch_share
 from pallas_kernels.grid_barrier import meet
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_expert_product.widening import SUMS_OF_SCALED
@@ -62,14 +61,6 @@ Refs = dict[str, Any]
 Weights = dict[PhaseName, PackedExperts]
 
 BARRIERS = 2  # of a launch; see grid_barrier.meet
-
-
-class Place(NamedTuple):
-    """Where a job is: its slot, the slot's expert, and its index among the jobs of the slot."""
-
-    slot: Array
-    expert: Array
-    job: Array
 
 
 # Traced once for all layers of a model.
@@ -180,6 +171,7 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
 
         @pl.when(role == WARPGROUPS + 1)
         def _copy():
+            _fetch_shared(plan, refs)
             plgpu.barrier_wait(refs["listed"])
             for at in range(len(plan.phases)):
                 _copy_phase(plan, at, refs)
@@ -206,6 +198,17 @@ def _sum_parts(router: RouterPlan, plan: Plan, refs: Refs) -> None:
     plgpu.barrier_arrive(refs["routed"])
 
 
+def _fetch_shared(plan: Plan, refs: Refs) -> None:
+    """Begin to read the shared expert, which rows choose in any case, into the cache."""
+    if plan.interpret or plan.router is None or not plan.router.rule.has_shared:
+        return
+    for phase in plan.phases:
+        values = refs[f"{phase.name}.values"]
+        of_expert = len(values) // plan.num_experts
+        shared = values.at[pl.ds(len(values) - of_expert, of_expert)]
+        fetch_share(shared, kernel_axes.index("block"), plan.tuning.blocks)
+
+
 def _prepare(plan: Plan, refs: Refs) -> None:
     """Copy x, see to the choice of experts, and list the slots that have an expert."""
     block, how = kernel_axes.index("block"), {"interpret": plan.interpret}
@@ -228,11 +231,6 @@ def _prepare(plan: Plan, refs: Refs) -> None:
     plgpu.barrier_arrive(refs["listed"])
 
 
-def _place(phase: Phase, refs: Refs, job: Array) -> Place:
-    index = lax.div(job, phase.jobs)
-    return Place(refs["filled"][index], refs["expert"][index], lax.rem(job, phase.jobs))
-
-
 def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
     """Copy a phase's weights into the ring."""
     phase, filled = plan.phases[at], refs["count"][0]
@@ -242,7 +240,7 @@ def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
     def copy(index: Array, _: None) -> None:
         number = before + index
         stage = lax.rem(number, plan.stages)
-        place = _place(phase, refs, first + lax.div(index, phase.steps))
+        place = place_of(phase, refs, first + lax.div(index, phase.steps))
         step = lax.rem(index, phase.steps)
         for warpgroup in range(WARPGROUPS):
             slot = stage * WARPGROUPS + warpgroup
@@ -251,30 +249,10 @@ def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
             def _wait_until_free(slot=slot):
                 plgpu.barrier_wait(refs["free"].at[slot])
 
-            source = _block_of(plan, phase, refs, place, step, warpgroup)
+            source = block_of(plan, phase, refs, place, step, warpgroup)
             plgpu.copy_gmem_to_smem(source, refs["values"].at[slot], refs["full"].at[slot])
 
     lax.fori_loop(0, jobs * phase.steps, copy, None)
-
-
-def _block_of(
-    plan: Plan, phase: Phase, refs: Refs, place: Place, step: Array, warpgroup: int
-) -> Any:
-    """The weights of a warpgroup's block of a job: [2, HALF, inputs]."""
-    expert, job = place.expert, place.job
-    first_byte = _first_input(plan, phase, step, warpgroup) * plan.stored.bits // 8
-    inputs = pl.ds(first_byte, plan.row)
-    if phase.name == "gate_up":
-        parts, units = pl.ds(expert * 2, 2), pl.ds(job * UNITS, UNITS)
-        return refs["gate_up.values"].at[parts, units, inputs]
-    first = expert * (plan.hidden // HALF) + job * (OUTPUTS // HALF) + 2 * warpgroup
-    return refs["down.values"].at[pl.ds(first, 2), :, inputs]
-
-
-def _first_input(plan: Plan, phase: Phase, step: Array, warpgroup: Any) -> Array:
-    if phase.name == "gate_up":
-        return (step * WARPGROUPS + warpgroup) * plan.block
-    return step * plan.block
 
 
 def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
@@ -288,14 +266,14 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     def scales_of(index: Array) -> Array:
         """Those of a block among this thread block's."""
         index = jnp.minimum(index, jobs * phase.steps - 1)
-        place = _place(phase, refs, first + lax.div(index, phase.steps))
-        scale, places = refs[f"{phase.name}.scale"], _scale_places(plan, phase, place, warpgroup)
-        start = _first_input(plan, phase, lax.rem(index, phase.steps), warpgroup)
+        place = place_of(phase, refs, first + lax.div(index, phase.steps))
+        scale, places = refs[f"{phase.name}.scale"], scale_places(plan, phase, place, warpgroup)
+        start = first_input(plan, phase, lax.rem(index, phase.steps), warpgroup)
         inputs = plan.block // WARPS
         return block_scales(plan.stored, scale, places, start, inputs, interpret=interpret)
 
     def job(index: Array, scales: Array) -> Array:
-        place = _place(phase, refs, first + index)
+        place = place_of(phase, refs, first + index)
 
         def step(turn: Array, carry: Any) -> Any:
             (total, scales), block = carry, index * phase.steps + turn
@@ -305,7 +283,7 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             x, from_slot = refs["rows"], 0
             if phase.name == "down":
                 x, from_slot = refs["units"], place.slot * (plan.units // SPAN)
-            span = from_slot + lax.div(_first_input(plan, phase, turn, warpgroup), SPAN)
+            span = from_slot + lax.div(first_input(plan, phase, turn, warpgroup), SPAN)
             given = plan.stored, refs["values"].at[stage], x, span, scales
             total += block_sums(phase.name, *given, interpret=interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
@@ -332,30 +310,6 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
         lax.fori_loop(0, jobs, job, scales_of(jnp.int32(0)))
 
 
-def _scale_places(plan: Plan, phase: Phase, place: Place, warpgroup: Array) -> Places:
-    """Where the scales of a warpgroup's tile are."""
-    (outputs, inputs), (_, expert, job) = plan.stored.scaled, place
-    if phase.name == "gate_up":
-        parts, width, depth = 2, plan.units, plan.hidden
-        firsts = [(part, job * UNITS) for part in range(2)]
-    else:
-        parts, width, depth = 1, plan.hidden, plan.units
-        tile = job * OUTPUTS + warpgroup * TILE
-        firsts = [(0, tile), (0, tile + HALF)]
-    columns = -(-depth // inputs)
-    if plan.stored.has_bytes:  # [E, parts, columns, width]
-        first, second = (
-            (expert * parts + part) * columns * width + output for part, output in firsts
-        )
-        return Places(first, second, width)
-    rows = -(-width // outputs)  # [E, parts, rows, columns]
-    first, second = (
-        ((expert * parts + part) * rows + lax.div(output, outputs)) * columns
-        for part, output in firsts
-    )
-    return Places(first, second, 1)
-
-
 def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     """Store the outputs of a phase's jobs; before those of the second, meet."""
     phase, filled = plan.phases[at], refs["count"][0]
@@ -374,7 +328,7 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     def store(index: Array, _: None) -> None:
         buffer = lax.rem(jobs_before + index, BUFFERS)
         plgpu.barrier_wait(refs["done"].at[buffer])
-        place = _place(phase, refs, first + index)
+        place = place_of(phase, refs, first + index)
         parts, how = refs["parts"].at[buffer], {"rows": plan.rows, "interpret": plan.interpret}
         if phase.name == "gate_up":
             store_units(parts, refs["units"], place.slot * plan.units + place.job * UNITS, **how)

@@ -18,7 +18,7 @@ from pallas_kernels.expert_gate_up_down import (
 )
 from pallas_kernels.expert_gate_up_down.cases import Case, make_arguments
 from pallas_kernels.expert_gate_up_down.memory import viewed
-from pallas_kernels.expert_gate_up_down.mosaic_gpu import Place, _first_input, _scale_places
+from pallas_kernels.expert_gate_up_down.places import Place, first_input, scale_places
 from pallas_kernels.expert_gate_up_down.plan import (
     OUTPUTS,
     ROWS,
@@ -169,10 +169,10 @@ def sums_of_job(
     """A warpgroup's sums of a job: of each thread's first output, and of its second."""
     values, scale = arrays[f"{phase.name}.values"], Ref(arrays[f"{phase.name}.scale"])
     expert, job, stored = int(place.expert), int(place.job), plan.stored
-    places = _scale_places(plan, phase, place, jnp.int32(warpgroup))
+    places = scale_places(plan, phase, place, jnp.int32(warpgroup))
     inputs, total = plan.block // WARPS, [np.zeros((128, 2), np.float32)] * 2
     for step in range(phase.steps):
-        start = int(_first_input(plan, phase, jnp.int32(step), warpgroup))
+        start = int(first_input(plan, phase, jnp.int32(step), warpgroup))
         columns = slice(start * stored.bits // 8, start * stored.bits // 8 + plan.row)
         if phase.name == "gate_up":
             block = values[2 * expert :, job * UNITS :, columns][:2, :UNITS]
