@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from pallas_kernels.expert_gate_up_down.plan import (
 from pallas_kernels.expert_gate_up_down.products import SPAN, SUMS
 from pallas_kernels.expert_slots import make_slots
 from pallas_kernels.packed_expert_product.widening import SUMS_OF_SCALED
+from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.top_k.routes import RouteRule, SharedGate, expert_routes_reference
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.marks import slow
@@ -126,7 +128,7 @@ def test_warps_multiply_and_outputs_are_stored(
 ):
     """All jobs of an expert of three rows, in the layouts of memory."""
     case, expert = Case(3, 1, 2, hidden, units, form=form), 1
-    x, _, _, gate_up, down = make_arguments(case)
+    x, _, _, gate_up, down = jax.jit(lambda: make_arguments(case))()
     stored = stored_of(gate_up)
     assert stored is not None
     plan = Plan(
@@ -157,7 +159,8 @@ def test_warps_multiply_and_outputs_are_stored(
     assert np.isnan(found[case.rows :]).all()
 
     every = jnp.arange(case.num_experts)
-    wide = np.moveaxis(np.asarray(gate_up.of(every)), -1, 1), np.asarray(down.of(every))[:, 0]
+    wide = [np.asarray(jax.jit(PackedExperts.of)(each, every)) for each in (gate_up, down)]
+    wide = np.moveaxis(wide[0], -1, 1), wide[1][:, 0]
     chosen = np.full((case.rows, 1), expert)
     given = np.asarray(x), chosen, wide[0], np.swapaxes(wide[1], 1, 2)
     assert_exact(jnp.asarray(found[: case.rows, None]), case, given)

@@ -1,6 +1,7 @@
 """Experts in one launch, with the choice: when, and that they are those of several launches."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,9 +28,16 @@ ROUTING = RoutingConfig(num_experts=128, top_k=4, normalize=True)
 CONFIG = ExpertsConfig(128, ROUTING, shared_size=128, shared_gate=True)
 
 
+@functools.lru_cache(maxsize=2)  # of the layer that most tests change
+def weights_of(case: Case) -> tuple[Any, Any]:
+    *_, gate_up, down, _ = jax.jit(lambda: make_arguments(case))()
+    return gate_up, down
+
+
 def layer(form: str = "fp8", hidden: int = 512, units: int = 128, **fields: Any) -> Experts:
     """Experts of which the last one is shared."""
-    *_, gate_up, down, _ = make_arguments(Case(1, 1, 129, hidden, units, form=form))
+    case = Case(1, 1, 129, hidden, units, form=form)
+    gate_up, down = weights_of(case)
 
     def weights(packed: Any, axes: tuple[str, ...]) -> PackedExpertLinear:
         arrays: dict[str, Any] = {"values": packed.values, "scale": packed.scale}
@@ -81,12 +89,16 @@ def test_experts_are_those_of_several_launches(monkeypatch: pytest.MonkeyPatch):
         return routed_gate_up_down(*arguments, rule=rule)
 
     monkeypatch.setattr(slots, "routed_gate_up_down", by_reference)
-    experts, x, several = layer(), rows_of(3), step(kernels=NO_KERNELS)
-    found = experts(x, step())
-    assert isinstance(found, ChosenSum)
-    wanted = experts.mixed(x[0], experts.routes(x[0], several), several)
-    total = np.asarray(found.products.total(), np.float64)
-    expected = np.asarray(wanted, np.float64)
+    experts, several = layer(), step(kernels=NO_KERNELS)
+
+    @jax.jit
+    def both(x: jax.Array) -> Any:
+        found = experts(x, step())
+        assert isinstance(found, ChosenSum)
+        wanted = experts.mixed(x[0], experts.routes(x[0], several), several)
+        return found.products.total(), wanted
+
+    total, expected = (np.asarray(array, np.float64) for array in both(rows_of(3)))
     assert np.linalg.norm((total - expected)[:2]) <= 1e-2 * np.linalg.norm(expected[:2])
     assert (total[2] == 0).all()  # padding chooses none
 
