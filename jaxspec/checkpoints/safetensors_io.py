@@ -223,12 +223,13 @@ def check_tensors(
     for name, tensor in stored.items():
         if name not in expected:
             if name not in harmless and not _has_no_effect(name, tensor):
-                problems.append(f"{shown_name(name)} is not part of this model")
+                problems.append(f"{shown_name(tensor.name)} is not part of this model")
         elif tensor.shape != expected[name].shape:
             found, wanted = list(tensor.shape), list(expected[name].shape)
             problems.append(f"{tensor.name} is {found}, not {wanted}")
         elif tensor.dtype not in _readable_as(expected[name].dtype):
             problems.append(f"{tensor.name} has unsupported dtype {tensor.dtype}")
+    problems = list(dict.fromkeys(problems))  # several may be parts of a stored one
     if problems:
         folders = sorted({str(tensor.file.parent) for tensor in stored.values()})
         where = ", ".join(folders) or "the checkpoint"

@@ -67,3 +67,16 @@ def test_tensors_make_the_model_that_they_were_made_of(family: str, tmp_path: Pa
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
     offset = float(model.norm[0] - tensors["model.norm.weight"][0])
     assert offset == pytest.approx(config.norm_offset, abs=1e-6)
+
+
+def test_surplus_tensors_are_named_as_their_file_names_them(tmp_path: Path):
+    raw = SMALL | {"model_type": "phi3"}
+    shapes = decoder_shapes(
+        parse_model_config(raw | {"num_hidden_layers": 2}), jnp.dtype(jnp.float32)
+    )
+    model: Decoder = random_arrays(shapes, 0)
+    save_tree(tmp_path, model, model.mapped(splitting()), raw)
+    with pytest.raises(ValueError, match=r"does not fit its config\.json") as caught:
+        load_decoder(tmp_path, load_model_config(tmp_path), jnp.dtype(jnp.float32))
+    assert str(caught.value).count("model.layers.1.self_attn.qkv_proj.weight is not part") == 1
+    assert "q_proj.weight" not in str(caught.value)

@@ -17,7 +17,7 @@ from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
 from jaxspec.parallel import make_mesh
 from tests.helpers import four_bit_checkpoints as four_bits
-from tests.helpers.checkpoints import hf_logits
+from tests.helpers.checkpoints import changed_copy, hf_logits
 from tests.helpers.families import LENGTH, save_family
 from tests.helpers.marks import slow
 from tests.helpers.parity import assert_close, load, paged_logits
@@ -81,6 +81,12 @@ def test_experts_are_the_numbers_of_the_file(name: str, folders: Any):
         np.testing.assert_array_equal(in_bfloat16, ours.of(chosen).astype(jnp.bfloat16))
         if ours.bias is not None:
             np.testing.assert_array_equal(ours.bias, theirs.bias)
+
+
+def test_experts_that_the_files_lack_are_named(folders: Any, tmp_path: Path):
+    folder = changed_copy(folders("gpt-oss")[0], tmp_path / "more", {"num_local_experts": 64})
+    with pytest.raises(ValueError, match=r"the files have .*experts\.0\..* and not .*experts\."):
+        load(folder)
 
 
 @pytest.mark.slow

@@ -34,6 +34,11 @@ def as_stored(
         if not found or _must_be_widened(stored, source, linear):
             return linear
         if missing := [name for name in source.names if name not in found]:
+            absent = [name for name in missing if f"{name}.weight" not in stored]
+            if absent:
+                raise ValueError(
+                    f"the files have {found[0]} and not {absent[0]}: config.json does not fit them"
+                )
             raise ValueError(
                 f"{found[0]} is quantized and {missing[0]} is not: projections that are computed "
                 "together must have one format"
