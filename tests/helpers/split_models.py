@@ -4,6 +4,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from tests.helpers.block_heads import EXTRAS, OTHERS, block_params, block_target
+from tests.helpers.mapped_models import mapped_copy
 from tests.helpers.random_models import make_params
 
 TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)
@@ -18,6 +19,8 @@ SPECULATIONS = {
     # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
+    "mapped tree": TREE,
+    "mapped rejection": SpeculationConfig.chain(2, "rejection"),
     "peagle tree": TREE,
     "dflash": SpeculationConfig.chain(3),
     "dflash tree": DEEP_TREE,
@@ -62,4 +65,7 @@ def params_of(name: str, target: Decoder) -> EngineParams:
     drafter = name.removesuffix(" tree").removesuffix(" rejection")
     if is_of_blocks(name):
         return block_params(drafter, SPECULATIONS[name], block_target(target.config))
+    if drafter == "mapped":
+        spec = SPECULATIONS[name]
+        return EngineParams(target=target, drafter=mapped_copy(target), speculation=spec)
     return make_params(drafter, SPECULATIONS[name], target)

@@ -101,6 +101,8 @@ def run(
             "ngram": [(2, 2, True)],
             "eagle1": [(4, 1, True), (2, 2, False)],
             "draft_model": [(2, 1, True), (4, 1, True), (4, 1, False), (2, 2, False)],
+            "mapped tree": [(2, 1, False)],
+            "mapped rejection": [(2, 1, False)],
             "peagle tree": [(2, 1, False), (4, 1, True)],
             "dflash": [(2, 1, False), (2, 2, True)],
             "dflash tree": [(2, 1, True), (4, 1, False)],
