@@ -44,6 +44,31 @@ def test_the_first_programs_are_compiled_once_beside_this_thread(compilations: C
     assert generation.timings is not None and generation.timings.compile > 0.1
 
 
+def test_nothing_is_begun_twice_while_long_prompts_are_read(monkeypatch: pytest.MonkeyPatch):
+    cache, config = (
+        CacheConfig(page_size=4, max_length=64),
+        EngineConfig(max_rows=2, prefill_budget=16),
+    )
+    own = Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, config)
+    lowered = noted_programs(own, monkeypatch)
+    own.finish([own.add([i] * 40, SamplingParams(max_tokens=2)) for i in range(2)])
+    programs = own.programs
+    assert lowered == [programs.admit_rows, programs.prefill, programs.decode]
+    assert not programs.coming
+
+
+def noted_programs(own: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs that threads are given to compile from now on."""
+    lowered, lower = [], own.programs.lower
+
+    def noted(program: Any, *arguments: Any, **options: Any) -> jax.stages.Lowered:
+        lowered.append(program)
+        return lower(program, *arguments, **options)
+
+    monkeypatch.setattr(own.programs, "lower", noted)
+    return lowered
+
+
 @pytest.mark.slow
 def test_a_program_that_cannot_be_compiled_ahead_is_compiled_when_it_runs(
     compilations: Compilations, monkeypatch: pytest.MonkeyPatch
@@ -90,13 +115,7 @@ def test_a_server_begins_with_few_programs():
 def test_short_requests_run_what_was_begun_for_them(monkeypatch: pytest.MonkeyPatch):
     cache = CacheConfig(page_size=4, max_length=64)
     own = Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, EngineConfig(max_rows=2))
-    lowered, lower = [], own.programs.lower
-
-    def noted(program: Any, *arguments: Any, **options: Any) -> jax.stages.Lowered:
-        lowered.append(program)
-        return lower(program, *arguments, **options)
-
-    monkeypatch.setattr(own.programs, "lower", noted)
+    lowered = noted_programs(own, monkeypatch)
     with compiling_threads() as pool:
         begin_short_requests(own, 2, pool)
     begun = set(own.programs.coming)

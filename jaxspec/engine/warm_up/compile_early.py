@@ -81,8 +81,13 @@ def begin_to_compile(
         return
     state = programs.state  # for its shapes: the engine may donate it meanwhile
     for key in keys:
-        if key not in programs.ready and key not in programs.coming:
+        if _is_new(programs, key):
             programs.coming[key] = pool.submit(_compile, programs, key, state)
+
+
+def _is_new(programs: Programs, key: Any) -> bool:
+    """Whether a program is neither ready nor begun."""
+    return key not in programs.ready and key not in programs.coming
 
 
 def _compile(programs: Programs, key: ReadKey | RoundsKey, state: EngineState) -> None:
@@ -94,7 +99,8 @@ def compiling_threads() -> ThreadPoolExecutor:
 
 
 def compile_first(programs: Programs, plan: Plan, load: Load, shape: TreeShape) -> None:
-    """Begin to compile what an engine's first plan runs; Programs waits for what is ``coming``.
+    """Begin to compile what an engine's first plans run, until one has rounds; Programs waits for
+    what is ``coming``.
 
     For one request a program of rounds is not begun here: it would compete with the reading program
     for Python's lock and the cores, and the first token would come later. Of several the rounds
@@ -112,17 +118,18 @@ def compile_first(programs: Programs, plan: Plan, load: Load, shape: TreeShape) 
         return
     started, pool = time.perf_counter(), compiling_threads()
     size = ADMISSIONS if len(plan.admissions) <= ADMISSIONS else MANY_ADMISSIONS
-    if ("admit", size) not in programs.ready:
+    if _is_new(programs, ("admit", size)):
         programs.coming["admit", size] = pool.submit(_lowered_admission(programs, size).compile)
     keys = {key for key, _ in programs.readings(reads_of(plan), load, set(), kind)}
     for key in sorted(keys, reverse=True):
-        if key not in programs.ready and key not in programs.coming and key == programs.now(key):
+        if _is_new(programs, key) and key == programs.now(key):
             programs.coming[key] = pool.submit(_lowered(programs, key, programs.state).compile)
     if len(sequences) > 1:
         rows, tokens = [read.row for read in plan.reads], max(each.limit for each in sequences)
         fixed = programs.sizes.fixed_rounds
         key = programs.rounds_key(rows, tokens, load, shape, kind_of(sequences), rounds=fixed)
-        programs.coming[key] = pool.submit(_lowered(programs, key, programs.state).compile)
+        if _is_new(programs, key):
+            programs.coming[key] = pool.submit(_lowered(programs, key, programs.state).compile)
     pool.shutdown(wait=False)
     programs.compile_seconds += time.perf_counter() - started
 
