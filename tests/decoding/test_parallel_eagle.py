@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoints.eagle import load_eagle_head, save_eagle_head
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_decoder
+from jaxspec.config.engine import Preemption
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import ParallelEagleDrafter
 from jaxspec.functional import EngineParams
@@ -23,8 +24,15 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.eagle_head import eagle_head_config
 from jaxspec.models.heads import DraftHead, HeadConfig, block_layers, head_shapes
 from jaxspec.models.json.values import read_json
+from tests.decoding.test_block_exactness import (
+    REQUESTS,
+    SAMPLINGS,
+    engine_of,
+    finished,
+    plain_requests,
+)
 from tests.decoding.test_exactness import PROMPTS, TREES, Case, check
-from tests.helpers.block_heads import MASK, arrays_equal
+from tests.helpers.block_heads import MASK, arrays_equal, block_target
 from tests.helpers.checkpoints import changed_copy
 from tests.helpers.marks import slow
 from tests.helpers.parallel_reference import parallel_logits
@@ -118,6 +126,26 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_text_is_that_of_plain_decoding(case: Case):
     check(case, make_params("peagle", TREES[case.tree]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_prefix_hits_and_preemption_do_not_change_the_text(preemption: Preemption):
+    params = make_params("peagle", TREES["tree12"], block_target())
+    engine = engine_of(params, num_pages=14, preemption=preemption)
+    assert [one.token_ids for one in finished(engine)] == plain_requests()
+    assert engine.scheduler.preemptions[preemption] > 0
+    again = engine.add_all(REQUESTS[4:], SAMPLINGS[4:])
+    engine.finish(again)
+    assert [one.token_ids for one in again] == plain_requests()[4:]
+    assert all(one.cached_tokens >= 8 for one in again)
+
+
+@pytest.mark.slow
+def test_an_adaptive_engine_does_not_change_the_text():
+    params = make_params("peagle", TREES["chain5"], block_target())
+    engine = engine_of(params, sealed=False, adaptive=True)
+    assert [one.token_ids for one in finished(engine)] == plain_requests()
 
 
 @pytest.mark.slow
