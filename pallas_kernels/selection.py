@@ -39,6 +39,11 @@ OPERATIONS = (
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
+# What other kernels do beside their first form, and those kernels: none of these runs by itself.
+FORMS: Mapping[str, str] = MappingProxyType(
+    {"o_to_norm": "o_gate_up_down", "float8_layers": "o_gate_up_down"}
+)
+
 # "auto" leaves these out, unless so many devices share a model: for those numbers they were right
 # on two machines. For other numbers they were compiled, but have not run yet, or on one machine, as
 # those of one and two devices were on 4.
@@ -110,8 +115,8 @@ class Kernels:
     def parse(cls, text: str, device: Any = None, sharing: int = 1) -> Self:
         """Parse "auto" (see ``for_device``), "all", "none", or a comma list of operations.
 
-        Raises ValueError for an operation without a kernel on the device, and for any kernel on a
-        device that is neither a Hopper GPU nor a TPU.
+        Raises ValueError for an operation without a kernel on the device, for a form (see FORMS)
+        without its kernel, and for any kernel on a device that is neither a Hopper GPU nor a TPU.
         """
         if text == "auto":
             return cls.for_device(device, sharing)
@@ -122,6 +127,11 @@ class Kernels:
         has = _operations_of(backend or "mosaic_gpu")
         names = has if text == "all" else [name.strip() for name in text.split(",")]
         kernels = cls(frozenset(names), backend or "mosaic_gpu")
+        alone = {name: of for name, of in FORMS.items() if name in kernels and of not in kernels}
+        if alone:
+            raise ValueError(
+                "; ".join(f"{form} is a form of {of}: name both" for form, of in alone.items())
+            )
         if backend is None:
             raise ValueError(f"the kernels are for Hopper GPUs, not for {device.device_kind}")
         return kernels

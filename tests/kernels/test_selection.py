@@ -131,6 +131,14 @@ def test_a_name_without_a_kernel_is_an_error_of_one_line(text: str):
         ALL.implementation("conv")
 
 
+def test_a_form_needs_its_kernel():
+    with pytest.raises(ValueError, match=r"^float8_layers is a form of o_gate_up_down: name both$"):
+        Kernels.parse("top_k,float8_layers", HOPPERS[0])
+    with pytest.raises(ValueError, match=r"o_to_norm is a form of .*; float8_layers is a form of"):
+        Kernels.parse("o_to_norm,float8_layers", HOPPERS[0])
+    assert "o_to_norm" in Kernels.parse("o_to_norm,o_gate_up_down", HOPPERS[0])
+
+
 def test_auto_is_the_kernel_wherever_the_arguments_fit():
     """On any device: "auto" looks at the arguments only, and the caller chooses by device."""
     assert kernel_module("top_k", "reference", None) is None
