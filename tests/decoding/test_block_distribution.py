@@ -149,7 +149,8 @@ def p_value(
 @pytest.mark.parametrize("kind", [*KINDS, *CORRECTED, *OTHERS])
 def test_texts_have_the_targets_distribution(kind: str, shape: str, rule: str):
     found, depth = drawn(kind, dataclasses.replace(SPECS[shape], acceptance=rule), PROMPT)
-    assert 0.5 < depth < 2.5, "drafts must be accepted and refused"
+    least = 0.2 if "reduced" in kind else 0.5  # such a head drafts half of the tokens
+    assert least < depth < 2.5, "drafts must be accepted and refused"
     assert p_value(found, PROMPT) > P_VALUE
     assert p_value(found, PROMPT, 1.2 * TEMPERATURE) < 1e-9, "another distribution is noticed"
 
