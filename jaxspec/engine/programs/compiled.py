@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -41,7 +40,6 @@ class CompiledPrograms:
         self.ready: set[Any] = set()
         self.coming: dict[Any, Future[Any]] = {}
         self.ask: Callable[[ReadKey | RoundsKey], bool] | None = None
-        self._lowers = threading.Lock()
 
     @property
     def compiles_now(self) -> bool:
@@ -100,12 +98,8 @@ class CompiledPrograms:
         logger.info("compiled %s: %.1f s", self.name(key), seconds)
 
     def lower(self, program: Any, *arguments: Any, **options: Any) -> jax.stages.Lowered:
-        """A program for these arguments, to be compiled by any thread.
-
-        Python runs one thread at a time: two that trace take longer than one after the other.
-        """
-        with self._lowers:
-            return program.lower(*arguments, **options)
+        """A program for these arguments, to be compiled by any thread."""
+        return program.lower(*arguments, **options)
 
     def compiled_now(self) -> list[str]:
         """What is compiled now, here and in other threads, as people call it; for any thread."""
