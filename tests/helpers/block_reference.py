@@ -34,9 +34,9 @@ def block_outputs(
     weights = {name: np.asarray(one, np.float64) for name, one in tensors.items()}
     options = config.get("dflash_config") or config
     is_dspark = config["architectures"] in (["Qwen3DSparkModel"], ["DSparkDraftModel"])
-    next_token = is_dspark or options.get("shift_label", False)
+    shifted = options.get("shift_label", False)  # Domino's: its last mask drafts nothing
     eps, size = config["rms_norm_eps"], len(captured)
-    tokens = [root] + [options["mask_token_id"]] * (depth - 1 if next_token else depth)
+    tokens = [root] + [options["mask_token_id"]] * (depth - 1 if is_dspark else depth)
     fused = np.asarray(captured, np.float64) @ weights["fc.weight"].T
     context = norm(fused, weights["hidden_norm.weight"], eps)  # [S, H]
     x = np.asarray(embeddings, np.float64)[tokens]  # [T, H]
@@ -66,7 +66,9 @@ def block_outputs(
         units = gate / (1 + np.exp(-gate)) * up
         x = x + _convolved(units @ own["mlp.down_proj.weight"].T, taps, 1)
     out = norm(x, weights["norm.weight"], eps)
-    return out if next_token or with_root else out[1:]
+    if shifted:
+        return out[:-1]
+    return out if is_dspark or with_root else out[1:]
 
 
 def _taps(own: Tensors, prefix: str, read: np.ndarray) -> np.ndarray | None:

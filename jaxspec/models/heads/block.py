@@ -179,15 +179,17 @@ class BlockHead(Pytree):
         """The head's kind, as commands and cards name it."""
         named: dict[Any, str] = {Selector: "dflash2", LiLiCorr: "lilicorr"}
         named |= {Domino: "domino", XPress: "xpress"}
-        if type(self.correction) in named:
-            return named[type(self.correction)]
-        return "dspark" if self.predicts_next else "dflash"
+        return named.get(type(self.correction), "dspark" if self.predicts_next else "dflash")
 
     @property
     def max_depth(self) -> int:
         """The most tokens that one block drafts."""
-        counts_root = self.predicts_next and not isinstance(self.correction, Domino)
-        return self.block_size if counts_root else self.block_size - 1
+        return self.block_size - self._unused
+
+    @property
+    def _unused(self) -> int:
+        """Tokens of a block that draft none: DFlash's first one, Domino's last."""
+        return int(not self.predicts_next or isinstance(self.correction, Domino))
 
     def vocab_layout(self, target: Decoder) -> Layout:
         """How the last dimension of ``logits`` is split."""
@@ -240,7 +242,7 @@ class BlockHead(Pytree):
 
     def block(self, roots: Array, depth: int) -> Array:
         """The input that drafts ``depth`` tokens after ``roots`` [B]: int32 [B, T]."""
-        masks = depth - 1 if self.predicts_next else depth
+        masks = depth + self._unused - 1
         return jnp.pad(roots[:, None], ((0, 0), (0, masks)), constant_values=self.mask_token)
 
     def outputs(
@@ -261,7 +263,7 @@ class BlockHead(Pytree):
 
     def drafted(self, normed: Array) -> Array:
         """The outputs [B, depth, H] that draft, of those of a block [B, T, H]."""
-        return normed if self.predicts_next else normed[:, 1:]
+        return normed[:, : normed.shape[1] - self._unused] if self.predicts_next else normed[:, 1:]
 
     def all_outputs(
         self,
