@@ -72,7 +72,7 @@ MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
 _CHOICES = ("greedy", "controls", "logprobs", "top_logprobs", "prompt_logprobs", "hidden")
 _SIZES = ("num_rows", "max_length", "page_size", "num_pages", "max_stops", "controls")
-jit_init = jax.jit(init_state, static_argnames=_SIZES, compiler_options=FAST_COMPILE)
+jit_init = jax.jit(init_state, static_argnames=_SIZES)  # within programs, too
 jit_admit = jax.jit(admit, compiler_options=FAST_COMPILE)
 
 
