@@ -1,6 +1,6 @@
 """The rest of a layer after its attention, in one launch: the output projection, the residual
-stream and its norm, and an MLP with gates; all weights have 4 bits. It may go on to the norm behind
-the MLP."""
+stream and its norm, and an MLP with gates; all weights have 4 bits, or all are 8-bit floats. It may
+go on to the norm behind the MLP."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -22,13 +22,12 @@ from pallas_kernels.o_gate_up_down.products import (
     by_output,
     entry_chunk,
     f32,
-    ldmatrix,
     line_chunk,
     load_f32,
-    shared_address,
     tiles_of,
 )
 from pallas_kernels.shared_memory import LINE, swizzled
+from pallas_kernels.warp_products import load_matrices, multiply_add_float8, shared_address
 from pallas_kernels.words import Word
 
 TRANSFORMS = swizzled(LINE, 8)  # of weights, and of rows
@@ -85,15 +84,15 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
     lane, warp = Word(mgpu.thread_idx()) % 32, Word(utils.warp_idx(sync=True)) % WARPS
     values, x = shared_address(values), shared_address(x)
     first = Word(start.registers.item()) // _CHUNK
-    loads = [ldmatrix(x + row_chunk(lane, first, warp, at)) for at in range(_STEPS // 2)]
+    loads = [load_matrices(x + row_chunk(lane, first, warp, at)) for at in range(_STEPS // 2)]
     columns = [words for load in loads for words in (load[:2], load[2:])]
     sums = tiles_of(total)
     of_rows = _scales_of_rows(factors[1], start, lane, warp) if factors else []
     for tile in range(TILES):
         product = [utils.c(0.0, f32())] * 4 if factors else sums[tile]
         for step, column in enumerate(columns):
-            words = ldmatrix(values + weight_chunk(lane, warp, tile, step))
-            product = _mma(product, words, column)
+            words = load_matrices(values + weight_chunk(lane, warp, tile, step))
+            product = multiply_add_float8(product, words, column)
         sums[tile] = product
         if factors:
             of_weights = by_output(factors[0], lane, warp, tile)
@@ -123,10 +122,3 @@ def weight_chunk(lane: Any, warp: Any, tile: int, step: int) -> Any:
 def row_chunk(lane: Any, first: Any, warp: Any, pair: int) -> Any:
     """Four chunks of 16 inputs of all rows; ``first``: the block's first chunk."""
     return entry_chunk(lane % 8, first + warp * (GROUP // _CHUNK) + (lane // 8 + 4 * pair))
-
-
-def _mma(sums: Any, a: Any, b: Any) -> list[Any]:
-    product = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
-    operands = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    types = 4 * [f32()]
-    return list(utils.inline_ptx(f"{product} {operands}", *a, *b, *sums, result_types=types))

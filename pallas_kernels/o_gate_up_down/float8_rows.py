@@ -22,7 +22,7 @@ from pallas_kernels.grid_barrier import gather
 from pallas_kernels.o_gate_up_down.float8_products import TRANSFORMS
 from pallas_kernels.o_gate_up_down.outputs import as_bfloat16
 from pallas_kernels.o_gate_up_down.plan import GROUP, ROWS, WARPS
-from pallas_kernels.o_gate_up_down.products import entry_chunk, load_f32, shared_address
+from pallas_kernels.o_gate_up_down.products import entry_chunk, load_f32
 from pallas_kernels.o_gate_up_down.rows import (
     ENTRIES,
     THREADS,
@@ -37,6 +37,7 @@ from pallas_kernels.o_gate_up_down.rows import (
     word,
 )
 from pallas_kernels.round_tokens.reference import SMALLEST, rounded_by, scale_of
+from pallas_kernels.warp_products import shared_address
 from pallas_kernels.words import Word
 
 _SUMS_BYTES = 4 * WARPS

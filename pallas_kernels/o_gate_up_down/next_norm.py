@@ -18,11 +18,11 @@ from jaxlib.mlir.dialects import arith, vector
 from pallas_kernels import kernel_axes
 from pallas_kernels.o_gate_up_down.outputs import as_bfloat16
 from pallas_kernels.o_gate_up_down.plan import WARPS
-from pallas_kernels.o_gate_up_down.products import shared_address
 from pallas_kernels.o_gate_up_down.rows import THREADS, load_sums, store_sum
 from pallas_kernels.products import total_f32
 from pallas_kernels.round_tokens.reference import rounded_by, scale_of
 from pallas_kernels.round_tokens.row_parts import RowParts
+from pallas_kernels.warp_products import shared_address
 from pallas_kernels.words import Word
 
 _SUMS_BYTES = 4 * WARPS

@@ -24,6 +24,7 @@ from pallas_kernels.o_gate_up_down.plan import BLOCK, GROUP, ROWS, TILE, TILES, 
 from pallas_kernels.packed_product.order import SPAN, input_order
 from pallas_kernels.packed_product.widening import BIAS, biased_pairs, mask_in_register
 from pallas_kernels.shared_memory import LINE, TILE_ROWS, swizzled
+from pallas_kernels.warp_products import load_matrices, multiply_add, shared_address
 from pallas_kernels.words import Word
 
 SUMS = (WARPS * TILE, TILES * ROWS)
@@ -72,14 +73,16 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
     values, x = shared_address(values), shared_address(x)
     mask = mask_in_register(thread)
     first = Word(start.registers.item()) // 8
-    columns = [ldmatrix(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)]
+    columns = [
+        load_matrices(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)
+    ]
     sums = tiles_of(total)
     for tile in range(TILES):
         factor, *zero = (by_output(ref, lane, warp, tile) for ref in factors)
         biases = [_bias(z) for z in zero[0]] if zero else 2 * [_constant(_BIASES)]
         product = [utils.c(0.0, f32())] * 4
         for pair in range(GROUP // SPAN // 2):
-            words = ldmatrix(values + weight_chunk(lane, warp, tile, pair))
+            words = load_matrices(values + weight_chunk(lane, warp, tile, pair))
             for span in range(2):
                 product = _multiply(
                     product, words[2 * span : 2 * span + 2], biases, columns[2 * pair + span], mask
@@ -99,7 +102,7 @@ def _multiply(product: Any, words: Any, biases: Any, columns: Any, mask: Any) ->
         for word, bias in zip(words, biases, strict=True)
     ]
     for half in range(2):
-        product = _mma(product, first_operand(wide, half), columns[2 * half : 2 * half + 2])
+        product = multiply_add(product, first_operand(wide, half), columns[2 * half : 2 * half + 2])
     return product
 
 
@@ -138,11 +141,6 @@ _BIASES = 0x43084308  # BIAS twice, in bfloat16
 assert np.asarray(BIAS, jnp.bfloat16).view(np.uint16) == _BIASES & 0xFFFF
 
 
-def shared_address(ref: Any) -> Word:
-    """Where an array in shared memory begins."""
-    return Word(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
-
-
 def by_output(ref: Any, lane: Any, warp: Any, tile: int) -> list[Any]:
     """Float32 factors of a thread's two outputs of a tile."""
     first = warp * (TILES * TILE) + lane // 4 + TILE * tile
@@ -169,23 +167,6 @@ def _bias(zero: Any) -> Any:
 
 def _less(x: Any, y: Any) -> Any:
     return utils.inline_ptx("sub.rn.bf16x2 $0, $1, $2;", x, y, result_types=_i32())
-
-
-def ldmatrix(address: Word) -> Any:
-    """Four matrices of 8 rows of 16 bytes: of each a lane has 4 bytes of row lane / 4."""
-    return utils.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
-        address.value,
-        result_types=4 * [_i32()],
-        has_side_effects=True,
-    )
-
-
-def _mma(sums: Any, a: Any, b: Any) -> list[Any]:
-    product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    operands = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    types = 4 * [f32()]
-    return list(utils.inline_ptx(f"{product} {operands}", *a, *b, *sums, result_types=types))
 
 
 def tiles_of(array: Any) -> list[list[Any]]:

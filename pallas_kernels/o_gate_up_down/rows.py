@@ -14,7 +14,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.add_rms_norm.reference import rms_norm
 from pallas_kernels.grid_barrier import gather
 from pallas_kernels.o_gate_up_down.plan import WARPS
-from pallas_kernels.o_gate_up_down.products import X_TRANSFORMS, entry_chunk, shared_address
+from pallas_kernels.o_gate_up_down.products import X_TRANSFORMS, entry_chunk
+from pallas_kernels.warp_products import shared_address
 from pallas_kernels.words import Word
 
 ENTRIES = 8  # of a row that a thread has side by side

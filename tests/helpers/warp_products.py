@@ -1,14 +1,15 @@
 """Products of single warps on numbers, with the fragments of PTX's manual.
 
 A lane l of mma.m16n8k16 holds of the first operand rows l / 4 and l / 4 + 8, of the second one
-column l / 4; of each of them entries 2 (l mod 4) and the next, and both again 8 further.
+column l / 4; of each of them entries 2 (l mod 4) and the next, and both again 8 further. Of
+m16n8k32 it holds four entries side by side, and those 16 further.
 """
 
 import jax.numpy as jnp
 import numpy as np
 
 LANES = np.arange(32)
-OUTPUTS, ROWS, INPUTS = 16, 8, 16
+OUTPUTS, ROWS = 16, 8
 
 
 def in_shared_memory(lines: np.ndarray) -> np.ndarray:
@@ -33,11 +34,12 @@ def numbers(words: np.ndarray) -> np.ndarray:
 
 
 def product(first: list[np.ndarray], second: list[np.ndarray]) -> np.ndarray:
-    """What mma.m16n8k16 makes of its operands, [16, 8]."""
-    a, b = np.zeros((OUTPUTS, INPUTS)), np.zeros((INPUTS, ROWS))
-    entries = 2 * (LANES % 4)[:, None] + np.arange(2)
+    """What mma.m16n8k16 makes of its operands, or m16n8k32 of words with four numbers: [16, 8]."""
+    count = first[0].shape[-1]  # side by side
+    a, b = np.zeros((OUTPUTS, 8 * count)), np.zeros((8 * count, ROWS))
+    entries = count * (LANES % 4)[:, None] + np.arange(count)
     for at, values in enumerate(first):
-        a[(LANES // 4 + at % 2 * 8)[:, None], entries + at // 2 * 8] = values
+        a[(LANES // 4 + at % 2 * 8)[:, None], entries + at // 2 * 4 * count] = values
     for at, values in enumerate(second):
-        b[entries + at * 8, (LANES // 4)[:, None]] = values
+        b[entries + at * 4 * count, (LANES // 4)[:, None]] = values
     return a @ b

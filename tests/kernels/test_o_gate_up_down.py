@@ -44,6 +44,7 @@ from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.widening import BIAS, HALVES, biased_pairs
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.programs import FAST_COMPILE
+from tests.helpers.warp_products import LANES, in_shared_memory, loaded, numbers, product
 
 # Relative. Sums are exact to float32, but one that falls between two numbers of 16 bits may be
 # rounded to either; results of the MLP are sums over many of those.
@@ -54,7 +55,6 @@ FLOAT8_ERROR = 5e-3
 SMALL = Case(2, 512, 512, 512)
 SMALL8 = Case(3, 512, 512, 1536, float8=True)
 GROUPS8 = dataclasses.replace(SMALL8, rows=2, groups=True)
-LANES = np.arange(32)
 
 
 @functools.lru_cache(maxsize=len(TEST_CASES))
@@ -338,39 +338,6 @@ def test_a_warp_multiplies_its_group_of_8_bit_floats():
 def float8_numbers(words: np.ndarray) -> np.ndarray:
     """Four numbers of each word: [lanes, 4]."""
     return words.astype("<u4").view(jnp.float8_e4m3fn).reshape(-1, 4).astype(np.float64)
-
-
-def in_shared_memory(lines: np.ndarray) -> np.ndarray:
-    """Bytes [n, rows, lines, 128] as the copy engine lays them out: tiles of 8 rows, in which
-    chunks of 16 bytes are swizzled."""
-    count, rows, per_row, _ = lines.shape
-    tiles = lines.reshape(count, rows // 8, 8, per_row, 8, 16).transpose(0, 1, 3, 2, 4, 5)
-    row = np.arange(8)[:, None]
-    return tiles[..., row, row ^ np.arange(8), :].reshape(-1)
-
-
-def loaded(memory: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
-    """The four words of each lane that ldmatrix loads."""
-    chunks = memory[places[:, None] + np.arange(16)].view("<u4").astype(np.int64)  # [lanes, 4]
-    matrices = chunks.reshape(4, 8, 4)
-    return [matrix[LANES // 4, LANES % 4] for matrix in matrices]
-
-
-def numbers(words: np.ndarray) -> np.ndarray:
-    """Two bfloat16 of each word: [lanes, 2]."""
-    return words.astype("<u4").view(jnp.bfloat16).reshape(-1, 2).astype(np.float64)
-
-
-def product(first: list[np.ndarray], second: list[np.ndarray]) -> np.ndarray:
-    """What mma.m16n8k16 makes of its operands, or m16n8k32 of words with four numbers: [16, 8]."""
-    count = first[0].shape[-1]  # side by side
-    a, b = np.zeros((TILE, 8 * count)), np.zeros((8 * count, ROWS))
-    entries = count * (LANES % 4)[:, None] + np.arange(count)
-    for at, values in enumerate(first):
-        a[(LANES // 4 + at % 2 * 8)[:, None], entries + at // 2 * 4 * count] = values
-    for at, values in enumerate(second):
-        b[entries + at * 4 * count, (LANES // 4)[:, None]] = values
-    return a @ b
 
 
 def test_an_entry_of_a_row_is_where_lanes_look_for_it():
