@@ -2,6 +2,7 @@
 
 import collections
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.programs.sizes import ReadKey, RoundsKey
+from jaxspec.engine.warm_up import compile_early
 from jaxspec.engine.warm_up.compile_by_running import compile_by_running
 from jaxspec.engine.warm_up.compile_early import compiling_threads
 from jaxspec.engine.warm_up.compile_general import general_keys
@@ -58,14 +60,19 @@ def test_nothing_is_begun_twice_while_long_prompts_are_read(monkeypatch: pytest.
 
 
 def noted_programs(own: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The programs that threads are given to compile from now on."""
-    lowered, lower = [], own.programs.lower
+    """The programs that are lowered for threads to compile from now on."""
+    programs, lowered = own.programs, []
+    by_key = {ReadKey: programs.prefill, RoundsKey: programs.decode, int: programs.admit_rows}
 
-    def noted(program: Any, *arguments: Any, **options: Any) -> jax.stages.Lowered:
-        lowered.append(program)
-        return lower(program, *arguments, **options)
+    def noting(lower: Callable[..., Any]) -> Callable[..., Any]:
+        def run(of: Any, key: Any, *arguments: Any) -> Any:
+            lowered.append(by_key[type(key)])
+            return lower(of, key, *arguments)
 
-    monkeypatch.setattr(own.programs, "lower", noted)
+        return run
+
+    for name in ("_lowered", "_lowered_admission"):
+        monkeypatch.setattr(compile_early, name, noting(getattr(compile_early, name)))
     return lowered
 
 

@@ -208,6 +208,6 @@ def run(arguments: argparse.Namespace, prompt: str | None) -> None:
     with processes_of(arguments) as processes:
         if prompt is None:
             run_chat(arguments, processes)
-            return
-        with without_collector():
-            generate(arguments, prompt, processes)
+        else:
+            with without_collector():
+                generate(arguments, prompt, processes)

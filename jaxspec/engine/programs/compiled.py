@@ -97,10 +97,6 @@ class CompiledPrograms:
         self.ready.add(key)
         logger.info("compiled %s: %.1f s", self.name(key), seconds)
 
-    def lower(self, program: Any, *arguments: Any, **options: Any) -> jax.stages.Lowered:
-        """A program for these arguments, to be compiled by any thread."""
-        return program.lower(*arguments, **options)
-
     def compiled_now(self) -> list[str]:
         """What is compiled now, here and in other threads, as people call it; for any thread."""
         coming = [key for key, future in list(self.coming.items()) if future.running()]

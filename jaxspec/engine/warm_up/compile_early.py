@@ -150,17 +150,17 @@ def _lowered(
     first = params, state, programs.options(key)
     rows = programs.sizes.listed([], key.rows)
     if isinstance(key, RoundsKey):
-        return programs.lower(programs.decode, *first, np.int32(0), rows)
+        return programs.decode.lower(*first, np.int32(0), rows)
     counts = np.zeros(len(rows), np.int32)
     masks = np.stack([programs.all_tokens()] * len(rows)) if key.masked else None
-    return programs.lower(programs.prefill, *first, rows, counts, masks)
+    return programs.prefill.lower(*first, rows, counts, masks)
 
 
 def _compile_masked(programs: Programs, key: RoundsKey, state: EngineState) -> None:
     """Both halves of a round; the second takes the trees that the first returns."""
     arguments = programs.params, state, programs.options(key)
     rows = programs.sizes.listed([], key.rows)
-    drafting = programs.lower(programs.draft, *arguments, rows)
+    drafting = programs.draft.lower(*arguments, rows)
     _, places = drafting.compile().output_shardings
     _, made = drafting.out_info
     tree = jax.tree.map(
@@ -170,11 +170,11 @@ def _compile_masked(programs: Programs, key: RoundsKey, state: EngineState) -> N
     )
     words = programs.all_tokens()
     masks = np.broadcast_to(words, (*tree.tokens.shape, words.size))
-    programs.lower(programs.verify, *arguments, rows, tree, masks).compile()
+    programs.verify.lower(*arguments, rows, tree, masks).compile()
 
 
 def _lowered_admission(programs: Programs, size: int) -> jax.stages.Lowered:
     new = NewRow(0, (0,), 1, SamplingParams(seed=0), (), 1, ())
     arguments, options = admission([new], size, programs.sizes, programs.columns)
     params, state = programs.params, programs.state
-    return programs.lower(programs.admit_rows, params, state, *arguments, **ADMITTING, **options)
+    return programs.admit_rows.lower(params, state, *arguments, **ADMITTING, **options)
