@@ -28,11 +28,11 @@ from jaxspec.commands.shared.shell import (
     show_results,
 )
 from jaxspec.commands.shared.training_options import add_data_options, read_prompts
+from jaxspec.config.checks import Problems
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import with_distinct_seeds
 from jaxspec.evaluation.acceptance import summarize, summarize_kinds
 from jaxspec.evaluation.number_format import with_interval
-from jaxspec.models.json.values import Problems
 
 RULES = ("coupled", "top_k", "rejection")
 

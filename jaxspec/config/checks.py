@@ -1,10 +1,38 @@
 """Checks of values that users give, and lists in the errors about them."""
 
+import contextlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
 import numpy as np
+
+
+class Problems:
+    """What is wrong with what a user gives: each check is made, and one error names all that was
+    found."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Keep the message of a ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            self.add(str(error))
+
+    def add(self, problem: str) -> None:
+        self._found[problem] = None  # a check that is made twice is named once
+
+    def raise_all(self) -> None:
+        """Raise ValueError if there are any."""
+        if self._found:
+            raise ValueError("; ".join(self._found))
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -3,8 +3,7 @@
 Shapes and dtypes are always checked, values where they are known: not in a caller's ``jit``.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxspec.config.checks import is_integer
+from jaxspec.config.checks import Problems, is_integer
 
 type Lists = Sequence[int] | Sequence[Lists]
 Integers = ArrayLike | Lists  # an array or lists of integers
@@ -22,27 +21,8 @@ Integers = ArrayLike | Lists  # an array or lists of integers
 INT32 = np.iinfo(np.int32)
 
 
-class Problems:
-    """What is wrong with the arguments of a call, told in one error."""
-
-    def __init__(self) -> None:
-        self._found: list[str] = []
-
-    def add(self, problem: str) -> None:
-        self._found.append(problem)
-
-    @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Keep the message of a ValueError."""
-        try:
-            yield
-        except ValueError as error:
-            self.add(str(error))
-
-    def tell(self) -> None:
-        """Raise ValueError that lists all problems, if there are any."""
-        if self._found:
-            raise ValueError("; ".join(self._found))
+class ArrayProblems(Problems):
+    """What is wrong with the arguments of a call."""
 
     def whole(self, name: str, value: Any, least: int, cure: str = "") -> None:
         """``value`` must be an int of at least ``least``."""
@@ -101,13 +81,13 @@ def as_array(value: Any) -> Array | np.ndarray:
 
 
 def integers(name: str, value: Integers, shape: str) -> Array | np.ndarray:
-    """The integers of an array or a list; see Problems.integers.
+    """The integers of an array or a list; see ArrayProblems.integers.
 
     Raises ValueError for other dtypes and numbers of dimensions, and for integers past 32 bits.
     """
-    problems = Problems()
+    problems = ArrayProblems()
     array = problems.integers(name, value, shape)
-    problems.tell()
+    problems.raise_all()
     return array
 
 
@@ -128,10 +108,10 @@ def checked_texts(
     Raises ValueError for other shapes and dtypes, for texts without rows or columns, and for known
     lengths out of range, and tokens within them outside of the vocabulary.
     """
-    (name, given), problems = *texts.items(), Problems()
+    (name, given), problems = *texts.items(), ArrayProblems()
     ids = problems.integers(name, given, "[B, T]")
     lens = None if lengths is None else problems.integers("lengths", lengths, "[B]")
-    problems.tell()
+    problems.raise_all()
     rows, columns = ids.shape
     if min(rows, columns) < 1:
         raise ValueError(f"{name} has shape {[rows, columns]}: give a row, and a token of each")
@@ -145,5 +125,5 @@ def checked_texts(
         inside = np.False_ if values is None else np.arange(columns) < values[:, None]
     rule = f"token ids are 0 to {vocab_size - 1}"
     problems.within(name, ids, lambda x: (x >= 0) & (x < vocab_size) | np.logical_not(inside), rule)
-    problems.tell()
+    problems.raise_all()
     return jnp.asarray(ids, jnp.int32), None if lens is None else jnp.asarray(lens, jnp.int32)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxspec.checkpoints.formats import canonical, named_quantization
+from jaxspec.config.checks import Problems
 from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.recurrent import RecurrentConfig
@@ -19,7 +20,6 @@ from jaxspec.models.from_config.block_head import block_config
 from jaxspec.models.from_config.block_layouts import block_layout, says_block
 from jaxspec.models.from_config.eagle_head import eagle_head_config
 from jaxspec.models.from_config.model import parse_model_config
-from jaxspec.models.json.values import Problems
 
 FOLDER = Path(__file__).parent / "published"
 

@@ -36,6 +36,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_parts,
 )
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
 from jaxspec.evaluation.benchmarks.compiling import compile_side_by_side
 from jaxspec.evaluation.benchmarks.modes import Mode, make_params, parse_modes
@@ -45,7 +46,6 @@ from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import Bandwidth, measure_bandwidth
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.json.values import Problems
 from jaxspec.models.quantized.kv_cache import with_float8_cache
 from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.parallel.bytes import gigabytes, local_bytes

@@ -29,6 +29,7 @@ from jaxspec.commands.shared.shell import (
     run_command,
     show_parts,
 )
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
 from jaxspec.evaluation.benchmarks.prompts import (
@@ -41,7 +42,6 @@ from jaxspec.evaluation.benchmarks.prompts import (
 from jaxspec.evaluation.benchmarks.random_params import random_decoder
 from jaxspec.evaluation.benchmarks.shapes import model_shape
 from jaxspec.evaluation.benchmarks.timing import measure_product_rate
-from jaxspec.models.json.values import Problems
 from jaxspec.models.quantized.kv_cache import with_float8_cache
 from jaxspec.parallel import grid_of, replica_meshes
 from pallas_kernels.selection import Kernels

@@ -39,6 +39,7 @@ from jaxspec.commands.shared.shell import (
     show_parts,
 )
 from jaxspec.commands.shared.training_options import add_choice_options, read_prompts
+from jaxspec.config.checks import Problems
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
@@ -48,7 +49,6 @@ from jaxspec.engine.generation import Generation
 from jaxspec.engine.warm_up.compile_all import Progress
 from jaxspec.evaluation.bootstrap import median
 from jaxspec.llm.llm import LLM
-from jaxspec.models.json.values import Problems
 from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter, learning_drafter

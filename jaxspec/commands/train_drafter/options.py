@@ -12,8 +12,8 @@ from jaxspec.commands.shared.training_options import (
     add_optimizer_options,
     add_suffixes_option,
 )
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.json.values import Problems
 from jaxspec.training.heads.candidate_loss import block_loss_for
 from jaxspec.training.heads.correction_sizes import CorrectionSizes, extra_of
 from jaxspec.training.heads.loss import Loss, LossConfig

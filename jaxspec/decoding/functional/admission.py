@@ -16,7 +16,7 @@ from jaxspec.decoding.functional.subset import local_rows, put_rows, take_rows
 from jaxspec.decoding.sampling import Controls, Sampling, make_sampling
 from jaxspec.decoding.state import Ending, EngineState, Status
 from jaxspec.parallel import Layout, partition_specs
-from jaxspec.parallel.array_checks import Integers, Problems, as_int32, integers
+from jaxspec.parallel.array_checks import ArrayProblems, Integers, as_int32, integers
 
 
 def admit(
@@ -106,7 +106,7 @@ def _arrived(
     page_table: Array | None,
 ) -> dict[str, Any]:
     """The arrays by name, not yet of 32 bits: None for those that are not given."""
-    problems = Problems()
+    problems = ArrayProblems()
     given = {
         "prompts": (prompts, "[B, T]"),
         "prompt_lens": (prompt_lens, "[B]"),
@@ -118,7 +118,7 @@ def _arrived(
         name: None if value is None else problems.integers(name, value, shape)
         for name, (value, shape) in given.items()
     }
-    problems.tell()
+    problems.raise_all()
     return arrays
 
 

@@ -18,7 +18,7 @@ from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.state import EngineState, Status
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import mesh_layout
-from jaxspec.parallel.array_checks import Integers, Problems, integers, known
+from jaxspec.parallel.array_checks import ArrayProblems, Integers, integers, known
 
 PADDING = -1  # an index of no row
 MOST_SHOWN = 4  # rows or values that an error lists
@@ -66,14 +66,14 @@ def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:
     and for padding alone.
     """
     array = integers("rows", rows, "[B]")
-    values, problems = known(array), Problems()
+    values, problems = known(array), ArrayProblems()
     if values is not None:
         _check_indices(problems, values, num_rows)
-    problems.tell()
+    problems.raise_all()
     return array
 
 
-def _check_indices(problems: Problems, values: np.ndarray, num_rows: int) -> None:
+def _check_indices(problems: ArrayProblems, values: np.ndarray, num_rows: int) -> None:
     """Values of row indices; see check_rows."""
     rule = f"the state has rows 0 to {num_rows - 1}, and {PADDING} is padding"
     problems.within("rows", values, lambda x: (x >= PADDING) & (x < num_rows), rule)
@@ -115,21 +115,21 @@ def check_policy(policy_logprobs: bool, **changes: bool) -> None:
 
 def check_sizes(**sizes: int | None) -> None:
     """Raise ValueError for sizes of a call's program, each an int of at least 1 or None."""
-    problems = Problems()
+    problems = ArrayProblems()
     for name, value in sizes.items():
         if value is not None:
             problems.whole(name, value, 1)
-    problems.tell()
+    problems.raise_all()
 
 
 def check_counts(counts: Integers, batch: int, width: int) -> None:
     """Raise ValueError for what cannot be tokens to read of each row [B]."""
-    array, problems = integers("counts", counts, "[B]"), Problems()
+    array, problems = integers("counts", counts, "[B]"), ArrayProblems()
     if len(array) != batch:
         raise ValueError(f"counts has {len(array)} entries for {batch} rows: give one for each")
     rule = f"it must be 0 to width, {width}"
     problems.within("counts", array, lambda x: (x >= 0) & (x <= width), rule)
-    problems.tell()
+    problems.raise_all()
 
 
 def check_admission(
@@ -140,10 +140,10 @@ def check_admission(
 
     Values of padding are not checked.
     """
-    problems, present = Problems(), state.rows
+    problems, present = ArrayProblems(), state.rows
     batch, length = rows.shape[0], present.tokens.shape[1]
     _check_shapes(problems, arrived, batch, present.page_table.shape[1])
-    problems.tell()
+    problems.raise_all()
     index = known(rows)
     if index is None:
         return
@@ -187,10 +187,12 @@ def check_admission(
     check("stop_token_ids", lambda x: (x >= -1) & (x < vocab), rule)
     pages = state.pool.num_pages // params.data_parallel
     check("page_table", lambda x: (x >= 0) & (x < pages), f"pages are 0 to {pages - 1}")
-    problems.tell()
+    problems.raise_all()
 
 
-def _check_shapes(problems: Problems, arrived: dict[str, Any], batch: int, columns: int) -> None:
+def _check_shapes(
+    problems: ArrayProblems, arrived: dict[str, Any], batch: int, columns: int
+) -> None:
     """The shapes of the arrays of admit, and the size of its sampling."""
     for name in ("prompts", "prompt_lens", "max_lens", "cached_lens", "stop_token_ids"):
         array = arrived[name]
@@ -223,18 +225,18 @@ def check_table(params: EngineParams, state: EngineState, table: Array, batch: i
 
 def check_pages(params: EngineParams, state: EngineState, **arrays: Array) -> None:
     """Raise ValueError for pages that the pool, or a device's part of it, does not have."""
-    problems, pages = Problems(), state.pool.num_pages // params.data_parallel
+    problems, pages = ArrayProblems(), state.pool.num_pages // params.data_parallel
     for name, array in arrays.items():
         rule = f"pages are 0 to {pages - 1}"
         problems.within(name, array, lambda x: (x >= 0) & (x < pages), rule)
-    problems.tell()
+    problems.raise_all()
 
 
 def check_rounds(num_rounds: Any, max_rounds: int | None) -> None:
     """Raise ValueError for a number of rounds that is no integer, negative, or more than
     ``max_rounds``."""
     check_sizes(max_rounds=max_rounds)
-    array, problems = integers("num_rounds", num_rounds, "[]"), Problems()
+    array, problems = integers("num_rounds", num_rounds, "[]"), ArrayProblems()
     if max_rounds is None:
         if known(array) is None:
             raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
@@ -242,4 +244,4 @@ def check_rounds(num_rounds: Any, max_rounds: int | None) -> None:
     else:
         rule = f"it must be 0 to max_rounds, {max_rounds}"
         problems.within("num_rounds", array, lambda x: (x >= 0) & (x <= max_rounds), rule)
-    problems.tell()
+    problems.raise_all()

@@ -22,7 +22,7 @@ from jaxspec.parallel import (
     named_shardings,
     partition_specs,
 )
-from jaxspec.parallel.array_checks import Integers, Problems, as_int32
+from jaxspec.parallel.array_checks import ArrayProblems, Integers, as_int32
 
 
 def init_state(
@@ -51,14 +51,14 @@ def init_state(
     over the mesh, the table is too narrow, or the tree is too deep for a sliding window.
     """
     check_params(params)
-    problems = Problems()
+    problems = ArrayProblems()
     problems.whole("num_rows", num_rows, 1)
     problems.whole("max_length", max_length, 2, " (a token to read and one to generate)")
     problems.whole("page_size", page_size, 1)
     problems.whole("max_stops", max_stops, 0)
     if num_pages is not None:
         problems.whole("num_pages", num_pages, 1 + params.data_parallel, " with the null pages")
-    problems.tell()
+    problems.raise_all()
     if (page_table is None) != (num_pages is None):
         raise ValueError("give page_table and num_pages together, or neither")
     table = None
@@ -76,12 +76,12 @@ def init_state(
 def _as_table(table: Integers, num_rows: int, num_pages: int) -> Array:
     """Pages [R, M] of each row. Raises ValueError for other shapes, and for pages that the pool, or
     a device's part of it, does not have."""
-    made, problems = as_int32("page_table", table, "[R, M]"), Problems()
+    made, problems = as_int32("page_table", table, "[R, M]"), ArrayProblems()
     if len(made) != num_rows:
         raise ValueError(f"page_table has {len(made)} rows for {num_rows}: give one for each")
     rule = f"pages are 0 to {num_pages - 1}"
     problems.within("page_table", made, lambda x: (x >= 0) & (x < num_pages), rule)
-    problems.tell()
+    problems.raise_all()
     return made
 
 

@@ -19,7 +19,7 @@ from jaxspec.decoding.functional.whole_prompts import prefill_all
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.state import Emitted, EngineState
 from jaxspec.parallel import check_divides
-from jaxspec.parallel.array_checks import Integers, Problems, as_array, checked_texts, integers
+from jaxspec.parallel.array_checks import ArrayProblems, Integers, as_array, checked_texts, integers
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
 PAGE_SIZE = 16
@@ -184,10 +184,10 @@ def _drafts_of(
             f"{batch} prompts of {samples} samples: give [{batch}, {samples}, N] and "
             f"[{batch}, {samples}]"
         )
-    problems = Problems()
+    problems = ArrayProblems()
     most = tokens.shape[2]
     problems.within("draft_lens", lens, lambda x: (x >= 0) & (x <= most), f"drafts have {most}")
-    problems.tell()
+    problems.raise_all()
     tokens = jnp.asarray(tokens).reshape(batch * samples, most)[:, :new]
     return tokens, jnp.minimum(jnp.asarray(lens).reshape(-1), tokens.shape[1])
 

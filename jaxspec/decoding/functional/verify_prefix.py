@@ -18,7 +18,7 @@ from jaxspec.decoding.functional.subset import listed_rows, local_rows, put_rows
 from jaxspec.decoding.functional.verified_chunks import verify_chunk
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import Emitted, EngineState, Status
-from jaxspec.parallel.array_checks import Integers, Problems, integers
+from jaxspec.parallel.array_checks import ArrayProblems, Integers, integers
 
 
 def verify_prefix(
@@ -97,13 +97,13 @@ def verify_prefix(
 def _checked_drafts(drafts: Integers, draft_lens: Integers, num_rows: int) -> tuple[Array, Array]:
     """Drafts [B, N] and lengths [B], int32. Raises ValueError for others."""
     tokens, lens = integers("drafts", drafts, "[B, N]"), integers("draft_lens", draft_lens, "[B]")
-    problems, most = Problems(), tokens.shape[1]
+    problems, most = ArrayProblems(), tokens.shape[1]
     if len(tokens) != num_rows:
         problems.add(f"drafts has {len(tokens)} rows for {num_rows}: give each row one")
     if len(lens) != num_rows:
         problems.add(f"draft_lens has {len(lens)} entries for {num_rows} rows: give each row one")
     problems.within("draft_lens", lens, lambda x: (x >= 0) & (x <= most), f"drafts have {most}")
-    problems.tell()
+    problems.raise_all()
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lens, jnp.int32)
 
 

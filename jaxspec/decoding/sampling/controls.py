@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxspec.config.checks import check_count
+from jaxspec.config.checks import Problems, check_count
 from jaxspec.config.sampling_params import LONGEST_BAD_SEQUENCE, MOST_BAD_SEQUENCES
 from jaxspec.decoding.sampling.budgets import Budgets, forced_tokens, make_budgets
 from jaxspec.decoding.sampling.history import History
@@ -24,7 +24,6 @@ from jaxspec.decoding.sampling.logits import (
     vocab_ids,
 )
 from jaxspec.parallel import WHOLE, Layout
-from jaxspec.parallel.array_checks import Problems
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree
 
@@ -114,7 +113,7 @@ def make_controls(
             given = list(np.shape(bad_sequences))
             raise ValueError(f"bad_sequences must be {list(size)}, not {given}")
         check_integers("bad_sequences", bad_sequences)
-    problems.tell()
+    problems.raise_all()
     if not isinstance(bias, Tracer | Array):
         bias = np.asarray(bias, np.float32)
     bias = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), shape)

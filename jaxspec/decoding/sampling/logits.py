@@ -16,10 +16,9 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxspec.config.checks import check_count
+from jaxspec.config.checks import Problems, check_count
 from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.parallel import WHOLE, Layout, collectives
-from jaxspec.parallel.array_checks import Problems
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.truncate import truncation_threshold
@@ -88,7 +87,7 @@ def make_sampling(
                 check_integers(name, value)
             check_range(name, value, *_RULES[name])
             check_size(name, value, batch)
-    problems.tell()
+    problems.raise_all()
     if np.ndim(seeds) == 0:
         first = seeds if isinstance(seeds, Array) else np.asarray(seeds)
         seeds = first.astype(np.uint32) + np.arange(batch, dtype=np.uint32)

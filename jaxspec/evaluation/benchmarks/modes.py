@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.acceptance import Synthetic
@@ -30,7 +31,6 @@ from jaxspec.evaluation.benchmarks.draft_heads import (
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.corrections import PairCorrection
-from jaxspec.models.json.values import Problems
 from jaxspec.models.quantized.lm_head_copy import with_lm_head_copy
 from jaxspec.models.quantized.scaled import in_eight_bits
 from pallas_kernels.o_gate_up_down.meeting import make_meeting, meeting_shape

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
@@ -20,7 +21,6 @@ from jaxspec.config.rope import LongRopeScaling, RopeConfig
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.declared import declared_keys
 from jaxspec.models.json.values import (
-    Problems,
     check_flag,
     is_integer,
     is_positive_integer,

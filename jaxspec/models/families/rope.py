@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.rope import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -27,7 +28,6 @@ from jaxspec.config.rope import (
 from jaxspec.models.families.family import Keys, check_keys, head_dim
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.values import (
-    Problems,
     check_flag,
     is_positive_number,
     shown,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.layer import LayerConfig
 from jaxspec.config.mixers import AttentionConfig, SharedAttentionConfig
 from jaxspec.config.model import ModelConfig
@@ -12,7 +13,7 @@ from jaxspec.models.families.gemma4 import ASSISTANTS
 from jaxspec.models.families.with_images import TEXT
 from jaxspec.models.heads.assistant import AssistantConfig, OrderedConfig
 from jaxspec.models.json.keys import AROUND_KEYS, FIXED_VALUES, words
-from jaxspec.models.json.values import Problems, check_flag, is_positive_integer, shown
+from jaxspec.models.json.values import check_flag, is_positive_integer, shown
 
 _KEYS = words(
     f"{TEXT} backbone_hidden_size use_ordered_embeddings num_centroids centroid_intermediate_top_k"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import BlockHead, MarkovConfig
 from jaxspec.models.heads.convolutions import ConvolutionConfig
@@ -24,7 +25,6 @@ from jaxspec.models.heads.corrections import (
 )
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import (
-    Problems,
     check_flag,
     is_integer,
     is_positive_integer,

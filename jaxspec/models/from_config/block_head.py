@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.from_config.block_bodies import block_layers
 from jaxspec.models.from_config.block_corrections import (
@@ -39,7 +40,6 @@ from jaxspec.models.from_config.model import to_hf_config
 from jaxspec.models.heads import BlockConfig, BlockHead, MarkovConfig, default_capture
 from jaxspec.models.heads.corrections import Domino, LiLiCorr, Selector, XPress
 from jaxspec.models.json.values import (
-    Problems,
     is_integer,
     is_positive_integer,
     shown,

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxspec.config.checks import Problems
 from jaxspec.models.families.family import check_keys
 from jaxspec.models.from_config.block_bodies import BODY_KEYS, SINKS_BESIDE
 from jaxspec.models.from_config.block_corrections import HEAD_KINDS, HeadKind, Kind
@@ -29,7 +30,7 @@ from jaxspec.models.from_config.block_spellings import (
 from jaxspec.models.from_config.block_windows import CAUSAL_FLAGS
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.keys import words
-from jaxspec.models.json.values import Problems, check_flag, shown
+from jaxspec.models.json.values import check_flag, shown
 
 DFLASH, DSPARK, FORGE_DSPARK = "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2, LILICORR, DOMINO = "DFlash2DraftModel", "LiLiCorrDraftModel", "DominoDraftModel"

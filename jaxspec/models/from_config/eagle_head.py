@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.family import check_keys
 from jaxspec.models.families.windows import windows_by_kind
@@ -17,7 +18,7 @@ from jaxspec.models.from_config.head_keys import check_head_keys, layer_keys
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.json import keys as hf_keys
-from jaxspec.models.json.values import Problems, check_flag, is_integer, is_positive_integer, shown
+from jaxspec.models.json.values import check_flag, is_integer, is_positive_integer, shown
 
 
 def says_eagle3(raw: Mapping[str, Any]) -> bool:

@@ -38,32 +38,6 @@ def naming(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from None
 
 
-class Problems:
-    """What is wrong with a file: each check is made, and one error names all that was found."""
-
-    def __init__(self):
-        self._said: dict[str, None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._said)
-
-    @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Keeps the message of a ValueError."""
-        try:
-            yield
-        except ValueError as error:
-            self.add(str(error))
-
-    def add(self, problem: str) -> None:
-        self._said[problem] = None  # a check that is made twice is named once
-
-    def raise_all(self) -> None:
-        """Raises ValueError if there are any."""
-        if self._said:
-            raise ValueError("; ".join(self._said))
-
-
 def shown(value: Any) -> str:
     """A value as text for a message: one line, shortened if it is long or deep."""
     return _SHORT.repr(value)

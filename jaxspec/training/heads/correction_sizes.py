@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxspec.config.checks import Problems
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import MarkovConfig
 from jaxspec.models.heads.convolutions import ConvolutionConfig
 from jaxspec.models.heads.corrections import CorrectionConfig, LiLiCorrConfig, SelectorConfig
-from jaxspec.models.json.values import Problems
 from jaxspec.training.heads.candidate_loss import BlockMethod
 
 # Of published heads.
