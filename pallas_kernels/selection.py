@@ -39,9 +39,14 @@ OPERATIONS = (
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
+_ATTENTION = "paged_attention", "partial_attention", "latent_attention"
 # What other kernels do beside their first form, and those kernels: none of these runs by itself.
-FORMS: Mapping[str, str] = MappingProxyType(
-    {"o_to_norm": "o_gate_up_down", "float8_layers": "o_gate_up_down"}
+FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "o_to_norm": ("o_gate_up_down",),
+        "float8_layers": ("o_gate_up_down",),
+        "float8_pages": (*_ATTENTION, "rope_kv_write", "kv_compact"),
+    }
 )
 
 # "auto" leaves these out, unless so many devices share a model: for those numbers they were right
@@ -127,11 +132,10 @@ class Kernels:
         has = _operations_of(backend or "mosaic_gpu")
         names = has if text == "all" else [name.strip() for name in text.split(",")]
         kernels = cls(frozenset(names), backend or "mosaic_gpu")
-        alone = {name: of for name, of in FORMS.items() if name in kernels and of not in kernels}
+        forms = {form: of for form, of in FORMS.items() if form in kernels}
+        alone = [form for form, of in forms.items() if kernels.operations.isdisjoint(of)]
         if alone:
-            raise ValueError(
-                "; ".join(f"{form} is a form of {of}: name both" for form, of in alone.items())
-            )
+            raise ValueError("; ".join(f"{form} is a form of {_both(form)}" for form in alone))
         if backend is None:
             raise ValueError(f"the kernels are for Hopper GPUs, not for {device.device_kind}")
         return kernels
@@ -159,6 +163,16 @@ class Kernels:
 
     def __str__(self) -> str:
         return ",".join(sorted(self.operations)) or "none"
+
+
+def _both(form: str) -> str:
+    """A form's kernels, and what to do about the form that was named without them."""
+    *others, last = FORMS[form]
+    return (
+        f"{', '.join(others)} and {last}: name one of those, too"
+        if others
+        else f"{last}: name both"
+    )
 
 
 def is_hopper(device: Any) -> bool:
