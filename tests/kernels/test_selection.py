@@ -136,9 +136,7 @@ def test_a_form_needs_its_kernel():
         Kernels.parse("top_k,float8_layers", HOPPERS[0])
     with pytest.raises(ValueError, match=r"o_to_norm is a form of .*; float8_layers is a form of"):
         Kernels.parse("o_to_norm,float8_layers", HOPPERS[0])
-    with pytest.raises(
-        ValueError, match=r"^float8_pages is .* kv_compact: name one of those"
-    ):
+    with pytest.raises(ValueError, match=r"^float8_pages is .* kv_compact: name one of those"):
         Kernels.parse("float8_pages,top_k", HOPPERS[0])
     for text in ("o_to_norm,o_gate_up_down", "float8_pages,rope_kv_write"):
         assert text.split(",")[0] in Kernels.parse(text, HOPPERS[0])
