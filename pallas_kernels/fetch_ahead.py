@@ -37,10 +37,5 @@ def fetch_share(array: Any, block: Array, blocks: int) -> None:
     inlined(emit)(array, block)
 
 
-def can_fetch(array: Array) -> bool:
-    """Whether the array, of at least 4 bits an entry, is made of whole chunks."""
-    return array.size % (2 * CHUNK) == 0
-
-
 def _i32() -> Any:
     return ir.IntegerType.get_signless(32)

@@ -12,7 +12,6 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear, Product, ReadsRounded, RoundedRows
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.grouped import GroupedLinear
-from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.readers import OneReader
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.float8 import FLOAT8
@@ -72,8 +71,7 @@ class LayerLaunch:
     ) -> tuple[Array, Any]:
         """The residual stream behind the MLP, and its norm with the rows beside it, which
         ``reader`` alone reads: if it rounds its input, RoundedRows."""
-        weights = reader.values if isinstance(reader, PackedLinear) else None
-        following = Following(norm, weights, None if beside is None else beside[0])
+        following = Following(norm, None if beside is None else beside[0])
         rows, stream, *how = self._arguments()
         given, shape = (rows, stream, self.weights, following, *how), self.x.shape
         with jax.named_scope("mlp"):

@@ -20,7 +20,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.fetch_ahead import can_fetch, fetch_share
 from pallas_kernels.grid_barrier import fence_copies, meet
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.o_gate_up_down.buffers import (
@@ -108,8 +107,6 @@ def o_gate_up_down_mosaic(
     arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
     if following is not None:
         arrays["next_norm"] = following.norm
-        if following.weights is not None and can_fetch(following.weights):
-            arrays["next_weights"] = following.weights
         if following.beside is not None:
             arrays["beside"] = following.beside
     if interpret is None or plan.tuning.blocks == 1:
@@ -160,9 +157,6 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
             for at in range(len(plan.phases)):
                 _copy_phase(plan, at, refs)
             _wait_for_ring(plan, refs)
-            if "next_weights" in refs and not plan.interpret:
-                block = kernel_axes.index("block")
-                fetch_share(refs["next_weights"], block, plan.tuning.blocks)
 
     kernel = plgpu.kernel(
         o_gate_up_down_kernel,

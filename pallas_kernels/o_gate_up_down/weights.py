@@ -43,13 +43,10 @@ class Following:
 
     Attributes:
       norm: [H], multiplies the norm of the stream.
-      weights: those of the product that reads the norm, which are read ahead into the cache while
-        most thread blocks have nothing else to do; None: nothing is.
       beside: [R, H], rows that follow the normed ones as they are; not beside rounded ones.
       rounds: whether the norm is rounded to 8-bit floats.
     """
 
     norm: Array
-    weights: Array | None = None
     beside: Array | None = None
     rounds: bool = dataclasses.field(default=False, metadata={"static": True})
