@@ -116,6 +116,7 @@ def test_on_a_gpu_it_is_one_launch():
     assert "expert_gate_up_down" in MEETING
     assert program(layer(), step()).count("call @routed_gate_up_down_mosaic") == 1
     assert LAUNCH in program(layer(shared_gate=None), step(rows=8), rows=8)
+    assert LAUNCH in program(layer("mxfp4", 1024, 256), step(2), rows=2, hidden=1024)
 
 
 def routed(weighs_input: bool = False, **fields: Any) -> ExpertsConfig:
@@ -133,6 +134,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no place to meet": ({}, {"exchange": None}),
     "a split model": ({}, {"layout": Layout(ff=("x",))}),
     "more rows than it takes": ({}, {"rows": 9}),
+    "rows that two launches multiply faster": (
+        {"form": "mxfp4", "hidden": 1024, "units": 256},
+        {"rows": 3},
+    ),
     "integers": ({"form": "int4"}, {}),
     "a correction of scores": ({"config": routed(correction=True)}, {}),
     "groups of experts": ({"config": routed(num_groups=4, top_groups=2)}, {}),
@@ -143,13 +148,14 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("fields, passed", OTHERS.values(), ids=OTHERS)
 def test_other_layers_take_several_launches(fields: dict[str, Any], passed: dict[str, Any]):
-    rows = passed.get("rows", 3)
-    assert LAUNCH not in program(layer(**fields), step(**passed), rows)
+    rows, hidden = passed.get("rows", 3), fields.get("hidden", 512)
+    assert LAUNCH not in program(layer(**fields), step(**passed), rows, hidden)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("form", "rows"), [("fp8", 1), ("fp8", 2), ("fp8", 5), ("fp8", 8), ("mxfp4", 1), ("mxfp4", 2)]
+)
 def test_on_the_device_experts_are_those_of_several_launches(form: str, rows: int):
     meeting = make_meeting(jnp.zeros(1))
     assert meeting is not None, "no GPU with as many multiprocessors as an H100 SXM"

@@ -15,7 +15,11 @@ from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel import WHOLE
 from pallas_kernels.chosen_products import ChosenProducts
-from pallas_kernels.expert_gate_up_down import expert_gate_up_down, routed_gate_up_down
+from pallas_kernels.expert_gate_up_down import (
+    expert_gate_up_down,
+    is_faster,
+    routed_gate_up_down,
+)
 from pallas_kernels.expert_gate_up_down import misfit as one_launch_misfit
 from pallas_kernels.expert_gate_up_down import routes_misfit as one_launch_routes_misfit
 from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
@@ -134,7 +138,7 @@ def _in_one_launch(
     x: Array, routes: Routes, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
 ) -> SlotProducts | None:
     """``slot_products`` of few rows, where thread blocks of a launch can meet."""
-    if not _can_meet(step) or one_launch_misfit(x, gate_up, down):
+    if not _takes_one_launch(x, gate_up, down, step):
         return None
     slots = routes.slots or make_slots(routes.experts, gate_up.num_experts)
     how = step.exchange, step.kernels.implementation("expert_gate_up_down")
@@ -157,14 +161,14 @@ def routed_in_one_launch(
     ``routes_by_kernel``.
     """
     is_row, rule = _rows_that_choose(len(rows), step.attend), _rule(config.routing, has_shared)
-    if not _can_meet(step) or is_row is None or rule is None:
+    if is_row is None or rule is None:
         return None
     if config.activation is not None or config.weighs_input or config.latent is not None:
         return None
     if gate_up.packed is None or down.packed is None or config.bias:
         return None
     router, gate = routers
-    if not _is_plain(router) or one_launch_misfit(rows, gate_up.packed, down.packed):
+    if not _is_plain(router) or not _takes_one_launch(rows, gate_up.packed, down.packed, step):
         return None
     of_gate = None
     if has_shared and gate is not None:
@@ -180,7 +184,11 @@ def routed_in_one_launch(
     return routed_gate_up_down(*given, rule=rule, implementation=how)
 
 
-def _can_meet(step: ForwardPass) -> bool:
-    """Whether thread blocks of a launch of experts can wait for each other."""
-    kernel = "expert_gate_up_down" in step.kernels
-    return kernel and step.exchange is not None and step.layout == WHOLE
+def _takes_one_launch(
+    x: Array, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
+) -> bool:
+    """Whether a launch takes these rows and is faster than two, and its thread blocks can wait for
+    each other."""
+    if "expert_gate_up_down" not in step.kernels or step.layout != WHOLE or step.exchange is None:
+        return False
+    return not one_launch_misfit(x, gate_up, down) and is_faster(x, gate_up)
