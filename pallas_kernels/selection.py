@@ -33,7 +33,6 @@ OPERATIONS = (
     "delta_inputs",
     "gated_norm",
     "o_gate_up_down",
-    "o_to_norm",  # of o_gate_up_down, with the norm behind it
     "expert_gate_up_down",
     "float8_layers",  # o_gate_up_down, where weights are 8-bit floats
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
@@ -43,7 +42,6 @@ _ATTENTION = "paged_attention", "partial_attention", "latent_attention"
 # What other kernels do beside their first form, and those kernels: none of these runs by itself.
 FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "o_to_norm": ("o_gate_up_down",),
         "float8_layers": ("o_gate_up_down",),
         "float8_pages": (*_ATTENTION, "rope_kv_write", "kv_compact"),
     }
@@ -67,7 +65,6 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "delta_inputs": (1,),
         "gated_norm": (1,),
         "o_gate_up_down": (1,),
-        "o_to_norm": (),  # it has not run on a GPU yet
         "expert_gate_up_down": (1,),
         "float8_layers": (1,),
         "float8_pages": (1, 2),

@@ -17,7 +17,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers import LatentAttention, Mixer, mixer_shape
 from jaxspec.models.mlps import Dense, Mlp, mlp_shape
-from jaxspec.models.one_launch import LayerLaunch, layer_launch
+from jaxspec.models.one_launch import layer_launch
 from jaxspec.models.readers import OneReader
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import TensorMap
@@ -62,11 +62,6 @@ class Layer(Pytree):
         is one."""
         first = self.mlp if self.mixer is None else self.mixer
         return None if self.parallel or first is None else first.reader
-
-    @property
-    def ends_with_mlp(self) -> bool:
-        """Whether what the MLP adds is the last change of the residual stream."""
-        return self.token_input is None and self.rescale is None
 
     def init_state(self, geometry: Geometry, layout: Layout) -> Any:
         """The layer's empty state: a LayerState, or None if it keeps none."""
@@ -155,11 +150,9 @@ def _run_layer(
     elif layer.mixer is not None:
         mixed, state = layer.mixer(normed, state, step)
         added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-    launch = None if added is None else _in_one_launch(layer, x, added, step)
-    if launch is not None and layer.ends_with_mlp and launch.can_norm(*following):
-        return *launch.normed(*following), state, chosen
-    if launch is not None:
-        x, added = launch.partial_sums()
+    launched = None if added is None else _in_one_launch(layer, x, added, step)
+    if launched is not None:
+        x, added = launched
     elif layer.mlp is not None:
         read = normed
         if added is not None:
@@ -175,8 +168,11 @@ def _run_layer(
     return *step.add_norm(x, added, *following), state, chosen
 
 
-def _in_one_launch(layer: Layer, x: Array, added: Addend, step: ForwardPass) -> LayerLaunch | None:
-    """The rest of a layer after its mixer; None where it takes several launches."""
+def _in_one_launch(
+    layer: Layer, x: Array, added: Addend, step: ForwardPass
+) -> tuple[Array, Addend] | None:
+    """The residual stream before a layer's MLP, and what the MLP adds to it; None where they take
+    several launches."""
     mlp = layer.mlp
     if layer.parallel or layer.mlp_norm is not None or layer.residual_scale != 1:
         return None

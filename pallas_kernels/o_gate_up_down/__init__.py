@@ -1,15 +1,11 @@
 """The rest of a layer after its attention, in one launch: the output projection, the residual
-stream and its norm, and an MLP with gates; all weights have 4 bits, or all are 8-bit floats. It may
-go on to the norm behind the MLP."""
+stream and its norm, and an MLP with gates; all weights have 4 bits, or all are 8-bit floats."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
@@ -20,8 +16,7 @@ from pallas_kernels.o_gate_up_down.plan import (
     splits_of,
 )
 from pallas_kernels.o_gate_up_down.reference import o_gate_up_down_reference
-from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights, PackedWeights
-from pallas_kernels.round_tokens import round_tokens
+from pallas_kernels.o_gate_up_down.weights import LayerWeights, PackedWeights
 from pallas_kernels.selection import Implementation, kernel_module
 
 NORM_STEP = 1024  # entries of the residual stream that a warpgroup norms at a time
@@ -48,65 +43,11 @@ def o_gate_up_down(
     Returns residual + the projection, [M, H], and float32 partial sums [S, M, H] of the MLP (see
     products.py). Gate, up and hidden units are rounded as results of products are.
     """
-    mosaic = _module(implementation, misfit(x, residual, weights), meeting)
+    problem = misfit(x, residual, weights) or (None if meeting is not None else "no place to meet")
+    mosaic = kernel_module("o_gate_up_down", implementation, problem)
     if mosaic is None:
         return o_gate_up_down_reference(x, residual, weights, eps)
     return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps)
-
-
-def o_to_norm(
-    x: Array,
-    residual: Array,
-    weights: LayerWeights,
-    following: Following,
-    eps: float,
-    implementation: Implementation = "reference",
-    meeting: Array | None = None,
-) -> tuple[Array, Array]:
-    """The residual stream behind a layer's MLP, [M, H], and its norm with the rows beside it,
-    [M + R, H]: see ``o_gate_up_down``, and add_rms_norm for what is rounded."""
-    problem = misfit(x, residual, weights) or _misfit_of_norm(following.norm)
-    mosaic = _module(implementation, problem, meeting)
-    if mosaic is None:
-        total, partials = o_gate_up_down_reference(x, residual, weights, eps)
-        stream, normed = add_rms_norm_reference(total, partials, following.norm, eps)
-        others = [] if following.beside is None else [following.beside]
-        return stream, jnp.concatenate([normed, *others])
-    plain = dataclasses.replace(following, rounds=False)
-    return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps, following=plain)
-
-
-def o_to_norm_rounded(
-    x: Array,
-    residual: Array,
-    weights: LayerWeights,
-    following: Following,
-    eps: float,
-    implementation: Implementation = "reference",
-    meeting: Array | None = None,
-) -> tuple[Array, Array, Array]:
-    """``o_to_norm`` with the norm rounded to 8-bit floats: the stream, e4m3 [M, H], and float32
-    scales [1, P] of the rows, padded as those of round_tokens."""
-    assert following.beside is None, "rows beside rounded ones"
-    problem = misfit(x, residual, weights) or _misfit_of_norm(following.norm)
-    mosaic = _module(implementation, problem, meeting)
-    if mosaic is None:
-        stream, normed = o_to_norm(x, residual, weights, following, eps)
-        return stream, *round_tokens(normed)
-    rounding = dataclasses.replace(following, rounds=True)
-    return mosaic.o_gate_up_down_mosaic(x, residual, weights, meeting, eps, following=rounding)
-
-
-def _module(
-    implementation: Implementation, problem: str | None, meeting: Array | None
-) -> ModuleType | None:
-    if meeting is None:
-        problem = problem or "no place to meet"
-    return kernel_module("o_gate_up_down", implementation, problem)
-
-
-def _misfit_of_norm(norm: Array) -> str | None:
-    return None if norm.dtype == jnp.bfloat16 else f"a next norm of {norm.dtype}: not bfloat16"
 
 
 def misfit(x: Array, residual: Array, weights: LayerWeights) -> str | None:

@@ -6,7 +6,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.float8 import FLOAT8
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     BUFFERS,
@@ -21,7 +20,6 @@ from pallas_kernels.o_gate_up_down.plan import (
 from pallas_kernels.o_gate_up_down.products import SUMS
 from pallas_kernels.o_gate_up_down.rows import NORM_PART
 from pallas_kernels.o_gate_up_down.weights import PackedWeights
-from pallas_kernels.packed_product.tuning import scaled_rows
 
 Refs = dict[str, Any]
 Weights = dict[PhaseName, PackedWeights]
@@ -48,14 +46,6 @@ def results_of(plan: Plan, weights: Weights) -> Refs:
     results = {RESULTS[name]: _result(plan, name) for name in weights}
     if plan.form.scales_sums and "gate_up" in weights:
         results["largest_units"] = jax.ShapeDtypeStruct((plan.tuning.blocks, ROWS), jnp.float32)
-    if plan.norms_next:
-        results["stream"] = _rows_of(plan, plan.hidden)
-    if plan.rounds_next:
-        results["rounded"] = jax.ShapeDtypeStruct((plan.rows, plan.hidden), FLOAT8)
-        results["rounded_scale"] = jax.ShapeDtypeStruct((1, scaled_rows(plan.rows)), jnp.float32)
-    elif plan.norms_next:
-        both = plan.rows + plan.num_beside, plan.hidden
-        results["normed"] = jax.ShapeDtypeStruct(both, jnp.bfloat16)
     return results
 
 
@@ -90,9 +80,6 @@ def scratch_of(plan: Plan, weights: Weights) -> Refs:
     if "gate_up" in plan.names:
         scratch["norm_weight"] = plgpu.SMEM((plan.hidden // NORM_PART, NORM_PART), jnp.bfloat16)
         scratch["norm_copied"] = plgpu.Barrier()
-    if plan.norms_next:
-        scratch["row_sums"] = plgpu.SMEM((plan.own_rows, 2, warpgroups, WARPS), jnp.float32)
-        scratch["row_summed"] = plgpu.Barrier(num_arrivals=warpgroups)
     if form.rounds:
         of_groups = (plan.depth // GROUP,) if form.by_group else ()
         scratch["row_scales"] = plgpu.SMEM((ROWS, *of_groups), jnp.float32)

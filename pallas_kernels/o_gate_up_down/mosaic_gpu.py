@@ -1,8 +1,7 @@
 """From the output projection to the partial sums of the MLP, in one launch on Hopper GPUs.
 
 As many thread blocks as there are multiprocessors stay for all three products, and meet between
-them. Where the launch also norms what the MLP gives, they meet once more, and some norm a row each.
-Within a thread block warpgroups have roles:
+them. Within a thread block warpgroups have roles:
 
 - One copies weights into a ring, product after product. It does not wait where blocks meet: the
   ring is full of the next product's weights by then.
@@ -32,7 +31,6 @@ from pallas_kernels.o_gate_up_down.buffers import (
 )
 from pallas_kernels.o_gate_up_down.float8_rows import Place, Source, put_rounded
 from pallas_kernels.o_gate_up_down.formats import format_of
-from pallas_kernels.o_gate_up_down.next_norm import norm_row
 from pallas_kernels.o_gate_up_down.outputs import (
     Scales,
     clear_largest,
@@ -42,8 +40,6 @@ from pallas_kernels.o_gate_up_down.outputs import (
 from pallas_kernels.o_gate_up_down.plan import (
     BLOCK,
     BUFFERS,
-    NEXT_NORM,
-    NEXT_ROUNDED,
     PHASES,
     ROWS,
     TILE,
@@ -57,8 +53,7 @@ from pallas_kernels.o_gate_up_down.plan import (
 )
 from pallas_kernels.o_gate_up_down.products import no_sums
 from pallas_kernels.o_gate_up_down.rows import NORM_PART, put_normed
-from pallas_kernels.o_gate_up_down.weights import Following, LayerWeights
-from pallas_kernels.round_tokens.row_parts import RowParts
+from pallas_kernels.o_gate_up_down.weights import LayerWeights
 
 READS: dict[PhaseName, str] = {"o": "x", "gate_up": "total", "down": "units"}
 
@@ -72,19 +67,14 @@ def o_gate_up_down_mosaic(
     meeting: Array,  # int32 [1, 1]
     eps: float,
     *,
-    following: Following | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
-) -> tuple[Array, ...]:
-    """See pallas_kernels.o_gate_up_down, with ``following`` o_to_norm, and
-    o_to_norm_rounded if it rounds; only for arguments that ``misfit`` accepts.
+) -> tuple[Array, Array]:
+    """See pallas_kernels.o_gate_up_down; only for arguments that ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
     one thread block: the interpreter does not run several side by side, so they cannot meet.
     """
-    then = ()
-    if following is not None:
-        then = (NEXT_ROUNDED if following.rounds else NEXT_NORM,)
     norm, *products = weights
     units = weights.down.values.shape[1]
     num_splits = splits_of(units)
@@ -98,17 +88,12 @@ def o_gate_up_down_mosaic(
         eps=eps,
         tuning=tuning or Tuning(),
         form=format_of(weights.o),
-        names=(*PHASES, *then),
+        names=PHASES,
         interpret=interpret is not None,
-        num_beside=0 if following is None or following.beside is None else len(following.beside),
     )
     by_phase: Weights = dict(zip(PHASES, products, strict=True))
     norm = norm.reshape(-1, NORM_PART)
     arrays = {"x": x, "residual": residual, "norm": norm, "meeting": meeting}
-    if following is not None:
-        arrays["next_norm"] = following.norm
-        if following.beside is not None:
-            arrays["beside"] = following.beside
     if interpret is None or plan.tuning.blocks == 1:
         arrays |= _launch(plan, arrays, by_phase, interpret)
     else:
@@ -116,11 +101,7 @@ def o_gate_up_down_mosaic(
             phase = dataclasses.replace(plan, names=(name,))
             product: Weights = {key: packed for key, packed in by_phase.items() if key == name}
             arrays |= _launch(phase, arrays, product, interpret)
-    if following is None:
-        return arrays["total"], arrays["partials"]
-    if following.rounds:
-        return arrays["stream"], arrays["rounded"], arrays["rounded_scale"]
-    return arrays["stream"], arrays["normed"]
+    return arrays["total"], arrays["partials"]
 
 
 def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
@@ -140,15 +121,11 @@ def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
         def _multiply():
             for at in range(len(plan.phases)):
                 _multiply_phase(plan, at, refs)
-            if plan.norms_next:
-                _norm_next(plan, refs)
 
         @pl.when(role == warpgroups)
         def _add_up():
             for at in range(len(plan.phases)):
                 _store_phase(plan, at, refs)
-            if plan.norms_next:
-                _meet_for_norm(plan, refs)
 
         @pl.when(role == warpgroups + 1)
         def _copy():
@@ -283,48 +260,6 @@ def _round_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
     put_rounded(source, place, warpgroup, width=phase.depth, **how)
     plgpu.barrier_arrive(refs["rows_put"])
     plgpu.barrier_wait(refs["rows_put"])
-
-
-def _norm_next(plan: Plan, refs: Refs) -> None:
-    """A multiplying warpgroup's part of the norm behind the MLP, and of the rows beside it."""
-    parts = RowParts(plan.hidden, plan.tuning.warpgroups)
-    block = kernel_axes.index("block")
-    rows = [block + plan.tuning.blocks * turn for turn in range(plan.own_rows)]
-    for row in rows if plan.num_beside else ():
-
-        @pl.when((row >= plan.rows) & (row < plan.rows + plan.num_beside))
-        def _copy(row=row):
-            copied = parts.load(refs["beside"].at[row - plan.rows])
-            refs["normed"][row, parts.slice_of_part()] = copied
-
-    @pl.when(block < plan.rows)
-    def _norm_rows_of_block():
-        weight = parts.load(refs["next_norm"])  # on its way while blocks meet
-        plgpu.barrier_wait(refs["met"])
-        for turn, row in enumerate(rows):
-
-            @pl.when(row < plan.rows)
-            def _(turn=turn, row=row):
-                given = weight, refs["row_sums"].at[turn], refs
-                norm_row(parts, row, *given, eps=plan.eps, interpret=plan.interpret)
-
-
-def _meet_for_norm(plan: Plan, refs: Refs) -> None:
-    """Meet the other thread blocks before the norm behind the MLP: those that norm nothing are
-    counted and need not wait."""
-    block, blocks = kernel_axes.index("block"), plan.tuning.blocks
-    given: Any = refs["meeting"], blocks, plan.meetings - 1, plan.meetings
-
-    @pl.when(block < plan.rows)
-    def _wait():
-        if not plan.interpret:
-            meet(*given)
-        plgpu.barrier_arrive(refs["met"])
-
-    @pl.when(block >= plan.rows)
-    def _count():
-        if not plan.interpret:
-            meet(*given, waits=False)
 
 
 def _store_phase(plan: Plan, at: int, refs: Refs) -> None:

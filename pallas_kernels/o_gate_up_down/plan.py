@@ -26,8 +26,6 @@ BUFFERS = 2  # jobs whose parts are in shared memory
 
 PhaseName = Literal["o", "gate_up", "down"]
 PHASES: tuple[PhaseName, ...] = ("o", "gate_up", "down")
-NEXT_NORM = "next_norm"  # what follows them, if the launch also norms what they give
-NEXT_ROUNDED = "next_rounded"  # likewise, if it also rounds the norm to 8-bit floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of a launch; ``names``: its phases, and what follows them."""
+    """Sizes of a launch; ``names``: its phases."""
 
     rows: int
     inputs: int  # of o
@@ -79,9 +77,8 @@ class Plan:
     eps: float
     tuning: Tuning
     form: Any  # formats.Format
-    names: tuple[str, ...]
+    names: tuple[PhaseName, ...]
     interpret: bool
-    num_beside: int = 0  # rows that follow those that are normed last
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -104,24 +101,9 @@ class Plan:
         return self.tuning.warpgroups * self.tuning.stages
 
     @property
-    def norms_next(self) -> bool:
-        """Whether the launch norms the stream behind the MLP."""
-        return NEXT_NORM in self.names or self.rounds_next
-
-    @property
-    def rounds_next(self) -> bool:
-        """Whether it also rounds that norm to 8-bit floats."""
-        return NEXT_ROUNDED in self.names
-
-    @property
     def meetings(self) -> int:
-        """Barriers of all thread blocks: one between any two phases, and before the last norm."""
-        return len(self.phases) - 1 + self.norms_next
-
-    @property
-    def own_rows(self) -> int:
-        """Rows that a thread block norms behind the MLP, or copies beside these, at most."""
-        return -(-(self.rows + self.num_beside) // self.tuning.blocks)
+        """Barriers of all thread blocks, between two phases each."""
+        return len(self.phases) - 1
 
     @property
     def turns(self) -> int:

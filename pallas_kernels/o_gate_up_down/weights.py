@@ -1,9 +1,7 @@
 """A layer's weights of 4 bits, as the kernels of packed_product read them."""
 
-import dataclasses
 from typing import NamedTuple
 
-import jax
 from jax import Array
 
 
@@ -34,19 +32,3 @@ class LayerWeights(NamedTuple):
     o: PackedWeights
     gate_up: PackedWeights
     down: PackedWeights
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Following:
-    """What comes behind the MLP.
-
-    Attributes:
-      norm: [H], multiplies the norm of the stream.
-      beside: [R, H], rows that follow the normed ones as they are; not beside rounded ones.
-      rounds: whether the norm is rounded to 8-bit floats.
-    """
-
-    norm: Array
-    beside: Array | None = None
-    rounds: bool = dataclasses.field(default=False, metadata={"static": True})

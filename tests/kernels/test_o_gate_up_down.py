@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.benchmark import noise
 from pallas_kernels.o_gate_up_down import (
     float8_products,
     misfit,
     o_gate_up_down,
-    o_to_norm,
-    o_to_norm_rounded,
 )
 from pallas_kernels.o_gate_up_down.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.o_gate_up_down.meeting import meeting_shape
@@ -39,7 +36,6 @@ from pallas_kernels.o_gate_up_down.products import (
     row_chunk,
     weight_chunk,
 )
-from pallas_kernels.o_gate_up_down.weights import Following
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.widening import BIAS, HALVES, biased_pairs
 from tests.helpers.kernels import interpreted, lowered
@@ -68,12 +64,6 @@ def arguments_of(case: Case) -> Any:
 def rounded(x: np.ndarray) -> np.ndarray:
     """To bfloat16."""
     return x.astype(jnp.bfloat16).astype(np.float64)
-
-
-def following(case: Case, *, rounds: bool = False) -> Following:
-    norm = 1 + 0.1 * noise(0, 7, (case.hidden,), jnp.bfloat16)
-    beside = None if rounds else noise(0, 8, (6, case.hidden), jnp.bfloat16)
-    return Following(norm, beside, rounds)
 
 
 def exact(case: Case) -> tuple[Any, Any]:
@@ -131,28 +121,6 @@ def assert_exact(found: Any, case: Case) -> None:
     assert_near((total, partials.sum(0)), exact(case), FLOAT8_ERROR if case.float8 else ERROR)
 
 
-def assert_exact_with_norm(found: Any, case: Case) -> None:
-    total, added = exact(case)
-    stream = rounded(total + rounded(added))
-    error = FLOAT8_ERROR if case.float8 else 3 * ERROR
-    then = following(case)
-    normed = exact_norm(stream, then.norm)
-    assert_near(found, (stream, np.concatenate([normed, np.float64(then.beside)])), error)
-
-
-def assert_exact_with_rounded_norm(found: Any, case: Case) -> None:
-    stream, values, scale = (np.asarray(array, np.float64) for array in found)
-    total, added = exact(case)
-    expected = rounded(total + rounded(added))
-    steps, wanted = float8_rows(exact_norm(expected, following(case).norm))
-    assert_near((stream, values * scale[0, : len(values), None]), (expected, steps * wanted), 6e-3)
-
-
-def goes_on(*arguments: Any) -> Any:
-    *given, then = arguments
-    return o_gate_up_down_mosaic(*given, EPS, following=then)
-
-
 def assert_near(found: Any, expected: Any, error: float = ERROR) -> None:
     for result, wanted in zip(found, expected, strict=True):
         assert result.shape == wanted.shape
@@ -165,16 +133,6 @@ def test_the_reference_is_the_layer(case: Case):
     # Else XLA leaves out what rounds between two products.
     options = FAST_COMPILE | {"xla_allow_excess_precision": False}
     assert_exact(jax.jit(function, compiler_options=options)(*arguments_of(case)), case)
-
-
-def test_the_reference_goes_on_to_the_next_norm():
-    function = functools.partial(o_to_norm, eps=EPS)
-    options = FAST_COMPILE | {"xla_allow_excess_precision": False}
-    arguments = *arguments_of(SMALL), following(SMALL)
-    assert_exact_with_norm(jax.jit(function, compiler_options=options)(*arguments), SMALL)
-    rounding = jax.jit(functools.partial(o_to_norm_rounded, eps=EPS), compiler_options=options)
-    rounded_norm = rounding(*arguments_of(SMALL), following(SMALL, rounds=True))
-    assert_exact_with_rounded_norm(rounded_norm, SMALL)
 
 
 # One thread block has all phases in one launch.
@@ -200,31 +158,12 @@ def test_interpreted_its_phases_give_the_layer(case: Case, tuning: Tuning):
     assert_exact(interpreted(kernel, *arguments_of(case), meeting, detect_races=True), case)
 
 
-@pytest.mark.slow  # lowered and compared with the reference below
-@pytest.mark.parametrize(
-    ("tuning", "rounds"),
-    [(Tuning(2, 2, blocks=1), False), (Tuning(4, 2, blocks=5), True)],
-    ids=str,
-)
-def test_interpreted_it_goes_on_to_the_next_norm(tuning: Tuning, rounds: bool):
-    kernel = functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning)
-    meeting = jnp.zeros(meeting_shape().shape, jnp.int32)
-    given = *arguments_of(SMALL), meeting
-    then = following(SMALL, rounds=rounds)
-    found = interpreted(kernel, *given, following=then, detect_races=True)
-    check = assert_exact_with_rounded_norm if rounds else assert_exact_with_norm
-    check(found, SMALL)
-
-
 @pytest.mark.parametrize("case", [*TEST_CASES[:2], TEST_CASES[3], TEST_CASES[5]], ids=str)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     meeting = meeting_shape()
     function = functools.partial(o_gate_up_down_mosaic, eps=EPS)
     lowered(function, *arguments, meeting)
-    for rounds in (False, True):
-        then = jax.eval_shape(functools.partial(following, case, rounds=rounds))
-        lowered(goes_on, *arguments, meeting, then)
 
 
 @pytest.mark.gpu
@@ -239,23 +178,6 @@ def test_on_the_device_it_is_the_layer(case: Case, tuning: Tuning | None):
         again = function(*arguments, meeting)
         assert all(map(jnp.array_equal, first, again)), "a race"
     assert not meeting.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [None, Tuning(2, 3, blocks=96)], ids=str)
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
-def test_on_the_device_it_goes_on_to_the_next_norm(case: Case, tuning: Tuning | None):
-    function = jax.jit(functools.partial(o_gate_up_down_mosaic, eps=EPS, tuning=tuning))
-    given = *arguments_of(case), jnp.zeros(meeting_shape().shape, jnp.int32)
-    first = function(*given, following=following(case))
-    assert_exact_with_norm(first, case)
-    for _ in range(50):
-        again = function(*given, following=following(case))
-        assert all(map(jnp.array_equal, first, again)), "a race"
-    rounded_norm = function(*given, following=following(case, rounds=True))
-    assert_exact_with_rounded_norm(rounded_norm, case)
-    assert_exact(function(*given), case)  # the counter serves launches of both kinds
-    assert not given[-1].any()
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-NEW = {"packed_float_product", "o_to_norm"}
+NEW = {"packed_float_product"}
 OF_ONE = {"packed_expert_product", "delta_inputs", "gated_norm"}
 OF_ONE |= {"o_gate_up_down", "float8_layers", "expert_gate_up_down"}
 AUTO = Kernels(frozenset(OPERATIONS) - NEW - {"reduce_add_rms_norm", "partial_attention"})
@@ -134,11 +134,11 @@ def test_a_name_without_a_kernel_is_an_error_of_one_line(text: str):
 def test_a_form_needs_its_kernel():
     with pytest.raises(ValueError, match=r"^float8_layers is a form of o_gate_up_down: name both$"):
         Kernels.parse("top_k,float8_layers", HOPPERS[0])
-    with pytest.raises(ValueError, match=r"o_to_norm is a form of .*; float8_layers is a form of"):
-        Kernels.parse("o_to_norm,float8_layers", HOPPERS[0])
+    with pytest.raises(ValueError, match=r"float8_layers is a form of .*; float8_pages is "):
+        Kernels.parse("float8_layers,float8_pages", HOPPERS[0])
     with pytest.raises(ValueError, match=r"^float8_pages is .* kv_compact: name one of those"):
         Kernels.parse("float8_pages,top_k", HOPPERS[0])
-    for text in ("o_to_norm,o_gate_up_down", "float8_pages,rope_kv_write"):
+    for text in ("float8_layers,o_gate_up_down", "float8_pages,rope_kv_write"):
         assert text.split(",")[0] in Kernels.parse(text, HOPPERS[0])
 
 

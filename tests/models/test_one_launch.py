@@ -1,6 +1,5 @@
 """A layer after its attention in one launch: when, and that its weights are those of the layer."""
 
-import re
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear
-from jaxspec.models.one_launch import LayerLaunch, layer_launch, layer_weights
+from jaxspec.models.one_launch import layer_launch, layer_weights
 from jaxspec.models.quantized.schemes import ROUNDINGS, in_scheme
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.add_rms_norm.reference import rms_norm
@@ -27,8 +26,7 @@ from tests.helpers.random_models import random_target, tiny_config
 SIZES: dict[str, Any] = dict(hidden_size=1024, intermediate_size=512, head_dim=128, num_layers=1)
 KERNELS = Kernels(frozenset({"o_gate_up_down"}))
 LAUNCH = "o_gate_up_down_kernel"
-FLOAT8 = Kernels(frozenset({"o_gate_up_down", "float8_layers", "o_to_norm"}))
-TO_NORM = Kernels(frozenset({"o_gate_up_down", "o_to_norm"}))
+FLOAT8 = Kernels(frozenset({"o_gate_up_down", "float8_layers"}))
 
 
 def target(scheme: Scheme | None = "w4a16", **config: Any) -> Decoder:
@@ -58,23 +56,6 @@ def test_on_a_gpu_it_is_one_launch_of_every_layer():
     assert LAUNCH in program(target("fp8-block"), FLOAT8)
 
 
-def test_it_goes_on_to_the_norm_where_nothing_stands_between():
-    def leaves_partial_sums(kernels: Kernels, **fields: Any) -> bool:
-        text = program(changed(**fields), kernels)
-        return bool(re.search(r"call @o_gate_up_down_mosaic.*-> .*f32>", text))
-
-    assert not leaves_partial_sums(TO_NORM)
-    assert leaves_partial_sums(KERNELS)
-    assert leaves_partial_sums(TO_NORM, rescale=jax.ShapeDtypeStruct((1,), jnp.bfloat16))
-
-
-def test_it_rounds_that_norm_for_a_product_that_reads_8_bits():
-    rounding = Kernels(FLOAT8.operations | {"round_tokens", "packed_product", "add_rms_norm"})
-    text = program(target("fp8", num_layers=2), rounding)
-    assert re.search(r"call @o_gate_up_down_mosaic.*-> .*f8E4M3FN>", text)
-    assert "add_rms_norm_kernel" not in text
-
-
 NORM = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
 OTHERS: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "no kernel of it": (target(), {"kernels": NO_KERNELS}),
@@ -98,11 +79,11 @@ def test_other_layers_take_several_launches(model: Decoder, options: dict[str, A
     assert LAUNCH not in program(model, **options)
 
 
-def launch_of(model: Decoder, x: jax.Array, layout: Layout) -> LayerLaunch | None:
+def launched(model: Decoder, x: jax.Array, layout: Layout) -> Any:
     [layer] = model.layers
     mixer: Any = layer.mixer
     mlp: Any = layer.mlp
-    shared = dense_causal_attend, {}, {}, 1e-5, layout, TO_NORM
+    shared = dense_causal_attend, {}, {}, 1e-5, layout, KERNELS
     step = ForwardPass(*shared, exchange=model.exchange)
     mixed = mixer.o.product(x[..., : mixer.o.values.shape[1]], "o")
     return layer_launch(step, x, mixed, layer.post_norm, mlp.gate_up, mlp.down)
@@ -116,22 +97,11 @@ def test_a_split_model_takes_several_launches():
 
     def look(model: Decoder, x: jax.Array) -> jax.Array:
         for layout in (WHOLE, Layout(heads=("x",), ff=("x",))):
-            taken.append(launch_of(model, x, layout) is not None)
+            taken.append(launched(model, x, layout) is not None)
         return x
 
     jax.eval_shape(look, target(), STREAM)
     assert taken == [True, False]
-
-
-def test_rows_beside_the_norm_follow_it():
-    def run(model: Decoder, x: jax.Array, norm: jax.Array, beside: jax.Array) -> Any:
-        launch = launch_of(model, x, WHOLE)
-        assert launch is not None and launch.can_norm(norm, None, beside)
-        return launch.normed(norm, None, beside)
-
-    beside = jax.ShapeDtypeStruct((1, 3, 1024), jnp.bfloat16)
-    stream, normed = jax.eval_shape(run, target(), STREAM, NORM, beside)
-    assert (stream.shape, normed.shape) == (STREAM.shape, (1, 11, 1024))
 
 
 def test_a_cpu_has_no_place_to_meet():
@@ -163,7 +133,7 @@ def test_its_weights_are_those_of_the_layer():
 @pytest.mark.parametrize("rows", [2, 5, 8])
 @pytest.mark.parametrize(
     ("scheme", "kernels"),
-    [("w4a16", KERNELS), ("w4a16", TO_NORM), ("fp8", FLOAT8), ("fp8-block", FLOAT8)],
+    [("w4a16", KERNELS), ("fp8", FLOAT8), ("fp8-block", FLOAT8)],
     ids=str,
 )
 def test_on_the_device_a_model_computes_what_it_does_in_several_launches(
