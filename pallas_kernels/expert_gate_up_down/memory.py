@@ -10,6 +10,7 @@ from pallas_kernels.expert_gate_up_down.plan import (
     BUFFERS,
     LOGITS_STEP,
     ROWS,
+    THREADS,
     TILE,
     WARPGROUPS,
     PhaseName,
@@ -56,8 +57,9 @@ def results(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 def scratch_of(plan: Plan) -> dict[str, Any]:
     """The ring of weights, x, the parts of jobs, the list of slots, and barriers."""
     ring = plan.stages * WARPGROUPS
+    fetched = {"nowhere": plgpu.SMEM((THREADS,), jnp.int32)} if plan.stored.has_bytes else {}
     values = ring, 2, HALF, plan.row
-    return {
+    return fetched | {
         "values": plgpu.SMEM(values, jnp.uint8, transforms=WEIGHT_TRANSFORMS),
         "rows": plgpu.SMEM((ROWS, plan.hidden), jnp.bfloat16, transforms=X_TRANSFORMS),
         "parts": plgpu.SMEM((BUFFERS, WARPGROUPS, *SUMS), jnp.float32),

@@ -23,17 +23,26 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_gate_up_down.choice import choose
+from pallas_kernels.expert_gate_up_down.fetch_scales import fetch_scales
 from pallas_kernels.expert_gate_up_down.filled import list_filled
 from pallas_kernels.expert_gate_up_down.memory import results, scratch_of, viewed
 from pallas_kernels.expert_gate_up_down.outputs import store_products, store_units
-from pallas_kernels.expert_gate_up_down.places import block_of, first_input, place_of, scale_places
+from pallas_kernels.expert_gate_up_down.places import (
+    Place,
+    block_of,
+    first_input,
+    place_of,
+    scale_places,
+)
 from pallas_kernels.expert_gate_up_down.plan import (
     BUFFERS,
+    GROUP,
     OUTPUTS,
     ROWS,
     UNITS,
     WARPGROUPS,
     WARPS,
+    Phase,
     PhaseName,
     Plan,
     RouterPlan,
@@ -242,6 +251,8 @@ def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
         stage = lax.rem(number, plan.stages)
         place = place_of(phase, refs, first + lax.div(index, phase.steps))
         step = lax.rem(index, phase.steps)
+        if plan.stored.has_bytes and not plan.interpret:
+            pl.when(step == 0)(lambda: _fetch_scales(plan, phase, refs, place))
         for warpgroup in range(WARPGROUPS):
             slot = stage * WARPGROUPS + warpgroup
 
@@ -253,6 +264,15 @@ def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
             plgpu.copy_gmem_to_smem(source, refs["values"].at[slot], refs["full"].at[slot])
 
     lax.fori_loop(0, jobs * phase.steps, copy, None)
+
+
+def _fetch_scales(plan: Plan, phase: Phase, refs: Refs, place: Place) -> None:
+    """Begin to read a job's scales, of all warpgroups."""
+    sizes = {"rows": plan.units // GROUP, "width": plan.hidden, "outputs": OUTPUTS}
+    if phase.name == "gate_up":
+        sizes = {"rows": 2 * plan.hidden // GROUP, "width": plan.units, "outputs": UNITS}
+    first = scale_places(plan, phase, place, jnp.int32(0)).first
+    fetch_scales(refs[f"{phase.name}.scale"], refs["nowhere"], first, **sizes)
 
 
 def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:

@@ -25,6 +25,7 @@ TILE = 16  # outputs, likewise
 UNITS = TILE // 2  # of a job of gate and up
 WARPS = 4  # of a warpgroup; each has a part of a block's inputs
 WARPGROUPS = 4  # that multiply
+THREADS = 128  # of a warpgroup
 OUTPUTS = TILE * WARPGROUPS  # of a job of down
 BUFFERS = 2  # jobs whose parts are in shared memory
 MOST_STAGES = 8  # 32 barriers for all warpgroups, as many as Mosaic takes
@@ -182,7 +183,7 @@ class Plan:
     def stages(self) -> int:
         """Blocks of a warpgroup in the ring."""
         parts = 4 * BUFFERS * WARPGROUPS * WARPS * TILE * ROWS
-        beside = 2 * ROWS * self.hidden + parts + 16 * self.slots
+        beside = 2 * ROWS * self.hidden + parts + 16 * self.slots + 4 * THREADS
         return ring_stages(1, WARPGROUPS * TILE * self.row, beside, self.tuning.stages)
 
     def own_jobs(self, at: int, filled: Array) -> tuple[Array, Array]:

@@ -170,7 +170,8 @@ def _emit_sums(
     columns = [column for span in range(inputs // SPAN) for column in read(x, lane, begin + span)]
     factors = _factors(scales, stored, inputs // GROUP)
     base = shared_address(values)
-    sums, products = [utils.c(0.0, ir.F32Type.get())] * 4, 0
+    # Two sums in turn: a product waits for the one before of the same.
+    sums, products = [[utils.c(0.0, ir.F32Type.get())] * 4] * 2, 0
     for pair in range(row // WARPS // (2 * _CHUNK)):
         words = load_matrices(base + weight_chunk(lane, warp, pair, row))
         for chunk in range(2):
@@ -182,8 +183,11 @@ def _emit_sums(
             for at in range(0, len(wide[0]), 2):
                 of_product = [pairs[at : at + 2] for pairs in wide]
                 second = columns[2 * products : 2 * products + 2]
-                sums, products = multiply_add(sums, first_operand(of_product), second), products + 1
-    return _array([sums[:2], sums[2:]], ir.F32Type.get())
+                turn = products % len(sums)
+                sums[turn] = multiply_add(sums[turn], first_operand(of_product), second)
+                products += 1
+    total = [arith.addf(*terms) for terms in zip(*sums, strict=True)]
+    return _array([total[:2], total[2:]], ir.F32Type.get())
 
 
 def _widened(word: Any, stored: Stored, factor: Any) -> list[Any]:

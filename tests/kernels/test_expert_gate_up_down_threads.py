@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import warp_products, words
 from pallas_kernels.expert_gate_up_down import (
     choice,
+    fetch_scales,
     filled,
     outputs,
     products,
@@ -23,6 +24,7 @@ from pallas_kernels.expert_gate_up_down.places import Place, first_input, scale_
 from pallas_kernels.expert_gate_up_down.plan import (
     OUTPUTS,
     ROWS,
+    THREADS,
     TILE,
     UNITS,
     WARPGROUPS,
@@ -42,7 +44,7 @@ from tests.helpers.marks import slow
 from tests.helpers.warp_products import in_shared_memory
 from tests.helpers.warpgroups import BF16, SHARED, Ref, Warpgroup, emulated, number, shared
 
-MODULES = choice, filled, outputs, products, router, warp_products, words
+MODULES = choice, fetch_scales, filled, outputs, products, router, warp_products, words
 BLOCKS = 20  # thread blocks of a router's product
 BLOCK, PARTS, LISTS = 1 << 15, 1 << 16, 1 << 17  # where these begin in shared memory
 RULES = [
@@ -164,6 +166,26 @@ def test_warps_multiply_and_outputs_are_stored(
     chosen = np.full((case.rows, 1), expert)
     given = np.asarray(x), chosen, wide[0], np.swapaxes(wide[1], 1, 2)
     assert_exact(jnp.asarray(found[: case.rows, None]), case, given)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gate_up", 128), ("down", 16)])
+def test_a_thread_reads_a_sector_of_a_jobs_scales(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    """All rows of a job of Qwen3.6-35B-A3B, each with one or two sectors."""
+    width, outputs = (512, UNITS) if name == "gate_up" else (2048, OUTPUTS)
+    scale = np.random.default_rng(0).integers(0, 256, (3 * rows, width), np.uint8)
+    nowhere = shared(LISTS, (THREADS,), np.int32)
+    nowhere.array[:] = 0
+    job, expert = 5, 2
+    emulated(monkeypatch, MODULES, Warpgroup())
+    first = number(expert * rows * width + job * outputs)
+    sizes = {"rows": rows, "width": width, "outputs": outputs}
+    fetch_scales._emit(None, Ref(scale), nowhere, first, **sizes)
+    begins = range(job * outputs, (job + 1) * outputs, fetch_scales.SECTOR)
+    expected = np.stack([scale[expert * rows :][:rows, begin : begin + 4] for begin in begins], 1)
+    found = nowhere.array.view(np.uint8).reshape(-1, 4)
+    assert np.array_equal(found[: expected.size // 4], expected.reshape(-1, 4))
 
 
 def sums_of_job(
