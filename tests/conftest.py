@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """The default tests compile quickly; the slow ones run what users run. Workers of a part of the
     GPU tests see a GPU each."""
     worker = getattr(config, "workerinput", {}).get("workerid")
+    if worker is not None and int(worker.removeprefix("gw")) % 2:
+        config.pluginmanager.register(CollectsBackwards())
     gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpu := gpu_of_worker(worker, chosen_part(config), gpus):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # jax has not looked for devices yet
@@ -138,14 +140,15 @@ def group_of(nodeid: str) -> tuple[str, int] | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     first = list(GROUPS)
 
-    def place(item: pytest.Item) -> tuple[int, int]:
+    def place(item: pytest.Item) -> tuple[int, int, tuple[str, ...]]:
         if (found := group_of(item.nodeid)) is not None:
-            return first.index(found[0]) - len(first), found[1]
-        return order.get(item.path.stem, len(order)), 0
+            return first.index(found[0]) - len(first), found[1], item.path.parts
+        return order.get(item.path.stem, len(order)), 0, item.path.parts
 
     items.sort(key=place)
 
@@ -160,6 +163,21 @@ class Scheduling(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+class CollectsBackwards:
+    """Begins with the last folder, in every second worker; the tests are put in order once all are
+    known. In a new checkout nothing has bytecode: of two workers in step, each would compile every
+    file that is imported, and rewrite every assertion."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if isinstance(collector, pytest.Dir):
+            report.result.reverse()
+        return report
 
 
 class PartOfGpuTests:
