@@ -1,5 +1,6 @@
 """Experts as the kernel packed_expert_product reads them, beside those of files."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,21 +24,32 @@ from pallas_kernels.packed_experts import FORMATS
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.kernels import interpreted
 from tests.helpers.marks import slow
+from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.random_experts import random_bytes, random_own, random_rows
+from tests.helpers.random_models import as_dtype
+
+# Each is one program, not one for every operation.
+jit_packed = jax.jit(packed_experts, compiler_options=FAST_COMPILE)
+jit_chosen = jax.jit(mix.chosen_experts, compiler_options=FAST_COMPILE)
+
+
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def widened(experts: Any, index: Any) -> Any:
+    return experts.of(index)
 
 
 def in_8_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: str) -> Float8Experts:
     """Random experts [E, in, *out]."""
     experts, size, *lead, width = shape
-    values = jnp.asarray(random_bytes((experts, *lead, width, size), "e4m3"))
+    values = random_bytes((experts, *lead, width, size), "e4m3").view(jnp.float8_e4m3fn)
     rows, columns = block = FORMATS[form].block
     blocks, random = (experts, *lead, -(-width // rows), -(-size // columns)), np.random.default_rng
     scale = random(1).uniform(0.5, 1.5, blocks).astype(np.float32) * size**-0.5 / 128
     if form == "mxfp8":
         scale = random(1).integers(112, 118, blocks, np.uint8)
     return Float8Experts(
-        values=jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn),
-        scale=jnp.asarray(scale),
+        values=jax.device_put(values),
+        scale=jax.device_put(scale),
         axes=axes,
         block=block,
         activations=jnp.dtype("bfloat16"),
@@ -60,10 +72,10 @@ def in_4_bits(shape: tuple[int, ...], axes: tuple[str, ...], form: str) -> FourB
         scale = (random.normal(size=by_group) / 64).astype(jnp.float8_e4m3fn)
         assert (scale == 0).any() and (scale < 0).any()
     return FourBitExperts(
-        pairs=jnp.asarray(random_bytes((experts, *outputs, size // 2), code)),
-        scale=jnp.asarray(scale),
-        zero=jnp.asarray(zero) if FORMATS[form].has_zero else None,
-        factor=jnp.asarray(random.uniform(0.5, 1.5, (experts, *outputs)), jnp.float32),
+        pairs=jax.device_put(random_bytes((experts, *outputs, size // 2), code)),
+        scale=jax.device_put(scale),
+        zero=jax.device_put(zero) if FORMATS[form].has_zero else None,
+        factor=as_dtype(random.uniform(0.5, 1.5, (experts, *outputs)), np.float32),
         axes=axes,
         code=code,
         activations=jnp.dtype("bfloat16"),
@@ -82,7 +94,7 @@ def packed_own(form: str) -> tuple[Any, Any]:
     gate_up, down = ((6, 128, 2, 64), own.gate_up.axes), ((6, 64, 128), own.down.axes)
     make = in_8_bits if FORMATS[form].code == "e4m3" else in_4_bits
     stored = own.replace(gate_up=make(*gate_up, form), down=make(*down, form))
-    packed = [packed_experts(linear) for linear in (stored.gate_up, stored.down)]
+    packed = [jit_packed(linear) for linear in (stored.gate_up, stored.down)]
     assert all(isinstance(linear, PackedExpertLinear) for linear in packed)
     return stored, stored.replace(gate_up=packed[0], down=packed[1])
 
@@ -90,11 +102,11 @@ def packed_own(form: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("form", ["nvfp4", *map(slow, sorted({*FORMATS} - {"nvfp4"}))])
 def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(form: str):
     stored, packed = packed_own(form)
-    index = jnp.array([[5, 0], [3, 5]])
+    index = np.array([[5, 0], [3, 5]], np.int32)
     for ours, theirs in ((packed.gate_up, stored.gate_up), (packed.down, stored.down)):
         assert ours.values.nbytes + ours.scale.nbytes == bytes_of(theirs)
-        np.testing.assert_array_equal(ours.of(index), theirs.of(index))
-        np.testing.assert_array_equal(ours.of(jnp.asarray(2)), theirs.of(jnp.asarray(2)))
+        for some in (index, np.int32(2)):
+            np.testing.assert_array_equal(widened(ours, some), widened(theirs, some))
 
 
 class Interpreted:
@@ -113,10 +125,10 @@ class Interpreted:
 def test_a_mixture_by_the_kernel_is_that_of_widened_experts(form: str):
     stored, packed = packed_own(form)
     x, routes = random_rows(5, 128, 6, 3, seed=1)
-    x = jnp.asarray(x, jnp.bfloat16)
+    x = as_dtype(x, jnp.bfloat16)
     step: Any = Interpreted()
     found = mix.by_kernel(packed, x, routes, step)
-    wanted = np.asarray(mix.chosen_experts(stored, x, routes))
+    wanted = np.asarray(jit_chosen(stored, x, routes))
     assert found is not None
     assert np.linalg.norm(np.asarray(found) - wanted) <= 1e-2 * np.linalg.norm(wanted)
     assert mix.by_kernel(stored, x, routes, step) is None
@@ -126,7 +138,7 @@ def test_in_an_engine_products_of_experts_are_not_added_up_yet(monkeypatch: pyte
     """Their sums are those of widened experts; padding has none, whatever the kernel leaves."""
     stored, packed = packed_own("fp8")
     x, routes = random_rows(5, 128, 6, 3, seed=1)
-    x = jnp.asarray(x, jnp.bfloat16)
+    x = as_dtype(x, jnp.bfloat16)
 
     def by_interpreter(x: Any, routes: Any, gate_up: Any, down: Any, *_: Any) -> SlotProducts:
         slots = make_slots(routes.experts, gate_up.packed.num_experts)
@@ -147,7 +159,7 @@ def test_in_an_engine_products_of_experts_are_not_added_up_yet(monkeypatch: pyte
     step: Any = SimpleNamespace(attend=attend, kernels=NO_KERNELS)
     found = mix.products_by_kernel(packed, x, routes, step)
     assert found is not None
-    wanted = np.array(mix.chosen_experts(stored, x, routes))
+    wanted = np.array(jit_chosen(stored, x, routes))
     wanted[4] = 0
     error = np.linalg.norm(np.asarray(found.total()) - wanted)
     assert error <= 1e-2 * np.linalg.norm(wanted)
