@@ -1,5 +1,6 @@
 """MixedDrafter: lookup's tree where it finds a match, the model's elsewhere."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -45,9 +46,12 @@ NEW, OTHER = random_prompts((14, 9), seed=4)
 either_shape = pytest.mark.parametrize("spec", [CHAIN, slow(TREE)], ids=["chain", "tree"])
 
 
-@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
-def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftState]:
-    return params.drafter.propose(params.target, state, params.round_options())
+@functools.partial(jax.jit, static_argnames="greedy", compiler_options=FAST_COMPILE)
+def propose(
+    params: EngineParams, state: EngineState, *, greedy: bool = True
+) -> tuple[DraftTree, DraftState]:
+    options = dataclasses.replace(params.round_options(), greedy=greedy)
+    return params.drafter.propose(params.target, state, options)
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -81,7 +85,8 @@ def start(
     seeds = 3 + np.arange(len(prompts))
     sampling = make_sampling(len(prompts), temperature=temperature, seeds=seeds)
     state = empty_state(params, len(prompts), LENGTH, 4)
-    state = read_prompts(params, admit_prompts(params, state, prompts, sampling=sampling))
+    state = admit_prompts(params, state, prompts, sampling=sampling)
+    state = read_prompts(params, state, greedy=temperature == 0)
     if roots is not None:
         rows = state.rows
         tokens = rows.tokens.at[np.arange(len(prompts)), lens].set(np.asarray(roots))
@@ -225,8 +230,8 @@ def test_any_drafter_can_be_the_model():
 def test_under_rejection_a_looked_up_token_has_all_of_the_probability():
     params = mixed(DRAWN)
     state = start(params, [NEW, REPEATS, OTHER], 0.8, roots=[1, 8, 2])
-    tree, _ = propose(params, state)
-    drawn, _ = propose(alone(params), state)
+    tree, _ = propose(params, state, greedy=False)
+    drawn, _ = propose(alone(params), state, greedy=False)
     assert tree.probs is not None and drawn.probs is not None
     np.testing.assert_array_equal(tree.probs[0], drawn.probs[0])
     own = np.eye(tree.probs.shape[-1])[np.asarray(tree.tokens[1])]

@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,7 +29,7 @@ from tests.helpers.random_models import (
     tiny_config,
 )
 
-CHAIN = SpeculationConfig.chain(3)
+CHAIN = SpeculationConfig.chain(2)
 PROMPTS = random_prompts((5, 17, 1, 9), seed=3)
 LENS = np.array([len(prompt) for prompt in PROMPTS])
 ROWS, NEW, LENGTH, PAGE = len(PROMPTS), 24, 48, 4
@@ -46,7 +45,8 @@ PENALTIES = make_controls(
 )
 CHOICES = ("width", "greedy", "controls", "logprobs", "top_logprobs", "policy_logprobs")
 
-admit = new_jit(functional.admit)
+admit = new_jit(functional.admit, "may_wait")
+release, assign_pages = new_jit(functional.release), new_jit(functional.assign_pages)
 prefill_all, verify = (
     new_jit(functional.prefill_all, *CHOICES),
     new_jit(functional.verify_prefix, *CHOICES),
@@ -169,7 +169,7 @@ def test_texts_equal_those_without_a_draft() -> None:
     emitted = assert_same(params, edited(expected), expected)
     assert np.asarray(emitted.drafted)[0].tolist() == [23, 16, 0, 3]  # to the end of its chunk
     for row, count in enumerate(np.asarray(emitted.counts)[0]):
-        made = np.arange(4) < np.asarray(rest.counts)[:, row, None]
+        made = np.arange(1 + CHAIN.max_depth) < np.asarray(rest.counts)[:, row, None]
         for name in ("logprobs", "policy_logprobs"):
             before, later, got = (np.asarray(getattr(x, name)) for x in (first, rest, emitted))
             wanted = [before[0, row, 0], *later[:, row][made]]
@@ -223,12 +223,12 @@ def test_only_pages_of_the_row_and_past_the_cached_ones_are_written() -> None:
     params, (expected, _) = params_of("eagle3"), plain_eagle3()
     state, _ = prefill_all(params, admitted(params), None, width=8, **scores({}))
     before, table = np.asarray(state.rows.page_table), np.asarray(state.rows.page_table).copy()
-    state = functional.release(params, state, np.arange(ROWS))
+    state = release(params, state, np.arange(ROWS))
     cached, held = LENS // PAGE * PAGE, LENS // PAGE + 2  # pages: a few tokens of the draft fit
     for row, pages in enumerate(held):
         table[row, pages:] = 0
     pools = jax.tree.map(np.asarray, (state.pool.target.layers, state.pool.draft.layers))
-    state = functional.admit(
+    state = admit(
         params,
         state,
         np.arange(ROWS),
@@ -236,7 +236,7 @@ def test_only_pages_of_the_row_and_past_the_cached_ones_are_written() -> None:
         LENS,
         sampling=SAMPLING,
         max_lens=LENS + NEW,
-        page_table=jnp.asarray(table),
+        page_table=table,
         cached_lens=cached,
         may_wait=True,
     )
@@ -247,7 +247,7 @@ def test_only_pages_of_the_row_and_past_the_cached_ones_are_written() -> None:
     for old, new in zip(jax.tree.leaves(pools), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[others], new[others])
     np.testing.assert_array_equal(emitted.drafted[0], held * PAGE - LENS)
-    state = functional.assign_pages(params, state, np.arange(ROWS), before)
+    state = assign_pages(params, state, np.arange(ROWS), before)
     assert texts(decoded(params, state)[0]) == expected
 
 
