@@ -12,6 +12,7 @@ chosen experts, and meet between them. Within a thread block warpgroups have rol
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,6 +71,7 @@ Refs = dict[str, Any]
 Weights = dict[PhaseName, PackedExperts]
 
 BARRIERS = 2  # of a launch; see grid_barrier.meet
+SCALES_AHEAD = 2  # blocks before which scales are read
 
 
 # Traced once for all layers of a model.
@@ -281,7 +283,6 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     before, jobs_before = plan.steps_before(at, filled), plan.jobs_before(at, filled)
     first, jobs = plan.own_jobs(at, filled)
     warpgroup, interpret = kernel_axes.index("warpgroup"), plan.interpret
-    plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
 
     def scales_of(index: Array) -> Array:
         """Those of a block among this thread block's."""
@@ -292,12 +293,11 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
         inputs = plan.block // WARPS
         return block_scales(plan.stored, scale, places, start, inputs, interpret=interpret)
 
-    def job(index: Array, scales: Array) -> Array:
+    def job(index: Array, scales: Sequence[Array]) -> Sequence[Array]:
         place = place_of(phase, refs, first + index)
 
         def step(turn: Array, carry: Any) -> Any:
-            (total, scales), block = carry, index * phase.steps + turn
-            following = scales_of(block + 1)  # under way while this block is multiplied
+            (total, scales, *following), block = carry, index * phase.steps + turn
             stage = lax.rem(before + block, plan.stages) * WARPGROUPS + warpgroup
             plgpu.barrier_wait(refs["full"].at[stage])
             x, from_slot = refs["rows"], 0
@@ -308,10 +308,11 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             total += block_sums(phase.name, *given, interpret=interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
             plgpu.barrier_arrive(refs["free"].at[stage])
-            return total, following
+            # Not before: ``commit_smem`` waits for all reads that are under way.
+            return total, *following, scales_of(block + SCALES_AHEAD)
 
-        carry = no_sums(interpret=interpret), scales
-        total, scales = lax.fori_loop(0, phase.steps, step, carry)
+        carry = no_sums(interpret=interpret), *scales
+        total, *scales = lax.fori_loop(0, phase.steps, step, carry)
         number = jobs_before + index
         buffer = lax.rem(number, BUFFERS)
 
@@ -327,7 +328,9 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
 
     @pl.when(jobs > 0)
     def _():
-        lax.fori_loop(0, jobs, job, scales_of(jnp.int32(0)))
+        scales = [scales_of(jnp.int32(block)) for block in range(SCALES_AHEAD)]
+        plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
+        lax.fori_loop(0, jobs, job, scales)
 
 
 def _store_phase(plan: Plan, at: int, refs: Refs) -> None:

@@ -45,6 +45,8 @@ INPUTS = 16  # of a product of a warp
 _CHUNK = 16  # bytes that a swizzle moves as one: 16 or 32 weights, or 8 entries of x
 _ENTRIES = 8  # of x in a chunk
 _TILE_BYTES = TILE_ROWS * LINE
+_QUAD = 4  # lanes that have the same output
+_QUADS = 0x1C1F  # of a shuffle: lanes are counted within each four
 
 
 class Places(NamedTuple):
@@ -104,7 +106,9 @@ def block_sums(
 def block_scales(
     stored: Stored, scale: Any, places: Places, start: Array, inputs: int, *, interpret: bool
 ) -> Array:
-    """The scales of a block, SUMS: float32, or int32 with a byte for each group of a warp's inputs.
+    """The scales of a block, SUMS, as ``block_sums`` takes them: float32; or int32, of which a lane
+    has the bytes of one group of its warp's inputs. So a lane loads two numbers of a block, and
+    none of them is used before the block is multiplied: nobody waits for them earlier.
 
     Args:
       scale: float32 or uint8 [n] in device memory.
@@ -202,10 +206,15 @@ def _factors(scales: Any, stored: Stored, groups: int) -> list[list[Any]]:
     first output, and of its second."""
     if not stored.has_bytes:
         return [[_as_pair(utils.c(E4M3_POWER * HALF, _i32()))] * groups] * 2
-    words = [Word(vector.extract(half, [], [0])) for half in scales.registers.flat]
-    shift = SHIFTS[stored.code]
-    by_group = [[(word >> 8 * group) & 255 for group in range(groups)] for word in words]
-    return [[_as_pair(scale_pair(byte, "e8m0", shift).value) for byte in row] for row in by_group]
+    bytes_of = [Word(vector.extract(half, [], [0])) for half in scales.registers.flat]
+    pairs = [scale_pair(byte, "e8m0", SHIFTS[stored.code]) for byte in bytes_of]
+    return [[_as_pair(_of_quad(pair.value, group)) for group in range(groups)] for pair in pairs]
+
+
+def _of_quad(word: Any, lane: int) -> Any:
+    """What a lane of every four has."""
+    move = f"shfl.sync.idx.b32 $0, $1, {lane}, {_QUADS}, 0xffffffff;"
+    return utils.inline_ptx(move, word, result_types=_i32(), has_side_effects=True, convergent=True)
 
 
 def first_operand(wide: Any) -> list[Any]:
@@ -241,22 +250,21 @@ def _emit_scales(
     for row in (first, second):
         place = Word(row.registers.item()) + column * by_column
         if stored.has_bytes:
-            places = [place + lane // 4 + by_column * at for at in range(inputs // GROUP)]
-            wide = [Word(arith.extui(_i32(), _loaded(scale, at, 1))) for at in places]
-            word = wide[0]
-            for at, byte in enumerate(wide[1:], 1):
-                word = word | byte << 8 * at
-            halves.append([word.value] * 2)
+            group = lane % _QUAD % (inputs // GROUP)
+            byte = _loaded(scale, place + lane // _QUAD + group * by_column, _i32())
+            halves.append([byte] * 2)
         else:
-            halves.append([_loaded(scale, place, 4)] * 2)
+            halves.append([_loaded(scale, place, ir.F32Type.get())] * 2)
     return _array(halves, _i32() if stored.has_bytes else ir.F32Type.get())
 
 
-def _loaded(ref: Any, place: Word, size: int) -> Any:
-    """An entry of so many bytes."""
+def _loaded(ref: Any, place: Word, kind: Any) -> Any:
+    """An entry, as of ``kind``. Those of the next jobs are read into the cache with it: behind the
+    many weights that are on their way, each read of memory takes long."""
     dtype = ir.MemRefType(ref.type).element_type
     at = utils.getelementptr(utils.memref_ptr(ref), [place.value], dtype)
-    return llvm.load(dtype, at, alignment=size)
+    load = f"ld.global.nc.L2::256B.{'u8' if dtype != kind else 'b32'} $0, [$1];"
+    return utils.inline_ptx(load, at, result_types=kind, has_side_effects=True)
 
 
 # Where lanes find what they multiply: on MLIR's values, and in the tests on numbers.

@@ -98,7 +98,7 @@ def _of_warps(values: np.ndarray) -> np.ndarray:
     return np.repeat(values, LANES)
 
 
-def _ptx(text: str, *arguments: Any, **_: Any) -> Any:
+def _ptx(text: str, *arguments: Any, **how: Any) -> Any:
     """The instructions that these kernels inline."""
     first = arguments[0]
     match text.split(".")[0].strip("{ "):
@@ -109,6 +109,12 @@ def _ptx(text: str, *arguments: Any, **_: Any) -> Any:
         case "":  # a predicate's register, and a vote
             bits = _by_warp(first != 0).astype(np.uint64) << np.arange(LANES, dtype=np.uint64)
             return _of_warps(bits.sum(1).astype(_I32))
+        case "shfl":  # of a lane of every four
+            of_quad = int(text.split(",")[2])
+            return np.repeat(first.reshape(-1, 4)[:, of_quad], 4)
+        case "ld":
+            kind = how["result_types"]
+            return _load(_I8 if ".u8" in text else kind, first).astype(kind)
         case "redux":
             best = np.max if ".max." in text else np.min
             return _of_warps(best(_by_warp(first), axis=1))
