@@ -95,10 +95,10 @@ def routed_gate_up_down(
       x: bfloat16 [N, H].
       is_row: bool [N]. Others choose no expert.
       meeting, implementation: as of ``expert_gate_up_down``; the Hopper kernel takes
-        what ``misfit`` and ``routes_misfit`` say.
+        what ``weights_misfit`` and ``routes_misfit`` say.
       rule: of the choice; a shared expert is the last one.
     """
-    problem = misfit(x, *weights) or routes_misfit(x, router, weights, rule)
+    problem = weights_misfit(x, weights) or routes_misfit(x, router, weights, rule)
     if meeting is None:
         problem = problem or "no place to meet"
     mosaic = kernel_module("expert_gate_up_down", implementation, problem)
@@ -108,7 +108,14 @@ def routed_gate_up_down(
     logits = einsum_f32("nh,eh->ne", x, router.weight)[None]
     gate = None if router.gate is None else SharedGate(x, router.gate)
     chosen, factors = expert_routes_reference(logits, is_row, rule, gate)
-    products = packed_expert_product_reference(x, chosen, *weights, clamp=None)
+    pair = weights.gate_up, weights.down
+    if weights.shared is None:
+        products = packed_expert_product_reference(x, chosen, *pair, clamp=None)
+    else:
+        products = packed_expert_product_reference(x, chosen[:, :-1], *pair, clamp=None)
+        pair, first = (weights.shared.gate_up, weights.shared.down), jnp.zeros_like(chosen[:, -1:])
+        last = packed_expert_product_reference(x, first, *pair, clamp=None)
+        products = jnp.concatenate([products, last], axis=1)
     found = SlotProducts.in_order(products)
     places = jnp.where(is_row[:, None], found.places, -1)
     return ChosenProducts(found.products, places, factors)
@@ -126,7 +133,7 @@ def misfit(x: Array, gate_up: PackedExperts, down: PackedExperts) -> str | None:
 
 def routes_misfit(x: Array, router: Router, weights: ExpertWeights, rule: RouteRule) -> str | None:
     """Why the kernel cannot choose experts; None if it can."""
-    experts, weight = weights.gate_up.num_experts - rule.has_shared, router.weight
+    experts, weight = weights.num_experts - rule.has_shared, router.weight
     pairs = len(x) * (rule.k + rule.has_shared)
     if experts % LOGITS_STEP or experts > MOST_EXPERTS or len(weight) != experts:
         return (
@@ -140,6 +147,17 @@ def routes_misfit(x: Array, router: Router, weights: ExpertWeights, rule: RouteR
     if pairs > MOST_PAIRS or rule.k > MOST_CHOSEN:
         return f"{len(x)} rows and k = {rule.k}: at most {MOST_PAIRS} pairs, k {MOST_CHOSEN}"
     return None
+
+
+def weights_misfit(x: Array, weights: ExpertWeights) -> str | None:
+    """``misfit`` of experts and a shared one; None if the kernel can take them."""
+    shared = weights.shared
+    if shared is None:
+        return misfit(x, weights.gate_up, weights.down)
+    if (shared.num_experts, shared.gate_up.width) != (1, weights.gate_up.width):
+        found = f"{shared.num_experts} shared experts of {shared.gate_up.width} units"
+        return f"{found}: one with the {weights.gate_up.width} of others"
+    return misfit(x, weights.gate_up, weights.down) or misfit(x, shared.gate_up, shared.down)
 
 
 def stored_of(weights: PackedExperts) -> Stored | None:

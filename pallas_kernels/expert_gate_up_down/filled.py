@@ -1,6 +1,7 @@
 """The slots that have an expert, listed in shared memory by one warpgroup of a thread block."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -10,35 +11,35 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.expert_gate_up_down.plan import Kind
 from pallas_kernels.grid_barrier import gather
 from pallas_kernels.words import Word
 
 LANES = 32  # of a warp
 
 
-def list_filled(
-    experts: Any, slots: Any, of_slots: Any, count: Any, num_experts: int, *, interpret: bool
-) -> None:
-    """List the slots that have an expert, in order, and their experts.
+def list_filled(experts: Any, lists: Sequence[Any], kind: Kind, *, interpret: bool) -> None:
+    """List the slots that have an expert of a kind, in order, and their experts.
 
     Args:
-      experts: int32 [S] of each slot, in device memory; ``num_experts`` for none.
-      slots, of_slots: int32 [S] in shared memory: the slots, and their experts. What stands behind
-        the last one is not specified.
-      count: int32 [1] in shared memory: how many there are.
+      experts: int32 [S] of each slot, in device memory; more than there are for none.
+      lists: in shared memory, int32 [S] the slots and [S] the numbers of their experts among those
+        of the kind, and [1] how many there are. What stands behind the last one is not specified.
     """
+    slots, of_slots, count = lists
     if interpret:  # the interpreter does not support inlined MLIR
-        found = experts[...]
-        order = jnp.argsort(found >= num_experts, stable=True).astype(jnp.int32)
+        found = experts[...] - kind.first
+        is_listed = (found >= 0) & (found < kind.count)
+        order = jnp.argsort(~is_listed, stable=True).astype(jnp.int32)
         slots[...] = order
         of_slots[...] = found[order]
-        count[...] = jnp.sum(found < num_experts, dtype=jnp.int32)[None]
+        count[...] = jnp.sum(is_listed, dtype=jnp.int32)[None]
         return
     inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
-    inlined(functools.partial(_emit, num_experts=num_experts))(experts, slots, of_slots, count)
+    inlined(functools.partial(_emit, kind=kind))(experts, slots, of_slots, count)
 
 
-def _emit(_: Any, experts: Any, slots: Any, of_slots: Any, count: Any, *, num_experts: int) -> None:
+def _emit(_: Any, experts: Any, slots: Any, of_slots: Any, count: Any, *, kind: Kind) -> None:
     """All warps do the same, and write the same."""
     [size] = ir.MemRefType(experts.type).shape
     lane = Word(mgpu.thread_idx()) % LANES
@@ -46,14 +47,14 @@ def _emit(_: Any, experts: Any, slots: Any, of_slots: Any, count: Any, *, num_ex
     for start in range(0, size, LANES):
         slot = lane + start
         place = Word(arith.minui(slot.value, _word(size - 1).value))
-        expert = llvm.load(_i32(), _entry(experts, place), alignment=4)
-        has_expert = arith.cmpi(arith.CmpIPredicate.ult, expert, _word(num_experts).value)
+        expert = Word(llvm.load(_i32(), _entry(experts, place), alignment=4)) - kind.first
+        has_expert = arith.cmpi(arith.CmpIPredicate.ult, expert.value, _word(kind.count).value)
         is_slot = arith.cmpi(arith.CmpIPredicate.ult, slot.value, _word(size).value)
         there = arith.andi(has_expert, is_slot)
         lanes = _ballot(there)
         before = _count(lanes & _below(lane))
         with mgpu.when(there):
-            for ref, value in ((slots, slot.value), (of_slots, expert)):
+            for ref, value in ((slots, slot.value), (of_slots, expert.value)):
                 llvm.store(value, _entry(ref, total + before), alignment=4)
         total = total + _count(lanes)
     llvm.store(total.value, _entry(count, _word(0)), alignment=4)

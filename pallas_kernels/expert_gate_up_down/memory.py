@@ -13,7 +13,7 @@ from pallas_kernels.expert_gate_up_down.plan import (
     THREADS,
     TILE,
     WARPGROUPS,
-    PhaseName,
+    Phase,
     Plan,
 )
 from pallas_kernels.expert_gate_up_down.products import (
@@ -25,17 +25,18 @@ from pallas_kernels.expert_gate_up_down.products import (
 from pallas_kernels.packed_experts import PackedExperts
 
 HALF = TILE // 2  # rows of weights that lie side by side in memory
+LISTS = "filled", "expert", "count"  # of slots that have an expert of a kind; see list_filled
 
 
-def viewed(name: PhaseName, weights: PackedExperts) -> dict[str, Any]:
+def viewed(phase: Phase, weights: PackedExperts) -> dict[str, Any]:
     """Arrays of which a block's weights are a part with two rows in front: values [n, HALF, inputs]
     of down, [E * 2, F, inputs] of gate and up; scales [n]."""
     values = weights.values
-    if name == "gate_up":
+    if phase.name == "gate_up":
         values = values.reshape(-1, *values.shape[2:])
     else:
         values = values.reshape(-1, HALF, values.shape[-1])
-    return {f"{name}.values": values, f"{name}.scale": weights.scale.reshape(-1)}
+    return {f"{phase.key}.values": values, f"{phase.key}.scale": weights.scale.reshape(-1)}
 
 
 def results(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
@@ -55,17 +56,20 @@ def results(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def scratch_of(plan: Plan) -> dict[str, Any]:
-    """The ring of weights, x, the parts of jobs, the list of slots, and barriers."""
+    """The ring of weights, x, the parts of jobs, the lists of slots, and barriers."""
     ring = plan.stages * WARPGROUPS
-    fetched = {"nowhere": plgpu.SMEM((THREADS,), jnp.int32)} if plan.stored.has_bytes else {}
+    more = {
+        f"{kind.name}.{name}": plgpu.SMEM((plan.slots if name != "count" else 1,), jnp.int32)
+        for kind in plan.kinds
+        for name in LISTS
+    }
+    if any(kind.stored.has_bytes for kind in plan.kinds):
+        more["nowhere"] = plgpu.SMEM((THREADS,), jnp.int32)
     values = ring, 2, HALF, plan.row
-    return fetched | {
+    return more | {
         "values": plgpu.SMEM(values, jnp.uint8, transforms=WEIGHT_TRANSFORMS),
         "rows": plgpu.SMEM((ROWS, plan.hidden), jnp.bfloat16, transforms=X_TRANSFORMS),
         "parts": plgpu.SMEM((BUFFERS, WARPGROUPS, *SUMS), jnp.float32),
-        "filled": plgpu.SMEM((plan.slots,), jnp.int32),
-        "expert": plgpu.SMEM((plan.slots,), jnp.int32),
-        "count": plgpu.SMEM((1,), jnp.int32),
         "pairs": plgpu.SMEM((plan.slots,), jnp.int32),
         "of_slots": plgpu.SMEM((plan.slots,), jnp.int32),
         "full": plgpu.Barrier(num_barriers=ring),

@@ -26,7 +26,7 @@ from pallas_kernels.chosen_products import ChosenProducts
 from pallas_kernels.expert_gate_up_down.choice import choose
 from pallas_kernels.expert_gate_up_down.fetch_scales import fetch_scales
 from pallas_kernels.expert_gate_up_down.filled import list_filled
-from pallas_kernels.expert_gate_up_down.memory import results, scratch_of, viewed
+from pallas_kernels.expert_gate_up_down.memory import LISTS, results, scratch_of, viewed
 from pallas_kernels.expert_gate_up_down.outputs import store_products, store_units
 from pallas_kernels.expert_gate_up_down.places import (
     Place,
@@ -39,12 +39,13 @@ from pallas_kernels.expert_gate_up_down.plan import (
     BUFFERS,
     GROUP,
     OUTPUTS,
+    PHASES,
     ROWS,
     UNITS,
     WARPGROUPS,
     WARPS,
+    Kind,
     Phase,
-    PhaseName,
     Plan,
     RouterPlan,
     Stored,
@@ -68,7 +69,7 @@ from pallas_kernels.packed_product.blocks import write_plain
 from pallas_kernels.top_k.routes import RouteRule
 
 Refs = dict[str, Any]
-Weights = dict[PhaseName, PackedExperts]
+Weights = dict[str, PackedExperts]  # by the keys of phases
 
 BARRIERS = 2  # of a launch; see grid_barrier.meet
 SCALES_AHEAD = 2  # blocks before which scales are read
@@ -91,9 +92,9 @@ def expert_gate_up_down_mosaic(
     ``interpret``: plgpu.InterpretGPUParams, for tests. Then each phase is a launch, unless there is
     one thread block: the interpreter does not run several side by side, so they cannot meet.
     """
-    plan = _plan_of(x, len(slots.expert), gate_up, tuning, interpret)
+    plan = _plan_of(x, len(slots.expert), [gate_up], tuning, interpret)
     arrays = {"x": x, "experts": slots.expert, "meeting": meeting}
-    arrays = _launches(plan, arrays, {"gate_up": gate_up, "down": down}, interpret)
+    arrays = _launches(plan, arrays, _by_key(plan, ExpertWeights(gate_up, down)), interpret)
     return SlotProducts(arrays["products"], slots.places)
 
 
@@ -112,28 +113,38 @@ def routed_gate_up_down_mosaic(
     """See pallas_kernels.expert_gate_up_down.routed_gate_up_down, and as
     ``expert_gate_up_down_mosaic``."""
     slots = len(x) * (rule.k + rule.has_shared)
-    plan = _plan_of(x, slots, weights.gate_up, tuning, interpret)
+    every = [weights] if weights.shared is None else [weights, weights.shared]
+    plan = _plan_of(x, slots, [each.gate_up for each in every], tuning, interpret)
     experts, has_gate = len(router.weight), router.gate is not None
     sizes = experts, experts + has_gate, x.shape[1], plan.tuning.blocks
     plan = dataclasses.replace(plan, router=RouterPlan(rule, *sizes), routes=True)
     arrays = {"x": x, "is_row": is_row, "router": router.weight, "meeting": meeting}
     # Where there is no gate the former is not read as such.
     arrays["gate"] = router.weight if router.gate is None else router.gate[None]
-    by_phase: Weights = {"gate_up": weights.gate_up, "down": weights.down}
-    found = _launches(plan, arrays, by_phase, interpret)
+    found = _launches(plan, arrays, _by_key(plan, *every), interpret)
     return ChosenProducts(found["products"], found["places"], found["weights"])
 
 
+def _by_key(plan: Plan, *weights: ExpertWeights) -> Weights:
+    pairs = list(zip(plan.kinds, weights, strict=True))
+    return {f"{kind.name}.{name}": getattr(each, name) for name in PHASES for kind, each in pairs}
+
+
 def _plan_of(
-    x: Array, slots: int, gate_up: PackedExperts, tuning: Tuning | None, interpret: Any
+    x: Array, slots: int, gate_up: Sequence[PackedExperts], tuning: Tuning | None, interpret: Any
 ) -> Plan:
+    """``gate_up``: of the experts, and of a shared one that is stored in another way."""
+    kinds, first = [], 0
+    for name, each in zip(("experts", "shared"), gate_up, strict=False):
+        stored = Stored(each.code, each.block)  # pyright: ignore[reportArgumentType]
+        kinds.append(Kind(stored, first, each.num_experts, name))
+        first += each.num_experts
     return Plan(
         rows=len(x),
         slots=slots,
-        num_experts=gate_up.num_experts,
         hidden=x.shape[1],
-        units=gate_up.width,
-        stored=Stored(gate_up.code, gate_up.block),  # pyright: ignore[reportArgumentType]
+        units=gate_up[0].width,
+        kinds=tuple(kinds),
         tuning=tuning or Tuning(),
         interpret=interpret is not None,
     )
@@ -146,17 +157,17 @@ def _launches(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Ref
     if plan.routes:
         product = dataclasses.replace(plan, names=())
         arrays = arrays | _launch(product, arrays, {}, interpret)
-    for name, packed in weights.items():
-        phase = dataclasses.replace(plan, names=(name,), routes=False)
-        arrays = arrays | _launch(phase, arrays, {name: packed}, interpret)
+    for name in PHASES:
+        part = dataclasses.replace(plan, names=(name,), routes=False)
+        arrays = arrays | _launch(part, arrays, weights, interpret)
     return arrays
 
 
 def _launch(plan: Plan, arrays: Refs, weights: Weights, interpret: Any) -> Refs:
     """The results of a launch, by name; ``arrays``: what it may read besides weights."""
     inputs = dict(arrays)
-    for name, packed in weights.items():
-        inputs |= viewed(name, packed)
+    for phase in plan.phases:
+        inputs |= viewed(phase, weights[phase.key])
     found = results(plan)
     inputs = {name: array for name, array in inputs.items() if name not in found}
     names = *inputs, *found
@@ -214,8 +225,10 @@ def _fetch_shared(plan: Plan, refs: Refs) -> None:
     if plan.interpret or plan.router is None or not plan.router.rule.has_shared:
         return
     for phase in plan.phases:
-        values = refs[f"{phase.name}.values"]
-        of_expert = len(values) // plan.num_experts
+        if phase.kind != plan.kinds[-1]:
+            continue
+        values = refs[f"{phase.key}.values"]
+        of_expert = len(values) // phase.kind.count
         shared = values.at[pl.ds(len(values) - of_expert, of_expert)]
         fetch_share(shared, kernel_axes.index("block"), plan.tuning.blocks)
 
@@ -237,14 +250,15 @@ def _prepare(plan: Plan, refs: Refs) -> None:
             choose(plan.router, refs, block, **how)
             experts = refs["of_slots"]
     if plan.phases:
-        lists = refs["filled"], refs["expert"], refs["count"]
-        list_filled(experts, *lists, plan.num_experts, **how)
+        for kind in plan.kinds:
+            lists = [refs[f"{kind.name}.{name}"] for name in LISTS]
+            list_filled(experts, lists, kind, **how)
     plgpu.barrier_arrive(refs["listed"])
 
 
 def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
     """Copy a phase's weights into the ring."""
-    phase, filled = plan.phases[at], refs["count"][0]
+    phase, filled = plan.phases[at], _filled(plan, refs)
     before = plan.steps_before(at, filled)
     first, jobs = plan.own_jobs(at, filled)
 
@@ -253,7 +267,7 @@ def _copy_phase(plan: Plan, at: int, refs: Refs) -> None:
         stage = lax.rem(number, plan.stages)
         place = place_of(phase, refs, first + lax.div(index, phase.steps))
         step = lax.rem(index, phase.steps)
-        if plan.stored.has_bytes and not plan.interpret:
+        if phase.stored.has_bytes and not plan.interpret:
             pl.when(step == 0)(lambda: _fetch_scales(plan, phase, refs, place))
         for warpgroup in range(WARPGROUPS):
             slot = stage * WARPGROUPS + warpgroup
@@ -274,24 +288,26 @@ def _fetch_scales(plan: Plan, phase: Phase, refs: Refs, place: Place) -> None:
     if phase.name == "gate_up":
         sizes = {"rows": 2 * plan.hidden // GROUP, "width": plan.units, "outputs": UNITS}
     first = scale_places(plan, phase, place, jnp.int32(0)).first
-    fetch_scales(refs[f"{phase.name}.scale"], refs["nowhere"], first, **sizes)
+    fetch_scales(refs[f"{phase.key}.scale"], refs["nowhere"], first, **sizes)
 
 
 def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     """A multiplying warpgroup's part of a phase."""
-    phase, filled = plan.phases[at], refs["count"][0]
+    phase, filled = plan.phases[at], _filled(plan, refs)
     before, jobs_before = plan.steps_before(at, filled), plan.jobs_before(at, filled)
     first, jobs = plan.own_jobs(at, filled)
     warpgroup, interpret = kernel_axes.index("warpgroup"), plan.interpret
+    if plan.begins(at):  # also without jobs: there may be some of the next kind
+        plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
 
     def scales_of(index: Array) -> Array:
         """Those of a block among this thread block's."""
         index = jnp.minimum(index, jobs * phase.steps - 1)
         place = place_of(phase, refs, first + lax.div(index, phase.steps))
-        scale, places = refs[f"{phase.name}.scale"], scale_places(plan, phase, place, warpgroup)
-        start = first_input(plan, phase, lax.rem(index, phase.steps), warpgroup)
-        inputs = plan.block // WARPS
-        return block_scales(plan.stored, scale, places, start, inputs, interpret=interpret)
+        scale, places = refs[f"{phase.key}.scale"], scale_places(plan, phase, place, warpgroup)
+        start = first_input(phase, lax.rem(index, phase.steps), warpgroup)
+        inputs = phase.block // WARPS
+        return block_scales(phase.stored, scale, places, start, inputs, interpret=interpret)
 
     def job(index: Array, scales: Sequence[Array]) -> Sequence[Array]:
         place = place_of(phase, refs, first + index)
@@ -303,8 +319,8 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             x, from_slot = refs["rows"], 0
             if phase.name == "down":
                 x, from_slot = refs["units"], place.slot * (plan.units // SPAN)
-            span = from_slot + lax.div(first_input(plan, phase, turn, warpgroup), SPAN)
-            given = plan.stored, refs["values"].at[stage], x, span, scales
+            span = from_slot + lax.div(first_input(phase, turn, warpgroup), SPAN)
+            given = phase.stored, refs["values"].at[stage], x, span, scales
             total += block_sums(phase.name, *given, interpret=interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
             plgpu.barrier_arrive(refs["free"].at[stage])
@@ -320,7 +336,7 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
         def _():
             plgpu.barrier_wait(refs["stored"].at[buffer])
 
-        if plan.stored.has_bytes:
+        if phase.stored.has_bytes:
             total *= SUMS_OF_SCALED
         write_plain(refs["parts"].at[buffer, warpgroup], total)
         plgpu.barrier_arrive(refs["done"].at[buffer])
@@ -329,23 +345,22 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     @pl.when(jobs > 0)
     def _():
         scales = [scales_of(jnp.int32(block)) for block in range(SCALES_AHEAD)]
-        plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
         lax.fori_loop(0, jobs, job, scales)
 
 
 def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
-    """Store the outputs of a phase's jobs; before those of the second, meet."""
-    phase, filled = plan.phases[at], refs["count"][0]
+    """Store the outputs of a phase's jobs; before the first ones of the second product, meet."""
+    phase, filled = plan.phases[at], _filled(plan, refs)
     first, jobs = plan.own_jobs(at, filled)
     jobs_before = plan.jobs_before(at, filled)
-    if at and not plan.interpret:
+    if at and plan.begins(at) and not plan.interpret:
         blocks = plan.tuning.blocks
         if plan.routes:
             meet(refs["meeting"], blocks, 1, BARRIERS)
         else:
             meet(refs["meeting"], blocks, 0, BARRIERS)
             meet(refs["meeting"], blocks, 1, BARRIERS, waits=False)
-    if phase.name == "down":
+    if phase.name == "down" and plan.begins(at):
         plgpu.barrier_arrive(refs["met"])
 
     def store(index: Array, _: None) -> None:
@@ -362,11 +377,15 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     lax.fori_loop(0, jobs, store, None)
 
 
+def _filled(plan: Plan, refs: Refs) -> dict[str, Array]:
+    return {kind.name: refs[f"{kind.name}.count"][0] for kind in plan.kinds}
+
+
 def _wait_for_ring(plan: Plan, refs: Refs) -> None:
     """Every barrier must have completed its last phase."""
     if not plan.phases:
         return
-    steps = plan.steps_before(len(plan.phases), refs["count"][0])
+    steps = plan.steps_before(len(plan.phases), _filled(plan, refs))
     for place in range(plan.stages * WARPGROUPS):
 
         @pl.when(steps > place // WARPGROUPS)

@@ -20,7 +20,8 @@ Refs = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Where a job is: its slot, the slot's expert, and its index among the jobs of the slot."""
+    """Where a job is: its slot, the number of the slot's expert among those of its kind, and its
+    index among the jobs of the slot."""
 
     slot: Array
     expert: Array
@@ -28,8 +29,9 @@ class Place(NamedTuple):
 
 
 def place_of(phase: Phase, refs: Refs, job: Array) -> Place:
-    index = lax.div(job, phase.jobs)
-    return Place(refs["filled"][index], refs["expert"][index], lax.rem(job, phase.jobs))
+    index, kind = lax.div(job, phase.jobs), phase.kind.name
+    slot, expert = (refs[f"{kind}.{name}"][index] for name in ("filled", "expert"))
+    return Place(slot, expert, lax.rem(job, phase.jobs))
 
 
 def block_of(
@@ -37,24 +39,24 @@ def block_of(
 ) -> Any:
     """The weights of a warpgroup's block of a job: [2, HALF, inputs]."""
     expert, job = place.expert, place.job
-    first_byte = first_input(plan, phase, step, warpgroup) * plan.stored.bits // 8
+    first_byte = first_input(phase, step, warpgroup) * phase.stored.bits // 8
     inputs = pl.ds(first_byte, plan.row)
     if phase.name == "gate_up":
         parts, units = pl.ds(expert * 2, 2), pl.ds(job * UNITS, UNITS)
-        return refs["gate_up.values"].at[parts, units, inputs]
+        return refs[f"{phase.key}.values"].at[parts, units, inputs]
     first = expert * (plan.hidden // HALF) + job * (OUTPUTS // HALF) + 2 * warpgroup
-    return refs["down.values"].at[pl.ds(first, 2), :, inputs]
+    return refs[f"{phase.key}.values"].at[pl.ds(first, 2), :, inputs]
 
 
-def first_input(plan: Plan, phase: Phase, step: Array, warpgroup: Any) -> Array:
+def first_input(phase: Phase, step: Array, warpgroup: Any) -> Array:
     if phase.name == "gate_up":
-        return (step * WARPGROUPS + warpgroup) * plan.block
-    return step * plan.block
+        return (step * WARPGROUPS + warpgroup) * phase.block
+    return step * phase.block
 
 
 def scale_places(plan: Plan, phase: Phase, place: Place, warpgroup: Array) -> Places:
     """Where the scales of a warpgroup's tile are."""
-    (outputs, inputs), (_, expert, job) = plan.stored.scaled, place
+    (outputs, inputs), (_, expert, job) = phase.stored.scaled, place
     if phase.name == "gate_up":
         parts, width, depth = 2, plan.units, plan.hidden
         firsts = [(part, job * UNITS) for part in range(2)]
@@ -63,7 +65,7 @@ def scale_places(plan: Plan, phase: Phase, place: Place, warpgroup: Array) -> Pl
         tile = job * OUTPUTS + warpgroup * TILE
         firsts = [(0, tile), (0, tile + HALF)]
     columns = -(-depth // inputs)
-    if plan.stored.has_bytes:  # [E, parts, columns, width]
+    if phase.stored.has_bytes:  # [E, parts, columns, width]
         first, second = (
             (expert * parts + part) * columns * width + output for part, output in firsts
         )

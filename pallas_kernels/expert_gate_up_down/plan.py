@@ -9,6 +9,7 @@ of weights for each warpgroup that multiplies: 16 rows of some inputs.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ LOGITS_STEP = 128  # entries that a row of logits is a multiple of
 
 PhaseName = Literal["gate_up", "down"]
 PHASES: tuple[PhaseName, ...] = ("gate_up", "down")
+Filled = Mapping[str, Array]  # how many slots have an expert, by the name of its kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,28 @@ class Stored:
         return None
 
 
+def row_of(kinds: Sequence[Stored], hidden: int, units: int) -> int | None:
+    """Bytes of a row of a block, which is the same of all kinds; None where no size fits."""
+    blocks = [stored.block(hidden, units) for stored in kinds]
+    rows = [size * stored.bits // 8 for size, stored in zip(blocks, kinds, strict=True) if size]
+    return min(rows) if len(rows) == len(kinds) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Experts that are stored in one way.
+
+    Attributes:
+      first, count: their numbers among all.
+      name: in front of the names of their arrays.
+    """
+
+    stored: Stored
+    first: int
+    count: int
+    name: Literal["experts", "shared"] = "experts"
+
+
 @dataclasses.dataclass(frozen=True)
 class RouterPlan:
     """Sizes of a router's product in front of the two, whose outputs are logits.
@@ -127,16 +151,28 @@ class RouterPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One of the products.
+    """One of the products of a kind of experts.
 
     Attributes:
       jobs: of a slot.
+      block: inputs of a block.
       steps: blocks of a job that each warpgroup multiplies.
     """
 
     name: PhaseName
+    kind: Kind
     jobs: int
+    block: int
     steps: int
+
+    @property
+    def stored(self) -> Stored:
+        return self.kind.stored
+
+    @property
+    def key(self) -> str:
+        """In front of the names of its arrays."""
+        return f"{self.kind.name}.{self.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +180,7 @@ class Plan:
     """Sizes of a launch.
 
     Attributes:
+      kinds: of experts, by their numbers.
       router: its product, and that choices are made of its logits; None: slots are known.
       routes: whether the launch computes that product.
       names: its phases.
@@ -151,10 +188,9 @@ class Plan:
 
     rows: int
     slots: int
-    num_experts: int
     hidden: int
     units: int
-    stored: Stored
+    kinds: tuple[Kind, ...]
     tuning: Tuning
     router: RouterPlan | None = None
     routes: bool = False
@@ -162,53 +198,60 @@ class Plan:
     interpret: bool = False
 
     @property
-    def block(self) -> int:
-        """Inputs of a block."""
-        return self.stored.block(self.hidden, self.units) or 0
-
-    @property
     def row(self) -> int:
         """Bytes of a row of a block."""
-        return self.block * self.stored.bits // 8
+        return row_of([kind.stored for kind in self.kinds], self.hidden, self.units) or 0
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        phases = (
-            Phase("gate_up", self.units // UNITS, self.hidden // (WARPGROUPS * self.block)),
-            Phase("down", self.hidden // OUTPUTS, self.units // self.block),
-        )
-        return tuple(phase for phase in phases if phase.name in self.names)
+        """Those of all kinds for gate and up, then those for down."""
+        return tuple(self._phase(name, kind) for name in self.names for kind in self.kinds)
+
+    def _phase(self, name: PhaseName, kind: Kind) -> Phase:
+        block = self.row * 8 // kind.stored.bits
+        if name == "gate_up":
+            return Phase(name, kind, self.units // UNITS, block, self.hidden // block // WARPGROUPS)
+        return Phase(name, kind, self.hidden // OUTPUTS, block, self.units // block)
+
+    def begins(self, at: int) -> bool:
+        """Whether a phase is the first of its product."""
+        return at == 0 or self.phases[at - 1].name != self.phases[at].name
 
     @property
     def stages(self) -> int:
         """Blocks of a warpgroup in the ring."""
         parts = 4 * BUFFERS * WARPGROUPS * WARPS * TILE * ROWS
-        beside = 2 * ROWS * self.hidden + parts + 16 * self.slots + 4 * THREADS
+        beside = 2 * ROWS * self.hidden + parts + 8 * self.slots + 4 * THREADS
+        beside += 8 * self.slots * len(self.kinds)
         return ring_stages(1, WARPGROUPS * TILE * self.row, beside, self.tuning.stages)
 
-    def own_jobs(self, at: int, filled: Array) -> tuple[Array, Array]:
+    def own_jobs(self, at: int, filled: Filled) -> tuple[Array, Array]:
         """The first of this thread block's jobs in a phase, and their number, where so many slots
-        have an expert."""
+        have an expert of each kind."""
         block = kernel_axes.index("block")
         first, end = (self._jobs_before(at, filled, place) for place in (block, block + 1))
         return first, end - first
 
-    def _jobs_before(self, at: int, filled: Array, place: Array) -> Array:
+    def _jobs_before(self, at: int, filled: Filled, place: Array) -> Array:
         """The number of the jobs of thread blocks before ``place``.
 
-        Where jobs of both phases are equally long, those of both together are divided evenly, too.
+        Where jobs of both products of a kind are equally long, those of both together are divided
+        evenly, too.
         """
 
         def even(number: Array) -> Array:
             return lax.div(place * number, self.tuning.blocks)
 
-        jobs = filled * self.phases[at].jobs
-        if at == 0 or len({phase.steps for phase in self.phases}) > 1:
+        phase = self.phases[at]
+        slots = filled[phase.kind.name]
+        jobs = slots * phase.jobs
+        former = [each for each in self.phases[:at] if each.kind == phase.kind]
+        if [each.steps for each in former] != [phase.steps]:
             return even(jobs)
-        before = filled * self.phases[0].jobs
+        before = slots * former[0].jobs
         return jnp.where(jobs < self.tuning.blocks, even(jobs), even(before + jobs) - even(before))
 
-    def steps_before(self, at: int, filled: Array) -> Array:
+    def steps_before(self, at: int, filled: Filled) -> Array:
         """The blocks of each warpgroup of this thread block in the phases before ``at``. Blocks
         are numbered through both phases; they take places in the ring in turn."""
         before = [
@@ -217,7 +260,7 @@ class Plan:
         ]
         return sum(before, jnp.int32(0))
 
-    def jobs_before(self, at: int, filled: Array) -> Array:
+    def jobs_before(self, at: int, filled: Filled) -> Array:
         """The number of this thread block's jobs in the phases before ``at``."""
         before = [self.own_jobs(index, filled)[1] for index in range(at)]
         return sum(before, jnp.int32(0))

@@ -26,7 +26,14 @@ class ExpertWeights(NamedTuple):
     Attributes:
       gate_up: two parts of F outputs.
       down: one part of H outputs.
+      shared: of a shared expert that is stored in another way than these; it is the last one.
     """
 
     gate_up: PackedExperts
     down: PackedExperts
+    shared: "ExpertWeights | None" = None
+
+    @property
+    def num_experts(self) -> int:
+        """The shared one included."""
+        return self.gate_up.num_experts + (0 if self.shared is None else self.shared.num_experts)

@@ -24,6 +24,7 @@ from pallas_kernels.expert_gate_up_down.plan import (
     ROWS,
     TILE,
     WARPS,
+    Kind,
     Plan,
     Stored,
     Tuning,
@@ -56,7 +57,7 @@ RULES = [
 MEETING = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
 
-@functools.lru_cache(maxsize=len(TEST_CASES))
+@functools.lru_cache(maxsize=2 * len(TEST_CASES))
 def arguments_of(case: Case, seed: int = 0) -> Any:
     return make_arguments(case, seed)
 
@@ -147,27 +148,47 @@ def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
 @functools.lru_cache(maxsize=2)
 def routed_arguments(case: Case, rule: RouteRule) -> Any:
     """Rows of which the second is padding, a router and a gate; ``case``: with all experts."""
-    x, _, _, gate_up, down = arguments_of(case)
+    x, weights = arguments_of(case)[0], expert_weights(case)
     experts = case.num_experts - rule.has_shared
     is_row, wide = jnp.arange(case.rows) != 1, (experts, case.hidden)
     router = noise(0, 7, wide, jnp.bfloat16) * case.hidden**-0.5
     gate = noise(0, 8, (case.hidden,), jnp.bfloat16) * case.hidden**-0.5 if rule.normalize else None
-    return x, is_row, Router(router.astype(jnp.bfloat16), gate), ExpertWeights(gate_up, down)
+    return x, is_row, Router(router.astype(jnp.bfloat16), gate), weights
+
+
+def expert_weights(case: Case) -> ExpertWeights:
+    """Beside experts of MXFP4 the last one is in FP8 blocks."""
+    if case.form != "mxfp4":
+        return ExpertWeights(*arguments_of(case)[3:])
+    others = dataclasses.replace(case, num_experts=case.num_experts - 1)
+    last = dataclasses.replace(case, rows=1, k=1, num_experts=1, form="fp8")
+    *_, gate_up, down = arguments_of(others)
+    return ExpertWeights(gate_up, down, ExpertWeights(*arguments_of(last, 1)[3:]))
+
+
+def widened(weights: ExpertWeights) -> tuple[np.ndarray, np.ndarray]:
+    """[E, H, 2, F] and [E, F, H], the shared one included."""
+    every = jnp.arange(weights.gate_up.num_experts)
+    gate_up = np.moveaxis(np.asarray(weights.gate_up.of(every)), -1, 1)
+    down = np.swapaxes(np.asarray(weights.down.of(every))[:, 0], 1, 2)
+    if weights.shared is None:
+        return gate_up, down
+    pairs = zip((gate_up, down), widened(weights.shared), strict=True)
+    gate_up, down = (np.concatenate(pair) for pair in pairs)
+    return gate_up, down
 
 
 def assert_routed(found: ChosenProducts, case: Case, rule: RouteRule) -> None:
     """As written out: choices by logits in float64, and the products of widened weights."""
-    x, is_row, (router, gate), (gate_up, down) = routed_arguments(case, rule)
+    x, is_row, (router, gate), weights = routed_arguments(case, rule)
     wide = [np.asarray(array, np.float64) for array in (x, router)]
     logits = jnp.asarray(wide[0] @ wide[1].T, jnp.float32)[None]
     given = None if gate is None else SharedGate(x, gate)
-    chosen, weights = expert_routes_reference(logits, is_row, rule, given)
+    chosen, factors = expert_routes_reference(logits, is_row, rule, given)
     here = np.asarray(is_row)
-    np.testing.assert_allclose(np.asarray(found.weights)[here], weights[here], rtol=2e-5)
+    np.testing.assert_allclose(np.asarray(found.weights)[here], factors[here], rtol=2e-5)
     assert (np.asarray(found.places)[~here] == -1).all()
-    every = jnp.arange(case.num_experts)
-    wide = np.moveaxis(np.asarray(gate_up.of(every)), -1, 1), np.asarray(down.of(every))[:, 0]
-    given = x[here], chosen[here], wide[0], np.swapaxes(wide[1], 1, 2)
+    given = x[here], chosen[here], *widened(weights)
     k = rule.k + rule.has_shared
     products = found.products[np.asarray(found.places)[here]]
     assert_exact(products, dataclasses.replace(case, rows=int(here.sum()), k=k), given)
@@ -181,31 +202,46 @@ def run_routed(case: Case, rule: RouteRule, kernel: Any) -> ChosenProducts:
 
 @pytest.mark.slow  # the arithmetic of threads is not interpreted: on the device, below
 @pytest.mark.parametrize(
-    ("rows", "rule", "blocks"), [(1, RULES[0], 2), (3, RULES[0], 1), (3, RULES[1], 3)], ids=str
+    ("rows", "rule", "blocks", "form"),
+    [
+        (1, RULES[0], 2, "fp8"),
+        (3, RULES[0], 1, "fp8"),
+        (3, RULES[1], 3, "fp8"),
+        (3, RULES[0], 1, "mxfp4"),
+        (2, RULES[3], 3, "mxfp4"),
+    ],
+    ids=str,
 )
-def test_interpreted_rows_choose_their_experts(rows: int, rule: RouteRule, blocks: int):
-    case = Case(rows, 2, 128 + rule.has_shared, 512, 128)
+def test_interpreted_rows_choose_their_experts(rows: int, rule: RouteRule, blocks: int, form: str):
+    sizes = (512, 128) if form == "fp8" else (1024, 256)
+    case = Case(rows, 2, 128 + rule.has_shared, *sizes, form=form)
     kernel = functools.partial(interpreted, routed_gate_up_down_mosaic, tuning=Tuning(2, blocks))
     assert_routed(run_routed(case, rule, kernel), case, rule)
 
 
 def test_with_the_choice_it_lowers_for_cuda():
-    case = Case(2, 2, 129, 512, 128)
-    x, _, _, gate_up, down = jax.eval_shape(lambda: make_arguments(case))
+    """Of MXFP4, with a shared expert in FP8 blocks."""
+    x, *_, gate_up, down = jax.eval_shape(
+        lambda: make_arguments(Case(2, 2, 128, 1024, 256, form="mxfp4"))
+    )
+    last = jax.eval_shape(lambda: make_arguments(Case(2, 2, 1, 1024, 256)))[3:]
+    weights = ExpertWeights(gate_up, down, ExpertWeights(*last))
     arrays: Any = (
         jax.ShapeDtypeStruct(*shape)
-        for shape in (((128, 512), jnp.bfloat16), ((512,), jnp.bfloat16), ((2,), jnp.int32))
+        for shape in (((128, 1024), jnp.bfloat16), ((1024,), jnp.bfloat16), ((2,), jnp.int32))
     )
     router, gate, is_row = arrays
     kernel = functools.partial(routed_gate_up_down_mosaic, rule=RULES[0])
-    lowered(kernel, x, is_row, Router(router, gate), ExpertWeights(gate_up, down), MEETING)
+    lowered(kernel, x, is_row, Router(router, gate), weights, MEETING)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_on_the_device_rows_choose_their_experts(rule: RouteRule, rows: int):
-    case = Case(rows, 2, 256 + rule.has_shared, 1024, 128)
+@pytest.mark.parametrize(
+    ("rule", "form"), [*((rule, "fp8") for rule in RULES), (RULES[0], "mxfp4")], ids=str
+)
+def test_on_the_device_rows_choose_their_experts(rule: RouteRule, form: str, rows: int):
+    case = Case(rows, 2, 256 + rule.has_shared, 1024, 128 if form == "fp8" else 256, form=form)
     function = jax.jit(routed_gate_up_down_mosaic, static_argnames="rule")
     first = run_routed(case, rule, function)
     assert_routed(first, case, rule)
@@ -271,17 +307,17 @@ def test_thread_blocks_have_each_job_once(units: int):
     plan = Plan(
         rows=8,
         slots=72,
-        num_experts=257,
         hidden=2048,
         units=units,
-        stored=Stored("e4m3", (128, 128)),
+        kinds=(Kind(Stored("e4m3", (128, 128)), 0, 257),),
         tuning=Tuning(blocks=blocks),
         names=PHASES,
         interpret=False,
     )
 
     def of_block(_: jax.Array, filled: jax.Array) -> Any:
-        return [(*plan.own_jobs(at, filled), plan.steps_before(at, filled)) for at in range(2)]
+        of_kinds = {"experts": filled}
+        return [(*plan.own_jobs(at, of_kinds), plan.steps_before(at, of_kinds)) for at in range(2)]
 
     name = kernel_axes.name("block")
     of_blocks = jax.vmap(of_block, (0, None), axis_name=name, axis_size=blocks)

@@ -29,9 +29,11 @@ from pallas_kernels.expert_gate_up_down.plan import (
     UNITS,
     WARPGROUPS,
     WARPS,
+    Kind,
     Phase,
     Plan,
     RouterPlan,
+    Stored,
     Tuning,
 )
 from pallas_kernels.expert_gate_up_down.products import SPAN, SUMS
@@ -45,6 +47,7 @@ from tests.helpers.warp_products import in_shared_memory
 from tests.helpers.warpgroups import BF16, SHARED, Ref, Warpgroup, emulated, number, shared
 
 MODULES = choice, fetch_scales, filled, outputs, products, router, warp_products, words
+STORED = Stored("e4m3", (128, 128))
 BLOCKS = 20  # thread blocks of a router's product
 BLOCK, PARTS, LISTS = 1 << 15, 1 << 16, 1 << 17  # where these begin in shared memory
 RULES = [
@@ -83,9 +86,7 @@ def test_rows_choose_their_experts(rule: RouteRule, rows: int, monkeypatch: pyte
     results = Ref(found_weights), Ref(places)
     arguments = Ref(logits), Ref(is_row.astype(np.int32)), *lists[:2]
     choice._emit(None, *arguments, *results, number(0), plan=plan)
-    count = shared(LISTS + 4096, (1,), np.int32)
     num_experts = experts + rule.has_shared
-    filled._emit(None, lists[1], lists[2], lists[3], count, num_experts=num_experts)
 
     gate = SharedGate(jnp.asarray(x), jnp.asarray(weights[experts])) if has_gate else None
     given = jnp.asarray(logits[None, :, :experts]), jnp.asarray(is_row)
@@ -98,10 +99,13 @@ def test_rows_choose_their_experts(rule: RouteRule, rows: int, monkeypatch: pyte
     assert np.array_equal(places.reshape(rows, -1), wanted_places)
     of_slots = np.asarray(slots.expert)
     assert np.array_equal(lists[1].array, of_slots)
-    [listed] = np.nonzero(of_slots < num_experts)
-    assert count.array == len(listed)
-    assert np.array_equal(lists[2].array[: len(listed)], listed)
-    assert np.array_equal(lists[3].array[: len(listed)], of_slots[listed])
+    count = shared(LISTS + 4096, (1,), np.int32)
+    for kind in Kind(STORED, 0, experts), Kind(STORED, experts, rule.has_shared, "shared"):
+        filled._emit(None, lists[1], lists[2], lists[3], count, kind=kind)
+        [listed] = np.nonzero((of_slots >= kind.first) & (of_slots < kind.first + kind.count))
+        assert count.array == len(listed)
+        assert np.array_equal(lists[2].array[: len(listed)], listed)
+        assert np.array_equal(lists[3].array[: len(listed)], of_slots[listed] - kind.first)
 
 
 def test_a_thread_block_that_is_not_the_first_writes_no_choices(monkeypatch: pytest.MonkeyPatch):
@@ -134,7 +138,7 @@ def test_warps_multiply_and_outputs_are_stored(
     stored = stored_of(gate_up)
     assert stored is not None
     plan = Plan(
-        rows=3, slots=1, num_experts=2, hidden=hidden, units=units, stored=stored, tuning=Tuning()
+        rows=3, slots=1, hidden=hidden, units=units, kinds=(Kind(stored, 0, 2),), tuning=Tuning()
     )
     rows = np.zeros((ROWS, hidden), BF16)
     rows[: case.rows] = np.asarray(x)
@@ -144,7 +148,7 @@ def test_warps_multiply_and_outputs_are_stored(
     parts = shared(PARTS, (WARPGROUPS, *SUMS), np.float32)
     sources = Ref(rows, 0), Ref(of_units)
     for phase, weights, source in zip(plan.phases, (gate_up, down), sources, strict=True):
-        arrays = {name: np.asarray(array) for name, array in viewed(phase.name, weights).items()}
+        arrays = {name: np.asarray(array) for name, array in viewed(phase, weights).items()}
         for job in range(phase.jobs):
             place = Place(*map(jnp.int32, (0, expert, job)))
             for index in range(WARPGROUPS):
@@ -192,12 +196,12 @@ def sums_of_job(
     plan: Plan, phase: Phase, arrays: dict[str, Any], place: Place, warpgroup: int, x: Ref
 ) -> list[np.ndarray]:
     """A warpgroup's sums of a job: of each thread's first output, and of its second."""
-    values, scale = arrays[f"{phase.name}.values"], Ref(arrays[f"{phase.name}.scale"])
-    expert, job, stored = int(place.expert), int(place.job), plan.stored
+    values, scale = arrays[f"{phase.key}.values"], Ref(arrays[f"{phase.key}.scale"])
+    expert, job, stored = int(place.expert), int(place.job), phase.stored
     places = scale_places(plan, phase, place, jnp.int32(warpgroup))
-    inputs, total = plan.block // WARPS, [np.zeros((128, 2), np.float32)] * 2
+    inputs, total = phase.block // WARPS, [np.zeros((128, 2), np.float32)] * 2
     for step in range(phase.steps):
-        start = int(first_input(plan, phase, jnp.int32(step), warpgroup))
+        start = int(first_input(phase, jnp.int32(step), warpgroup))
         columns = slice(start * stored.bits // 8, start * stored.bits // 8 + plan.row)
         if phase.name == "gate_up":
             block = values[2 * expert :, job * UNITS :, columns][:2, :UNITS]
