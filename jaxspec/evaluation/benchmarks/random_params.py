@@ -30,7 +30,7 @@ from jaxspec.models.pipeline_cut import Pipeline, pipeline_shapes
 from jaxspec.models.pipeline_stage import Stage
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts_shape
 from jaxspec.models.quantized.schemes import ROUNDINGS, in_scheme, rounded
-from jaxspec.models.quantized.shared_among import fits, joined
+from jaxspec.models.quantized.shared_among import way_of
 from jaxspec.models.shapes import weight_name
 from jaxspec.parallel import Shards, mesh_layout
 
@@ -91,7 +91,8 @@ def _rounded_as_published(quantization: Scheme, linear: Linear) -> AnyLinear:
 
 def _with_shared_among(experts: Experts) -> Experts:
     """Experts of ShapeDtypeStructs, as loaders put the shared one among them."""
-    return jax.eval_shape(joined, experts) if fits(experts) else experts
+    way = way_of(experts)
+    return experts if way is None else jax.eval_shape(way, experts)
 
 
 def with_packed_experts[Weights](weights: Weights, expert_format: ExpertFormat | None) -> Weights:

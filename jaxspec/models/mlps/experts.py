@@ -18,6 +18,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, ChosenSum, Linear, Product, linear_shape, takes_none
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, PerExpert, expert_linear_shape
+from jaxspec.models.mlps.last_expert import LastExpert
 from jaxspec.models.mlps.mix import LocalExperts, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.models.mlps.slots import routed_in_one_launch, routes_by_kernel
@@ -43,7 +44,8 @@ class Experts(Pytree):
     Attributes:
       correction: added to the scores by which experts are chosen; always float32.
       shared: the expert that all tokens go through, and ``shared_gate`` its weight. None with a
-        ``shared_size``: it is the last one of gate_up and down (see quantized/shared_among.py).
+        ``shared_size``: it is the last one of gate_up and down, or ``last`` (see
+        quantized/shared_among.py).
       to_latent, from_latent: between hidden states and what experts read and write, if that is a
         vector of L entries; else L is H.
     """
@@ -53,6 +55,7 @@ class Experts(Pytree):
     gate_up: AnyExpertLinear  # [E, L, 2, F]; without gates [E, L, 1, F]
     down: AnyExpertLinear  # [E, F, L]
     shared: Dense | None = None
+    last: LastExpert | None = None
     shared_gate: Linear | None = None  # [H, 1]
     to_latent: Linear | None = None  # [H, L]
     from_latent: Linear | None = None  # [L, H]
@@ -87,6 +90,9 @@ class Experts(Pytree):
     def mixed(self, rows: Array, routes: Routes, step: ForwardPass) -> Array | ChosenProducts:
         """What this device's experts add to whole rows [N, H]: [N, H], or products of experts that
         are not added up yet."""
+        if self.last is not None:
+            others = self.replace(last=None).mixed(rows, routes.without_last(), step)
+            return self.last.added(rows, routes.weights[:, -1:], others, step)
         local = LocalExperts(
             gate_up=self.gate_up,
             down=self.down,
@@ -107,8 +113,10 @@ class Experts(Pytree):
     def in_one_launch(self, rows: Array, step: ForwardPass) -> ChosenProducts | None:
         """What the experts add to few rows [N, H], if a kernel chooses them and multiplies."""
         routers, has_shared = (self.router, self.shared_gate), self.shared_is_last
-        weights = self.gate_up, self.down
-        return routed_in_one_launch(rows, routers, *weights, self.config, has_shared, step)
+        every = [(self.gate_up, self.down)]
+        if self.last is not None:
+            every.append((self.last.gate_up, self.last.down))
+        return routed_in_one_launch(rows, routers, every, self.config, has_shared, step)
 
     def routes(self, rows: Array, step: ForwardPass) -> Routes:
         """The chosen experts of rows [N, H], and the shared one if it is the last of them. In
@@ -129,7 +137,7 @@ class Experts(Pytree):
 
     def share_read(self, chosen: float) -> float:
         """The part of the experts' weights that is read where so many are chosen."""
-        shared = int(self.shared_is_last)
+        shared = int(self.shared_is_last and self.last is None)
         return (chosen + shared) / (self.config.routing.num_experts + shared)
 
     def _with_shared(self, rows: Array, routes: Routes) -> Routes:

@@ -29,6 +29,13 @@ class Routes(NamedTuple):
     weights: Array
     slots: Slots | None = None
 
+    def without_last(self) -> "Routes":
+        """Those without the last choice of each row."""
+        slots = self.slots
+        if slots is not None:
+            slots = slots._replace(places=slots.places[:, :-1])
+        return Routes(self.experts[:, :-1], self.weights[:, :-1], slots)
+
 
 @jax.named_scope("routing")
 def choose_experts(

@@ -2,6 +2,7 @@
 a router's product, others leave products of experts in slots, and the norm that follows adds them
 up."""
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from jax import Array
@@ -20,8 +21,8 @@ from pallas_kernels.expert_gate_up_down import (
     is_faster,
     routed_gate_up_down,
 )
-from pallas_kernels.expert_gate_up_down import misfit as one_launch_misfit
 from pallas_kernels.expert_gate_up_down import routes_misfit as one_launch_routes_misfit
+from pallas_kernels.expert_gate_up_down import weights_misfit as one_launch_misfit
 from pallas_kernels.expert_gate_up_down.weights import ExpertWeights, Router
 from pallas_kernels.expert_product import expert_slots
 from pallas_kernels.expert_product import misfit as expert_misfit
@@ -138,7 +139,7 @@ def _in_one_launch(
     x: Array, routes: Routes, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
 ) -> SlotProducts | None:
     """``slot_products`` of few rows, where thread blocks of a launch can meet."""
-    if not _takes_one_launch(x, gate_up, down, step):
+    if not _takes_one_launch(x, ExpertWeights(gate_up, down), step):
         return None
     slots = routes.slots or make_slots(routes.experts, gate_up.num_experts)
     how = step.exchange, step.kernels.implementation("expert_gate_up_down")
@@ -148,8 +149,7 @@ def _in_one_launch(
 def routed_in_one_launch(
     rows: Array,
     routers: tuple[AnyLinear, AnyLinear | None],
-    gate_up: AnyExpertLinear,
-    down: AnyExpertLinear,
+    every: Sequence[tuple[AnyExpertLinear, AnyExpertLinear]],
     config: ExpertsConfig,
     has_shared: bool,
     step: ForwardPass,
@@ -158,17 +158,19 @@ def routed_in_one_launch(
     launch; None where it takes several.
 
     ``routers``: the router, and the gate of a shared expert that is the last one, as of
-    ``routes_by_kernel``.
+    ``routes_by_kernel``. ``every``: gate and up, and down, of the experts, and of the last one if
+    it is stored in another way.
     """
     is_row, rule = _rows_that_choose(len(rows), step.attend), _rule(config.routing, has_shared)
     if is_row is None or rule is None:
         return None
     if config.activation is not None or config.weighs_input or config.latent is not None:
         return None
-    if gate_up.packed is None or down.packed is None or config.bias:
+    weights = _weights_of(every)
+    if weights is None or config.bias:
         return None
     router, gate = routers
-    if not _is_plain(router) or not _takes_one_launch(rows, gate_up.packed, down.packed, step):
+    if not _is_plain(router) or not _takes_one_launch(rows, weights, step):
         return None
     of_gate = None
     if has_shared and gate is not None:
@@ -176,7 +178,7 @@ def routed_in_one_launch(
             return None
         of_gate = gate.weight.reshape(-1)
     # XLA stores weights so, or transposes them once for all rounds of a call.
-    chooses, weights = Router(router.weight.T, of_gate), ExpertWeights(gate_up.packed, down.packed)
+    chooses = Router(router.weight.T, of_gate)
     if one_launch_routes_misfit(rows, chooses, weights, rule):
         return None
     given = rows, is_row, chooses, weights, step.exchange
@@ -184,11 +186,19 @@ def routed_in_one_launch(
     return routed_gate_up_down(*given, rule=rule, implementation=how)
 
 
-def _takes_one_launch(
-    x: Array, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
-) -> bool:
+def _weights_of(every: Sequence[tuple[AnyExpertLinear, AnyExpertLinear]]) -> ExpertWeights | None:
+    """All weights as the kernel takes them; None if memory has them in another way."""
+    weights = None
+    for gate_up, down in reversed(every):
+        if gate_up.packed is None or down.packed is None:
+            return None
+        weights = ExpertWeights(gate_up.packed, down.packed, weights)
+    return weights
+
+
+def _takes_one_launch(x: Array, weights: ExpertWeights, step: ForwardPass) -> bool:
     """Whether a launch takes these rows and is faster than two, and its thread blocks can wait for
     each other."""
     if "expert_gate_up_down" not in step.kernels or step.layout != WHOLE or step.exchange is None:
         return False
-    return not one_launch_misfit(x, gate_up, down) and is_faster(x, gate_up)
+    return not one_launch_misfit(x, weights) and is_faster(x, weights.gate_up)

@@ -1,39 +1,62 @@
-"""The shared expert as the last of a layer's experts, where both have the same size and format.
+"""The shared expert as the last of a layer's experts, where it is in blocks of 8-bit floats and of
+their size. All rows choose it. Loaders put it there where the kernels of packed experts run.
 
-All rows choose it. The kernel packed_expert_product then computes it beside the others: two
-launches less, and none that round its inputs. Loaders put it there where that kernel runs.
+- Of others in the same format it becomes one more: packed_expert_product computes it beside them,
+  two launches less, and none that round its inputs.
+- Beside others of MXFP4 it is stored by itself (see mlps/last_expert.py), in the same order:
+  expert_gate_up_down computes it in the same launch as them, seven launches less.
 """
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.models.mlps.dense import Dense
 from jaxspec.models.mlps.experts import Experts
+from jaxspec.models.mlps.last_expert import LastExpert
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
+from pallas_kernels.packed_experts import FORMATS, bits_of
 from pallas_kernels.packed_order import stored_order
+
+BLOCK = FORMATS["fp8"].block
 
 
 def shared_among(experts: Experts) -> Experts:
     """The same experts with the shared one as the last of them, if it fits there exactly."""
-    if not fits(experts) or not all(_is_in_blocks(*pair) for pair in _pairs(experts)):
+    way = way_of(experts)
+    if way is None:
         return experts
-    return joined(experts)
+    sizes = [_block_of(linear)[0] for linear, _ in _pairs(experts)]
+    pairs = zip(_pairs(experts), sizes, strict=True)
+    return way(experts) if all(_is_in_blocks(pair[1], size) for pair, size in pairs) else experts
 
 
-def fits(experts: Experts) -> bool:
-    """Whether sizes and formats let the shared expert be one of the others."""
+def way_of(experts: Experts) -> Callable[[Experts], Experts] | None:
+    """How the shared expert becomes the last of the others, if its scales are those of whole
+    blocks: a function of such experts. None: sizes or formats do not let it."""
     config = experts.config
     activations = config.activation, config.shared_activation
     if experts.shared is None or config.latent is not None or activations != (None, None):
-        return False
-    return not config.weighs_input and all(_alike(*pair) for pair in _pairs(experts))
+        return None
+    pairs = _pairs(experts)
+    if config.weighs_input or not all(_can_be_last(*pair) for pair in pairs):
+        return None
+    codes = {linear.code for linear, _ in pairs}
+    ways = {frozenset({"e4m3"}): _joined, frozenset({"e2m1"}): _beside}
+    return ways.get(frozenset(codes))
 
 
-def joined(experts: Experts) -> Experts:
-    """``shared_among`` of experts that fit, whose shared expert has the scales of whole blocks."""
-    gate_up, down = (_with_last(*pair) for pair in _pairs(experts))
-    return experts.replace(gate_up=gate_up, down=down, shared=None)
+def _joined(experts: Experts) -> Experts:
+    (gate_up, down), (shared_gate_up, shared_down) = zip(*_pairs(experts), strict=True)
+    both = _with_last(gate_up, shared_gate_up), _with_last(down, shared_down)
+    return experts.replace(gate_up=both[0], down=both[1], shared=None)
+
+
+def _beside(experts: Experts) -> Experts:
+    gate_up, down = (_as_last(*pair) for pair in _pairs(experts))
+    return experts.replace(last=LastExpert(gate_up=gate_up, down=down), shared=None)
 
 
 def _pairs(experts: Experts) -> tuple[tuple[PackedExpertLinear, Float8Linear], ...]:
@@ -43,30 +66,48 @@ def _pairs(experts: Experts) -> tuple[tuple[PackedExpertLinear, Float8Linear], .
     return (experts.gate_up, shared.gate_up), (experts.down, shared.down)  # pyright: ignore
 
 
-def _alike(linear: PackedExpertLinear, shared: Float8Linear) -> bool:
+def _can_be_last(linear: PackedExpertLinear, shared: Float8Linear) -> bool:
     if not isinstance(linear, PackedExpertLinear) or not isinstance(shared, Float8Linear):
         return False
     rest = linear.bias, linear.factor, shared.bias, shared.input_scale
-    if linear.code != "e4m3" or linear.block[0] == 1 or any(array is not None for array in rest):
-        return False  # numbers of 4 bits, or scales of groups
-    same_size = linear.values.shape[1:] == shared.values.shape
-    return same_size and linear.scale.shape[-1] == len(shared.scale)
+    if any(array is not None for array in rest):
+        return False
+    if linear.code == "e2m1" and linear.scale_code != "e8m0":
+        return False
+    if linear.code == "e4m3" and linear.block[0] == 1:
+        return False  # scales of groups
+    *outputs, size = linear.values.shape[1:]
+    same_size = (*outputs, size * 8 // bits_of(linear.code)) == shared.values.shape
+    return same_size and -(-shared.values.shape[-1] // _block_of(linear)[1]) == len(shared.scale)
 
 
-def _is_in_blocks(linear: PackedExpertLinear, shared: Float8Linear) -> bool:
-    """Whether all outputs of each block have the same scales."""
-    scale, size = _by_input_block(shared), shared.out_shape[-1]
-    of_blocks = jnp.repeat(scale[..., :: linear.block[0], :], linear.block[0], axis=-2)
-    return bool(jnp.all(of_blocks[..., :size, :] == scale))
+def _block_of(linear: PackedExpertLinear) -> tuple[int, int]:
+    """Outputs and inputs of the shared expert's blocks."""
+    return linear.block if linear.code == "e4m3" else BLOCK
+
+
+def _is_in_blocks(shared: Float8Linear, size: int) -> bool:
+    """Whether all outputs of each block of so many have the same scales."""
+    scale, outputs = _by_input_block(shared), shared.out_shape[-1]
+    of_blocks = jnp.repeat(scale[..., ::size, :], size, axis=-2)
+    return bool(jnp.all(of_blocks[..., :outputs, :] == scale))
 
 
 def _with_last(linear: PackedExpertLinear, shared: Float8Linear) -> PackedExpertLinear:
-    values = stored_order(lax.bitcast_convert_type(shared.values, jnp.uint8), linear.code)
-    scale = _by_input_block(shared)[..., :: linear.block[0], :].astype(linear.scale.dtype)
+    last = _as_last(linear, shared)
     return linear.replace(
-        values=jnp.concatenate([linear.values, values[None]]),
-        scale=jnp.concatenate([linear.scale, scale[None]]),
+        values=jnp.concatenate([linear.values, last.values]),
+        scale=jnp.concatenate([linear.scale, last.scale.astype(linear.scale.dtype)]),
     )
+
+
+def _as_last(linear: PackedExpertLinear, shared: Float8Linear) -> PackedExpertLinear:
+    """The shared expert's projection as that of one expert."""
+    values = stored_order(lax.bitcast_convert_type(shared.values, jnp.uint8), "e4m3")
+    block = _block_of(linear)
+    scale = _by_input_block(shared)[..., :: block[0], :].astype(jnp.float32)
+    how = {"axes": linear.axes, "code": "e4m3", "block": block, "activations": linear.activations}
+    return PackedExpertLinear(values=values[None], scale=scale[None], **how)
 
 
 def _by_input_block(shared: Float8Linear) -> Array:

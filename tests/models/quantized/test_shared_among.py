@@ -67,9 +67,33 @@ def result(made: Experts, x: jax.Array) -> jax.Array:
 
 
 def test_it_is_computed_beside_the_others():
+    among = shared_among(experts())
+    assert among.last is None and among.gate_up.num_experts == 5
+    assert_beside(experts(), among)
+
+
+def test_others_of_4_bits_have_it_beside_them():
     made = experts()
+    made = made.replace(gate_up=in_mxfp4(made.gate_up), down=in_mxfp4(made.down))
     among = shared_among(made)
-    assert among.shared is None and among.gate_up.num_experts == 5 and among.shared_is_last
+    assert among.last is not None and among.gate_up.num_experts == 4
+    assert among.share_read(2) == 2 / 4
+    assert_beside(made, among)
+
+
+def in_mxfp4(linear: Any) -> Any:
+    """Random numbers and scales in the place of others."""
+    *outputs, size = linear.values.shape
+    rng = np.random.default_rng(2)
+    values = rng.integers(0, 256, (*outputs, size // 2), np.uint8)
+    scale = rng.integers(121, 124, (*outputs[:-1], size // 32, outputs[-1]), np.uint8)
+    how = {"code": "e2m1", "block": (1, 32)}
+    return linear.replace(values=jnp.asarray(values), scale=jnp.asarray(scale), **how)
+
+
+def assert_beside(made: Any, among: Any) -> None:
+    """The same as with a wide shared expert."""
+    assert among.shared is None and among.shared_is_last
     x = numbers(np.random.default_rng(1), jax.ShapeDtypeStruct((2, 3, SIZE), jnp.dtype("float32")))
     wide = made.shared.replace(  # in 8 bits it would round its inputs
         gate_up=as_linear(made.shared.gate_up, jnp.dtype("float32")),
