@@ -3,7 +3,12 @@
 Each warp has one group of the block's inputs, so its sums are scaled once. The products are those
 of single warps (mma.sync, 16 outputs, 8 rows, 16 inputs): loads, widening and products of one warp
 overlap, which they do not around the products of warpgroups. Threads have the same weights for both
-kinds, so weights are stored and widened as for packed_product.
+kinds, so weights are stored as for packed_product.
+
+They are widened with fewer shifts. Below twice its least normal number bfloat16 counts like
+integers, in steps of 2^-133, so the lowest 8 bits of each half of a word are a number already: a
+mask leaves 4 of them, and one multiplication and addition makes these STEP times the weight, less
+its zero. For 8 weights that is 1 shift, 4 LOP3 and 4 fused multiplications; all of it is exact.
 
 Sums of a warpgroup are an array [WARPS * TILE, TILES * ROWS]: entry [TILE * w + o, ROWS * t + r] is
 the sum over the inputs of warp w, of output o of tile t and row r.
@@ -22,7 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.o_gate_up_down.plan import BLOCK, GROUP, ROWS, TILE, TILES, WARPS
 from pallas_kernels.packed_product.order import SPAN, input_order
-from pallas_kernels.packed_product.widening import BIAS, biased_pairs, mask_in_register
+from pallas_kernels.packed_product.widening import HALVES, pair_in_register
 from pallas_kernels.shared_memory import LINE, TILE_ROWS, swizzled
 from pallas_kernels.warp_products import load_matrices, multiply_add, shared_address
 from pallas_kernels.words import Word
@@ -32,6 +37,7 @@ WEIGHT_TRANSFORMS = swizzled(2 * LINE, 4)
 X_TRANSFORMS = swizzled(LINE // 2, 16)
 _CHUNK = 16  # bytes that a swizzle moves as one: 32 weights, or 8 entries of x
 _TILE_BYTES = TILE_ROWS * LINE
+STEP = 2.0**-6  # of widened weights: the least bfloat16 times the largest power of 2 of bfloat16
 
 
 def no_sums(*, interpret: bool) -> Array:
@@ -69,9 +75,10 @@ def add_block(
 
 def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) -> Any:
     thread = Word(mgpu.thread_idx()) % 128
-    lane, warp = thread % 32, Word(utils.warp_idx(sync=True)) % WARPS
+    lane, warp = thread % 32, thread // 32
     values, x = shared_address(values), shared_address(x)
-    mask = mask_in_register(thread)
+    masks = [pair_in_register(thread, HALVES << 4 * at) for at in range(2)]
+    no_zero = pair_in_register(thread, _pair(-8 * STEP)).value
     first = Word(start.registers.item()) // 8
     columns = [
         load_matrices(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)
@@ -79,28 +86,26 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
     sums = tiles_of(total)
     for tile in range(TILES):
         factor, *zero = (by_output(ref, lane, warp, tile) for ref in factors)
-        biases = [_bias(z) for z in zero[0]] if zero else 2 * [_constant(_BIASES)]
+        addends = [_addend(z) for z in zero[0]] if zero else 2 * [no_zero]
         product = [utils.c(0.0, f32())] * 4
         for pair in range(GROUP // SPAN // 2):
             words = load_matrices(values + weight_chunk(lane, warp, tile, pair))
             for span in range(2):
-                product = _multiply(
-                    product, words[2 * span : 2 * span + 2], biases, columns[2 * pair + span], mask
-                )
+                wide = [
+                    [_scaled(*pair, addend) for pair in scaled_pairs(Word(word), masks)]
+                    for word, addend in zip(words[2 * span :], addends, strict=False)
+                ]
+                product = _multiply(product, wide, columns[2 * pair + span])
+        unscaled = [arith.mulf(of_output, utils.c(1 / STEP, f32())) for of_output in factor]
         sums[tile] = [
-            llvm.intr_fma(value, factor[at // 2], sums[tile][at])
+            llvm.intr_fma(value, unscaled[at // 2], sums[tile][at])
             for at, value in enumerate(product)
         ]
     return array_of(sums, total)
 
 
-def _multiply(product: Any, words: Any, biases: Any, columns: Any, mask: Any) -> Any:
-    """product + the weights of a span times x; ``words``: of the thread's first output, and of its
-    second."""
-    wide = [
-        [_less(pair.value, bias) for pair in biased_pairs(Word(word), mask)]
-        for word, bias in zip(words, biases, strict=True)
-    ]
+def _multiply(product: Any, wide: Any, columns: Any) -> Any:
+    """product + the weights of a span times x; ``wide``: see first_operand."""
     for half in range(2):
         product = multiply_add(product, first_operand(wide, half), columns[2 * half : 2 * half + 2])
     return product
@@ -137,8 +142,21 @@ def line_chunk(line: Any, row: Any, chunk: Any) -> Any:
     return line * _TILE_BYTES + (row * LINE + (chunk ^ row) * _CHUNK)
 
 
-_BIASES = 0x43084308  # BIAS twice, in bfloat16
-assert np.asarray(BIAS, jnp.bfloat16).view(np.uint16) == _BIASES & 0xFFFF
+def scaled_pairs(word: Any, masks: list[Any]) -> list[tuple[Any, float]]:
+    """The pairs of a word, plus 8, in two bfloat16 each, and what makes them STEP times as large.
+
+    ``masks``: HALVES, and the same 4 bits further.
+    """
+    return [
+        ((shifted & mask) ^ (0x00080008 << 4 * at), 2.0 ** (127 - 4 * at))
+        for shifted in (word, word >> 8)
+        for at, mask in enumerate(masks)
+    ]
+
+
+def _pair(value: float) -> int:
+    """A bfloat16 twice, as the bits of a word."""
+    return int(np.asarray(value, jnp.bfloat16).view(np.uint16)) * 0x00010001
 
 
 def by_output(ref: Any, lane: Any, warp: Any, tile: int) -> list[Any]:
@@ -158,15 +176,18 @@ def load_f32(ref: Any, place: Word) -> Any:
     return value if bits == 32 else arith.extf(f32(), value)
 
 
-def _bias(zero: Any) -> Any:
-    """BIAS + zero, exactly: two bfloat16 in 32 bits."""
-    both = arith.addf(zero, utils.c(float(BIAS), f32()))
+def _addend(zero: Any) -> Any:
+    """-STEP * (8 + zero), exactly: two bfloat16 in 32 bits."""
+    scaled = arith.mulf(arith.addf(zero, utils.c(8.0, f32())), utils.c(-STEP, f32()))
     convert = "cvt.rn.bf16x2.f32 $0, $1, $1;"
-    return utils.inline_ptx(convert, both, result_types=_i32())
+    return utils.inline_ptx(convert, scaled, result_types=_i32())
 
 
-def _less(x: Any, y: Any) -> Any:
-    return utils.inline_ptx("sub.rn.bf16x2 $0, $1, $2;", x, y, result_types=_i32())
+def _scaled(pair: Word, factor: float, addend: Any) -> Any:
+    """pair * factor + addend, of two bfloat16; the smallest numbers are not flushed to 0."""
+    multiply = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    factors = _constant(_pair(factor))
+    return utils.inline_ptx(multiply, pair.value, factors, addend, result_types=_i32())
 
 
 def tiles_of(array: Any) -> list[list[Any]]:

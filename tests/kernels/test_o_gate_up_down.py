@@ -31,13 +31,15 @@ from pallas_kernels.o_gate_up_down.plan import (
     splits_of,
 )
 from pallas_kernels.o_gate_up_down.products import (
+    STEP,
     entry_chunk,
     first_operand,
     row_chunk,
+    scaled_pairs,
     weight_chunk,
 )
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
-from pallas_kernels.packed_product.widening import BIAS, HALVES, biased_pairs
+from pallas_kernels.packed_product.widening import HALVES
 from tests.helpers.kernels import interpreted, lowered
 from tests.helpers.programs import FAST_COMPILE
 from tests.helpers.warp_products import LANES, in_shared_memory, loaded, numbers, product
@@ -200,7 +202,7 @@ def test_a_warp_multiplies_its_group_of_inputs():
     A lane l of mma.m16n8k16 holds of the first operand rows l / 4 and l / 4 + 8, of the second one
     column l / 4; of each of them entries 2 (l mod 4) and the next, and both again 8 further.
     """
-    draw = np.random.default_rng(0).integers
+    draw, masks = np.random.default_rng(0).integers, [HALVES, HALVES << 4]
     weights, rows, begin = draw(-8, 8, (TILES, TILE, BLOCK)), draw(-8, 8, (ROWS, 1024)), 512
     stored = np.asarray(kernel_order(jnp.asarray(weights, jnp.int8)), np.uint8) & 15
     values = in_shared_memory(
@@ -216,13 +218,31 @@ def test_a_warp_multiplies_its_group_of_inputs():
                 words = loaded(values, weight_chunk(LANES, warp, tile, span // 2))
                 halves = words[2 * (span % 2) :][:2]
                 wide = [
-                    [numbers(pair) - BIAS for pair in biased_pairs(half, HALVES)] for half in halves
+                    [
+                        numbers(pair) * factor / STEP - 8
+                        for pair, factor in scaled_pairs(half, masks)
+                    ]
+                    for half in halves
                 ]
                 for half in range(2):
                     second = [numbers(word) for word in columns[span][2 * half :][:2]]
                     total += product(first_operand(wide, half), second)
             expected = weights[tile, :, own] @ rows[:, begin:][:, own].T
             assert np.array_equal(total, expected)
+
+
+def test_weights_are_widened_exactly_to_bfloat16():
+    """Whatever the weight and its zero: all steps have few enough bits for bfloat16."""
+    values, zeros = np.arange(-8, 8), np.arange(-8, 32)
+    words = np.sum([(values.astype(np.int64) & 15) << 4 * place for place in range(8)], 0)
+    for pair, factor in scaled_pairs(words, [HALVES, HALVES << 4]):
+        assert np.float64(jnp.bfloat16(factor)) == factor
+        for entry in numbers(pair).T:
+            addends = -STEP * (8.0 + zeros)
+            found = entry * factor + addends[:, None]
+            assert np.array_equal(found, STEP * (values - zeros[:, None]))
+            for exact_in_bfloat16 in (addends, found):
+                assert np.array_equal(rounded(exact_in_bfloat16), exact_in_bfloat16)
 
 
 def test_a_warp_multiplies_its_group_of_8_bit_floats():
