@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
-from pallas_kernels.grid_barrier import fence_copies, meet
+from pallas_kernels.grid_barrier import fence_copies, gather, meet
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.o_gate_up_down.buffers import (
     RESULTS,
@@ -214,7 +214,7 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
                 factors.append(refs["row_scales"])
             given = values, factors, refs["rows"], start, total
             total = plan.form.add_block(*given, interpret=plan.interpret)
-            plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
+            _end_reads(plan)  # of the slot, before the copy engine writes there next
             plgpu.barrier_arrive(refs["free"].at[slot])
             return total
 
@@ -231,6 +231,16 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
         plgpu.barrier_arrive(refs["done"].at[buffer])
 
     lax.fori_loop(0, jobs, job, None)
+
+
+def _end_reads(plan: Plan) -> None:
+    """Wait for all threads of the warpgroup: what they have read is in registers. Stores would need
+    a fence, too; the interpreter wants it for reads."""
+    if plan.interpret:
+        plgpu.commit_smem()
+    else:
+        inlined: Any = plgpu.inline_mgpu()
+        inlined(lambda _: gather())()
 
 
 def _norm_rows(plan: Plan, refs: Refs) -> None:
