@@ -206,7 +206,7 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
 
         def step(turn: Array, total: Array) -> Array:
             block = first + count * turn
-            slot = lax.rem(number + block, plan.stages)
+            slot = plan.slot(number + block)
             plgpu.barrier_wait(refs["full"].at[slot])
             values, start = refs["values"].at[slot], block * BLOCK
             factors = [refs[factor].at[slot] for factor in plan.form.factors if factor in refs]

@@ -100,6 +100,11 @@ class Plan:
         """Blocks in the ring."""
         return self.tuning.warpgroups * self.tuning.stages
 
+    def slot(self, number: Array) -> Array:
+        """The place in the ring of a block of weights. Unsigned, a remainder is cheap."""
+        place = lax.rem(number.astype(jnp.uint32), jnp.uint32(self.stages))
+        return place.astype(jnp.int32)
+
     @property
     def meetings(self) -> int:
         """Barriers of all thread blocks, between two phases each."""

@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.o_gate_up_down.plan import BLOCK, GROUP, ROWS, TILE, TILES, WARPS
 from pallas_kernels.packed_product.order import SPAN, input_order
-from pallas_kernels.packed_product.widening import HALVES, pair_in_register
+from pallas_kernels.packed_product.widening import HALVES
 from pallas_kernels.shared_memory import LINE, TILE_ROWS, swizzled
 from pallas_kernels.warp_products import load_matrices, multiply_add, shared_address
 from pallas_kernels.words import Word
@@ -77,8 +77,8 @@ def _emit(_: Any, start: Any, total: Any, values: Any, x: Any, *factors: Any) ->
     thread = Word(mgpu.thread_idx()) % 128
     lane, warp = thread % 32, thread // 32
     values, x = shared_address(values), shared_address(x)
-    masks = [pair_in_register(thread, HALVES << 4 * at) for at in range(2)]
-    no_zero = pair_in_register(thread, _pair(-8 * STEP)).value
+    masks = [_in_register(thread, HALVES << 4 * at) for at in range(2)]
+    no_zero = _in_register(thread, _pair(-8 * STEP)).value
     first = Word(start.registers.item()) // 8
     columns = [
         load_matrices(x + row_chunk(lane, first, warp, span)) for span in range(GROUP // SPAN)
@@ -152,6 +152,17 @@ def scaled_pairs(word: Any, masks: list[Any]) -> list[tuple[Any, float]]:
         for shifted in (word, word >> 8)
         for at, mask in enumerate(masks)
     ]
+
+
+def _in_register(thread: Word, pair: int) -> Word:
+    """A constant of two equal halves, made by an instruction that LLVM takes out of loops. ptxas
+    would move it to a register before every use.
+
+    Bytes 0 and 2 are the same, and so it does not matter which one a thread's selector names.
+    """
+    halves, selector = _constant(pair), thread % 2 * 2 | 0x3210
+    given = [halves, halves, selector.value]
+    return Word(llvm.call_intrinsic(_i32(), "llvm.nvvm.prmt", given, [], []))
 
 
 def _pair(value: float) -> int:

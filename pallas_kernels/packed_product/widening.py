@@ -75,7 +75,7 @@ def _inlined(emit: Any, dtype: str, layout: Any, block: int, start: int, inputs:
 
 def _emit_pairs(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> Any:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    mask, layout = pair_in_register(Word(mgpu.thread_idx())), mgpu.WGMMA_LAYOUT
+    mask, layout = mask_in_register(Word(mgpu.thread_idx())), mgpu.WGMMA_LAYOUT
     registers = np.empty(layout.registers_shape((OUTPUTS, inputs)), dtype=object)
     by_span = registers.reshape(-1, PAIRS, 2)  # the last: of the thread's first row, of its second
     for span, half, word in _words(tiles, line, start, inputs):
@@ -150,10 +150,10 @@ def signs(word: Any) -> Any:
     return (word >> 7 & 0x01010101) * 255
 
 
-def pair_in_register(thread: "Word", pair: int = HALVES) -> "Word":
-    """A constant of two equal halves. ptxas would move it to a register before every use.
+def mask_in_register(thread: "Word") -> "Word":
+    """HALVES. ptxas would move a constant to a register before every use.
 
     Bytes 0 and 2 are the same, and so it does not matter which one a thread's selector names.
     """
-    halves = utils.c(pair, ir.IntegerType.get_signless(32))
+    halves = utils.c(HALVES, ir.IntegerType.get_signless(32))
     return Word(utils.prmt(halves, halves, (thread % 2 * 2 | 0x3210).value))
