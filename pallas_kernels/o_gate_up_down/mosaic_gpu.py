@@ -291,6 +291,8 @@ def _store_phase(plan: Plan, at: int, refs: Refs) -> None:
     result = refs[RESULTS[phase.name]]
     if phase.name == "down":
         result = result.at[plan.split(phase)]
+    if phase.name == "gate_up":
+        result = result.at[: plan.rows]
 
     def store(index: Array, _: None) -> None:
         buffer = lax.rem(jobs_before + index, BUFFERS)
@@ -314,7 +316,7 @@ def _scales(plan: Plan, phase: Phase, refs: Refs) -> Scales | None:
 
 def _copy_rows(plan: Plan, phase: Phase, refs: Refs) -> None:
     """Copy the inputs of this thread block; the copy engine writes zeros for rows that are not
-    there."""
+    there. Products of rows behind the last one are not stored."""
     start = plan.split(phase) * phase.depth
     rows = pl.ds(0 * start, ROWS)  # a start that is not known keeps the slice from being checked
     if not plan.interpret:
