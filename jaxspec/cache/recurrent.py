@@ -28,7 +28,14 @@ from jaxspec.cache.delta_rule import DeltaInputs, select_tokens
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
-from pallas_kernels.delta_rule import RowStates, delta_commit, delta_read, delta_run, misfit
+from pallas_kernels.delta_rule import (
+    LayerRows,
+    RowStates,
+    delta_commit,
+    delta_read,
+    delta_run,
+    misfit,
+)
 from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
 
 
@@ -202,14 +209,16 @@ class DeltaState(Pytree):
         cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
     ) -> Sequence[Self]:
         """Append the inputs of accepted nodes, and fold windows that are full."""
-        return [state._committed(committed, kernels) for state in states]
+        nodes = states[0].nodes
+        assert nodes is not None, "a commit follows the verification of a tree"
+        if states[0]._has_kernel("delta_rule", kernels, nodes.channels.shape[1]):
+            return _committed_by_kernel(states, committed)
+        return [state._committed(committed) for state in states]
 
-    def _committed(self, committed: CommittedPath, kernels: Kernels) -> Self:
-        assert self.nodes is not None, "a commit follows the verification of a tree"
+    def _committed(self, committed: CommittedPath) -> Self:
         rows, counts = committed.rows, committed.counts
         held = committed.context_lens % self.folded
-        if self._has_kernel("delta_rule", kernels, self.nodes.channels.shape[1]):
-            return self._committed_by_kernel(committed, held)
+        assert self.nodes is not None
         nodes = jax.tree.map(lambda x: take_tokens(x, committed.path), self.nodes)
         inputs, total = self._aligned(rows, held, nodes.inputs, counts), held + counts
         target = self._kept_rows(rows, counts)
@@ -225,22 +234,6 @@ class DeltaState(Pytree):
         full = jnp.any((total >= self.folded) & (counts > 0))
         state = self.replace(s=lax.cond(full, folded, lambda whole: whole, self.s), nodes=None)
         return state._appended(rows, counts, inputs, total, nodes.channels)
-
-    def _committed_by_kernel(self, committed: CommittedPath, held: Array) -> Self:
-        assert self.nodes is not None
-        nodes = self.nodes
-        s, window, channels = delta_commit(
-            self._row_states(committed.rows, held),
-            self.channels,
-            nodes.inputs.tokens,
-            nodes.channels.astype(self.channels.dtype),
-            committed.path,
-            committed.counts,
-            "mosaic_gpu",
-        )
-        return self.replace(
-            s=s, window=DeltaInputs(**window._asdict()), channels=channels, nodes=None
-        )
 
     def reset(self, rows: Array) -> Self:
         """Zeros in the rows. Windows stay: entries past a row's tokens are never used."""
@@ -259,6 +252,12 @@ class DeltaState(Pytree):
 
     def _row_states(self, rows: Array, held: Array) -> RowStates:
         return RowStates(self.s, self.window.tokens, rows, held)
+
+    def _layer_rows(self) -> LayerRows:
+        assert self.nodes is not None
+        inputs, channels = self.nodes.inputs.tokens, self.nodes.channels
+        channels = channels.astype(self.channels.dtype)
+        return LayerRows(self.s, self.window.tokens, self.channels, inputs, channels)
 
     def _window(self, rows: Array, held: Array) -> DeltaInputs:
         """The first ``held`` [B] entries of the rows' windows; the others change nothing."""
@@ -309,6 +308,19 @@ class DeltaState(Pytree):
         """[B, m * C, ...] -> [m, B, C, ...]"""
         parts = x.reshape(x.shape[0], -1, self.folded, *x.shape[2:])
         return jnp.moveaxis(parts, 1, 0)
+
+
+def _committed_by_kernel[State: DeltaState](
+    states: Sequence[State], committed: CommittedPath
+) -> list[State]:
+    """The states of layers after a commit: a launch has several."""
+    held = committed.context_lens % states[0].folded
+    of_rows = committed.rows, held, committed.path, committed.counts
+    kept = delta_commit([state._layer_rows() for state in states], *of_rows, "mosaic_gpu")
+    return [
+        state.replace(s=s, window=DeltaInputs(**window._asdict()), channels=channels, nodes=None)
+        for state, (s, window, channels) in zip(states, kept, strict=True)
+    ]
 
 
 def _rows(chosen: Array, x: Array, other: Array) -> Array:

@@ -1,5 +1,7 @@
 """The gated delta rule of a prompt, of a draft tree, and the commit of its accepted path."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -8,10 +10,18 @@ from pallas_kernels.delta_rule.reference import (
     delta_read_reference,
     delta_run_reference,
 )
-from pallas_kernels.delta_rule.tokens import RowStates, Tokens
+from pallas_kernels.delta_rule.tokens import LayerRows, RowStates, Tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
-__all__ = ["RowStates", "Tokens", "delta_commit", "delta_read", "delta_run", "misfit"]
+__all__ = [
+    "LayerRows",
+    "RowStates",
+    "Tokens",
+    "delta_commit",
+    "delta_read",
+    "delta_run",
+    "misfit",
+]
 
 KEY_DIM = 128  # of a head: the kernel was tested with it
 VALUE_STEP = 64  # columns of a value head in a warpgroup
@@ -73,30 +83,31 @@ def delta_run(
 
 
 def delta_commit(
-    states: RowStates,
-    channels: Array,
-    nodes: Tokens,
-    node_channels: Array,
+    layers: Sequence[LayerRows],
+    rows: Array,
+    held: Array,
     path: Array,
     counts: Array,
     implementation: Implementation = "reference",
-) -> tuple[Array, Tokens, Array]:
+) -> list[tuple[Array, Tokens, Array]]:
     """Append accepted nodes to windows. A window that is full is applied to its state, in order.
 
     Args:
-      states: of the rows. No two sequences share a row.
-      nodes: as of ``delta_read``.
-      channels: [R, K - 1, G, c], the last inputs of the convolution.
-      node_channels: [B, N, G, c or more], those of the nodes; what is after them is not read.
+      layers: of equal shapes.
+      rows: int32 [B], each sequence's entry of what layers keep. No two sequences share one.
+      held: int32 [B], tokens in the windows.
       path: int32 [B, A], accepted nodes by depth.
       counts: int32 [B], how many of them; of 0 the row does not change.
+      implementation: see selection.Implementation; ``misfit`` says what the Hopper kernel takes.
 
-    Returns s, window and channels, written in place where the caller donates them.
+    Returns s, window and channels of each layer, written in place where the caller donates them.
     """
-    problem = misfit(states.s, nodes.k.shape[1])
+    problems = (misfit(layer.s, layer.nodes.k.shape[1]) for layer in layers)
+    problem = next(filter(None, problems), None)
     mosaic = kernel_module("delta_rule", implementation, problem)
-    commit = delta_commit_reference if mosaic is None else mosaic.delta_commit_mosaic
-    return commit(states, channels, nodes, node_channels, path, counts)
+    if mosaic is not None:
+        return mosaic.delta_commit_mosaic(layers, rows, held, path, counts)
+    return [delta_commit_reference(layer, rows, held, path, counts) for layer in layers]
 
 
 def misfit(s: Array, num_nodes: int) -> str | None:

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from pallas_kernels.benchmark import Arguments, Benchmark, beside_reference, noise
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
-from pallas_kernels.delta_rule.tokens import RowStates, Tokens
+from pallas_kernels.delta_rule.tokens import LayerRows, RowStates, Tokens
 from pallas_kernels.selection import Implementation
 
 
@@ -99,8 +99,9 @@ def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     held = jnp.asarray(rng.integers(0, case.capacity, case.batch), jnp.int32)
     states = RowStates(s, Tokens(*window), places, held)
     ancestors, depth, path, counts = _trees(rng, case)
-    nodes, new = Tokens(*drafted), _new_channels(case, seed)
-    return (states, q, nodes, ancestors, depth), (states, channels, nodes, new, path, counts)
+    nodes = Tokens(*drafted)
+    layer = LayerRows(s, states.window, channels, nodes, _new_channels(case, seed))
+    return (states, q, nodes, ancestors, depth), ([layer], places, held, path, counts)
 
 
 def make_run_arguments(case: Case, seed: int = 0) -> tuple:
@@ -325,10 +326,8 @@ def _whole_round(*arguments: Array, implementation: Implementation) -> tuple[Arr
     _, *nodes, new, _, _, path, counts = arguments[KEPT:]
     out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
     held = lens[rows] % window[0].shape[1]
-    s, after, channels = delta_commit(
-        RowStates(s, Tokens(*window), rows, held),
-        *(channels, Tokens(*nodes), new, path, counts, implementation),
-    )
+    layer = LayerRows(s, Tokens(*window), channels, Tokens(*nodes), new)
+    [(s, after, channels)] = delta_commit([layer], rows, held, path, counts, implementation)
     return out, s, *after, channels, following, lens.at[rows].add(counts)
 
 

@@ -6,7 +6,7 @@ jaxspec/cache/delta_rule.py computes the same in chunks, which is what runs with
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.delta_rule.tokens import RowStates, Tokens
+from pallas_kernels.delta_rule.tokens import LayerRows, RowStates, Tokens
 
 
 def delta_read_reference(
@@ -59,15 +59,14 @@ def delta_run_reference(
 
 
 def delta_commit_reference(
-    states: RowStates,
-    channels: Array,
-    nodes: Tokens,
-    node_channels: Array,
+    layer: LayerRows,
+    rows: Array,
+    held: Array,
     path: Array,
     counts: Array,
 ) -> tuple[Array, Tokens, Array]:
-    """See pallas_kernels.delta_rule.delta_commit."""
-    s, window, rows, held = states
+    """See pallas_kernels.delta_rule.delta_commit, of which this is a layer."""
+    s, window, channels, nodes, node_channels = layer
     capacity, batch = window.k.shape[1], jnp.arange(len(rows))
     windows, state, last = Tokens(*(x[rows] for x in window)), s[rows], channels[rows]
     for index in range(path.shape[1]):

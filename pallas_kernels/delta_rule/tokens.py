@@ -28,3 +28,21 @@ class RowStates(NamedTuple):
     window: Tokens
     rows: Array
     held: Array
+
+
+class LayerRows(NamedTuple):
+    """What a layer keeps of R rows, and the nodes of trees that may be appended to it.
+
+    Attributes:
+      s: as of RowStates.
+      window: as of RowStates.
+      channels: [R, K - 1, G, c], the last inputs of the convolution.
+      nodes: [B, N, ...].
+      node_channels: [B, N, G, c or more], those of the nodes; what is after them is not read.
+    """
+
+    s: Array
+    window: Tokens
+    channels: Array
+    nodes: Tokens
+    node_channels: Array

@@ -14,7 +14,7 @@ from jaxspec.cache.delta_rule import LONGEST_CHUNK, DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.decoding.trees.tree import DraftTree, unpack_mask
 from jaxspec.parallel import Layout
-from pallas_kernels.delta_rule import RowStates, delta_commit, delta_read
+from pallas_kernels.delta_rule import LayerRows, RowStates, delta_commit, delta_read
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
@@ -344,8 +344,9 @@ def test_what_kernels_are_held_against_agrees():
     read = defined_read(states, q, inputs.tokens, ancestors, tree.depth)
     errors = np.abs(np.subtract(read, out))
     assert errors[np.arange(WIDTH) < np.asarray(sizes)[:, None]].max() < TOLERANCE
-    arguments = state.channels, inputs.tokens, nodes.channels, path.path, path.counts
-    s, window, channels = jax.device_get(defined_commit(states, *arguments))
+    layer = LayerRows(state.s, state.window.tokens, state.channels, inputs.tokens, nodes.channels)
+    arguments = path.rows, held, path.path, path.counts
+    [(s, window, channels)] = jax.device_get(defined_commit([layer], *arguments))
     after = jax.device_get(after)
     assert np.abs(s - after.s).max() < TOLERANCE
     np.testing.assert_array_equal(channels, after.channels)

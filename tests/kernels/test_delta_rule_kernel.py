@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
+from pallas_kernels.delta_rule import LayerRows, delta_commit, delta_read, delta_run
 from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments, make_run_arguments
+from pallas_kernels.delta_rule.commit import launches_of
 from pallas_kernels.delta_rule.mosaic_gpu import (
     delta_commit_mosaic,
     delta_read_mosaic,
     delta_run_mosaic,
 )
 from tests.helpers.kernels import interpreted, lowered
-from tests.helpers.marks import first_is_fast
+from tests.helpers.marks import first_is_fast, slow
 from tests.helpers.programs import FAST_COMPILE
 
 TOLERANCE = 2e-5
@@ -56,6 +57,31 @@ def test_interpreted_they_are_the_reference(case: Case):
     assert_close(after, commit(*committing))
 
 
+def commit_of_layers(case: Case, number: int) -> tuple:
+    """Arguments of a commit of so many layers, which differ."""
+    committing = [make_arguments(case, seed)[1] for seed in range(number)]
+    _, *how = committing[0]
+    return [layer for [layer], *_ in committing], *how
+
+
+@pytest.mark.parametrize("number", [2, slow(7)])
+def test_a_commit_of_layers_is_that_of_each(number: int):
+    """7: in two launches."""
+    case = Case(1, 2, groups=1, values=1, capacity=2)
+    committing = made(functools.partial(commit_of_layers, number=number), case)
+    after = interpreted(delta_commit_mosaic, *committing, detect_races=True)
+    assert_close(after, commit(*committing))
+
+
+@pytest.mark.parametrize(("number", "launches"), [(3, 1), (6, 1), (30, 5), (32, 6)])
+def test_launches_commit_layers_in_their_order(number: int, launches: int):
+    layers: list[Any] = list(range(number))
+    found: list[Any] = list(launches_of(layers))
+    assert [layer for some in found for layer in some] == layers
+    assert len(found) == launches
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
 @first_is_fast(RUNS)
 def test_interpreted_a_run_is_the_reference(case: Case):
     arguments = made(make_run_arguments, case)
@@ -76,11 +102,10 @@ def test_runs_and_rounds_leave_the_same_state():
     states, _, q, tokens = made(make_run_arguments, case)
     states, whole = states._replace(held=np.array([3, 6])), np.array([7, 7])
     out, after = run(states, whole, q, tokens)
-    before, new = (
-        np.zeros(shape, np.float32) for shape in ((len(states.s), 3, 1, 8), (2, 7, 1, 8))
-    )
+    before, new = (jnp.zeros(shape) for shape in ((len(states.s), 3, 1, 8), (2, 7, 1, 8)))
     path = np.broadcast_to(np.arange(7), (2, 7))
-    committed, _, _ = commit(states, before, tokens, new, path, whole)
+    layer = LayerRows(states.s, states.window, before, tokens, new)
+    [(committed, _, _)] = commit([layer], states.rows, states.held, path, whole)
     assert_close(after, committed)
     chain = np.tri(7, dtype=bool)[None].repeat(2, 0)
     assert_close(out, read(states, q, tokens, chain, path))
@@ -104,6 +129,18 @@ def test_they_lower_for_cuda(case: Case):
     reading, committing = jax.eval_shape(lambda: make_arguments(case))
     for function, arguments in ((delta_read, reading), (delta_commit, committing)):
         lowered(functools.partial(function, implementation="mosaic_gpu"), *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [6, 7])
+def test_on_the_device_a_commit_of_layers_is_that_of_each(number: int):
+    committing = commit_of_layers(Case(3, 4, 16, capacity=16), number)
+    kernel = jax.jit(functools.partial(delta_commit, implementation="mosaic_gpu"))
+    first = kernel(*committing)
+    assert_close(first, delta_commit(*committing))
+    for _ in range(20):
+        again = kernel(*committing)
+        assert all(map(jnp.array_equal, *map(jax.tree.leaves, (first, again)))), "a race"
 
 
 @pytest.mark.gpu
@@ -137,9 +174,9 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 
 def test_paths_longer_than_the_window_fold_it_as_often_as_it_is_full():
     case = Case(2, 6, groups=1, v_dim=64, capacity=2)
-    _, (states, *nodes, _, _) = made(make_arguments, case)
-    states = states._replace(held=np.array([1, 0], np.int32))
+    _, (layers, rows, *_) = made(make_arguments, case)
+    held, counts = np.array([1, 0], np.int32), np.array([5, 3], np.int32)
     path = np.array([[0, 1, 3, 4, 5], [0, 2, 3, 0, 0]], np.int32)
-    committing = states, *nodes, path, np.array([5, 3], np.int32)
+    committing = layers, rows, held, path, counts
     after = interpreted(delta_commit_mosaic, *committing, detect_races=True)
     assert_close(after, commit(*committing))
