@@ -21,6 +21,7 @@ from pallas_kernels.delta_rule.tiles import (
     COLUMNS,
     TILE,
     applied,
+    copy_window,
     load,
     load_token,
     part_of,
@@ -52,7 +53,7 @@ def delta_read_mosaic(
     """
     s, window, rows, held = states
     _, groups, values, v_dim, k_dim = s.shape
-    batch, size = q.shape[:2]
+    batch, size, length = *q.shape[:2], window.k.shape[1]
     grams = () if size <= FEW_NODES else (_gram(q, nodes.k),)
     level = jnp.arange(size)[:, None]
     at_level = ancestors[:, :, None] & (depth[:, None, None] == level)  # [B, N, levels, N]
@@ -63,21 +64,21 @@ def delta_read_mosaic(
         s_ref, wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, q_ref, k_ref, v_ref, g_ref,
         b_ref, ancestor_ref, depth_ref, *refs,
     ):  # fmt: skip
-        *gram_refs, out_ref, written_ref = refs
+        *gram_refs, out_ref, written_ref, ck_ref, cv_ref, cg_ref, cb_ref = refs
         sequence, group = kernel_axes.index("sequence"), kernel_axes.index("group")
         value, columns = part_of(kernel_axes.index("part"), values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), held_ref[sequence]
         window, part = Tokens(wk_ref, wv_ref, wg_ref, wb_ref), (group, value, columns)
 
-        def apply(place: Any, carry: Any) -> Any:
-            tile, token = carry
-            last = jnp.maximum(count - 1, 0)
-            following = load_token(window, row, jnp.minimum(place + 1, last), part)
-            return applied(tile, token), following
+        tokens = Tokens(ck_ref, cv_ref, cg_ref, cb_ref)
+
+        def apply(place: Any, tile: Array) -> Array:
+            key, v = load(tokens.k.at[place], BY_KEY), load(tokens.v.at[place], BY_COLUMN)
+            return applied(tile, Tokens(key, v, tokens.g[place], tokens.beta[place]))
 
         tile = load(s_ref.at[row, group, value, columns], TILE)
-        first = load_token(window, row, 0, part)
-        tile, _ = lax.fori_loop(0, count, apply, (tile, first))
+        copy_window(window, (row, count), part, tokens)
+        tile = lax.fori_loop(0, count, apply, tile)
 
         @pl.loop(0, size)
         def _node(node):
@@ -104,6 +105,7 @@ def delta_read_mosaic(
             v = load(v_ref.at[sequence, node, group, value, columns], BY_COLUMN)
             written = b_ref[sequence, node, group, value] * (v - decay * by_key)
             written_ref[node] = written
+            plgpu.commit_smem()
             out_ref[sequence, node, group, value, columns] = (
                 decay * by_query + product(key, query) * written
             )
@@ -111,10 +113,16 @@ def delta_read_mosaic(
     kernel = plgpu.kernel(
         delta_read_kernel,
         out_type=jax.ShapeDtypeStruct((batch, size, groups, values, v_dim), jnp.float32),
-        scratch_types=[plgpu.SMEM((size, COLUMNS), jnp.float32)],
+        scratch_types=[
+            plgpu.SMEM(shape, jnp.float32)
+            for shape in ((size, COLUMNS), (length, k_dim), (length, COLUMNS), (length,), (length,))
+        ],
         grid=(values * v_dim // COLUMNS, groups, batch),
         grid_names=kernel_axes.names("part", "group", "sequence"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # there are barriers where threads need them: few
+        ),
         interpret=interpret,
     )
     return kernel(s, *window, rows, held, q, *nodes, ancestor_at, depth, *grams)

@@ -13,6 +13,38 @@ from pallas_kernels.delta_rule.tokens import Tokens
 COLUMNS = 64  # of a value head, that a warpgroup holds
 TILE = plgpu.Layout.WGMMA  # [COLUMNS, Dk]: four threads share a column of the state
 BY_COLUMN, BY_KEY = TILE.reduce(1), TILE.reduce(0)
+AT_ONCE = 16  # tokens of a window whose loads are on their way: five registers each
+
+
+def copy_window(window: Tokens, at: tuple[Any, Any], part: Any, copy: Tokens) -> None:
+    """Copy a window's tokens to shared memory, as far as they concern a part (see ``load_token``).
+
+    Loads of AT_ONCE tokens are on their way at the same time: a token takes a latency of the memory
+    otherwise, which is longer than what is done with it.
+
+    Args:
+      at: the row, and how many tokens it has; of those after them the last is copied again.
+      copy: k [C, Dk], v [C, COLUMNS], g [C] and beta [C].
+    """
+    (row, count), (group, value, columns) = at, part
+    capacity, k_dim = copy.k.shape
+    of_key = plgpu.Layout.WG_STRIDED((k_dim,), vec_size=1)
+
+    def token(index: int) -> Tokens:
+        place = jnp.minimum(index, jnp.maximum(count - 1, 0))
+        return Tokens(
+            load(window.k.at[row, place, group], of_key),
+            load(window.v.at[row, place, group, value, columns], BY_COLUMN),
+            window.g[row, place, group, value],
+            window.beta[row, place, group, value],
+        )
+
+    for begin in range(0, capacity, AT_ONCE):
+        places = range(begin, min(begin + AT_ONCE, capacity))
+        for place, found in zip(places, list(map(token, places)), strict=True):
+            for ref, entries in zip(copy, found, strict=True):
+                ref[place] = entries
+    plgpu.commit_smem()
 
 
 def applied(tile: Array, token: Tokens) -> Array:
