@@ -34,7 +34,8 @@ OPERATIONS = (
     "gated_norm",
     "o_gate_up_down",
     "expert_gate_up_down",
-    "float8_layers",  # o_gate_up_down, where weights are 8-bit floats
+    "float8_layers",  # o_gate_up_down, where weights are 8-bit floats with a scale for each output
+    "float8_group_layers",  # likewise, with a scale for each 128 inputs of an output
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
@@ -43,6 +44,7 @@ _ATTENTION = "paged_attention", "partial_attention", "latent_attention"
 FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "float8_layers": ("o_gate_up_down",),
+        "float8_group_layers": ("o_gate_up_down",),
         "float8_pages": (*_ATTENTION, "rope_kv_write", "kv_compact"),
     }
 )
@@ -67,6 +69,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "o_gate_up_down": (1,),
         "expert_gate_up_down": (1,),
         "float8_layers": (1,),
+        "float8_group_layers": (),  # right on one machine, and slower than several launches
         "float8_pages": (1, 2),
     }
 )

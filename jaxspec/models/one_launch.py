@@ -51,7 +51,7 @@ def layer_launch(
     weights = layer_weights(norm, mixed.linear, gate_up, down)
     if weights is None or not isinstance(mixed.x, Array):  # else its rows are rounded
         return None
-    if weights.o.values.dtype == FLOAT8 and "float8_layers" not in step.kernels:
+    if (form := _form(weights)) is not None and form not in step.kernels:
         return None
     rows, stream = (array.reshape(-1, array.shape[-1]) for array in (mixed.x, x))
     if misfit(rows, stream, weights) is not None:
@@ -74,3 +74,10 @@ def layer_weights(
             return None
         packed.append(weights)
     return LayerWeights(norm, *packed)
+
+
+def _form(weights: LayerWeights) -> str | None:
+    """The form of the kernel that takes them, as ``pallas_kernels.selection`` names it."""
+    if weights.o.values.dtype != FLOAT8:
+        return None
+    return "float8_layers" if len(weights.o.scale) == 1 else "float8_group_layers"

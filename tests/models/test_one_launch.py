@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = dict(hidden_size=1024, intermediate_size=512, head_dim=1
 KERNELS = Kernels(frozenset({"o_gate_up_down"}))
 LAUNCH = "o_gate_up_down_kernel"
 FLOAT8 = Kernels(frozenset({"o_gate_up_down", "float8_layers"}))
+GROUPS = Kernels(frozenset({"o_gate_up_down", "float8_group_layers"}))
 
 
 def target(scheme: Scheme | None = "w4a16", **config: Any) -> Decoder:
@@ -53,7 +54,7 @@ def test_on_a_gpu_it_is_one_launch_of_every_layer():
     assert program(target(num_layers=2)).count("call @o_gate_up_down_mosaic") == 2
     assert LAUNCH in program(target("w4a16-zeros"), rows=2)
     assert LAUNCH in program(target("fp8"), FLOAT8)
-    assert LAUNCH in program(target("fp8-block"), FLOAT8)
+    assert LAUNCH in program(target("fp8-block"), GROUPS)
 
 
 NORM = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
@@ -64,7 +65,8 @@ OTHERS: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "blocks that are compiled by themselves": (target(), {"isolate_blocks": True}),
     "weights of 16 bits": (target(None), {}),
     "rows of 8 bits": (target("w4a8"), {}),
-    "8-bit floats, whose kernel was not chosen": (target("fp8"), {}),
+    "8-bit floats, whose kernel was not chosen": (target("fp8"), {"kernels": GROUPS}),
+    "8-bit floats in groups, likewise": (target("fp8-block"), {"kernels": FLOAT8}),
     "a bias": (target(o_bias=True), {}),
     "a stream that it does not take": (target(hidden_size=1280), {}),
     "a norm of what attention gives": (changed(mixer_norm=NORM), {}),
@@ -133,7 +135,7 @@ def test_its_weights_are_those_of_the_layer():
 @pytest.mark.parametrize("rows", [2, 5, 8])
 @pytest.mark.parametrize(
     ("scheme", "kernels"),
-    [("w4a16", KERNELS), ("fp8", FLOAT8), ("fp8-block", FLOAT8)],
+    [("w4a16", KERNELS), ("fp8", FLOAT8), ("fp8-block", GROUPS)],
     ids=str,
 )
 def test_on_the_device_a_model_computes_what_it_does_in_several_launches(
