@@ -8,7 +8,6 @@ import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
@@ -24,17 +23,18 @@ from tests.decoding.test_acceptance import (
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
-ROOTS, CONTEXTS = jnp.array([3, 5]), jnp.array([17, 40])
-SEEDS = jnp.array([8, 9])
+ROOTS, CONTEXTS = jax.device_put(np.array([[3, 5], [17, 40]], np.int32))
+SEEDS = np.array([8, 9])
+jit_gumbel = jax.jit(gumbel, static_argnums=1)
 
 
-def tree_of(spec: SpeculationConfig, logits: Array, sampling: Sampling) -> DraftTree:
+def tree_of(spec: SpeculationConfig, logits: np.ndarray, sampling: Sampling) -> DraftTree:
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def made(logits: Array, sampling: Sampling) -> DraftTree:
         proposer = proposer_of(spec, sampling, CONTEXTS, target_vocab=logits.shape[-1])
         return lattice_tree(proposer, ROOTS, logits)
 
-    return made(logits, sampling)
+    return jax.device_get(made(logits, sampling))
 
 
 def random_logits(depth: int, vocab: int = 12) -> np.ndarray:
@@ -44,8 +44,8 @@ def random_logits(depth: int, vocab: int = 12) -> np.ndarray:
 
 def noise_at(depth: int, vocab: int = 12) -> np.ndarray:
     """The target's own noise at the drafted positions: [2, depth, V]."""
-    positions = CONTEXTS[:, None] + 1 + jnp.arange(depth)
-    return np.asarray(gumbel(SEEDS, Stream.TARGET, positions, jnp.arange(vocab)))
+    positions = np.asarray(CONTEXTS)[:, None] + 1 + np.arange(depth)
+    return np.asarray(jit_gumbel(SEEDS, Stream.TARGET, positions, np.arange(vocab)))
 
 
 def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
@@ -79,7 +79,7 @@ def test_a_tree_has_the_likeliest_paths(shape: TreeShape, temperature: float):
     spec = SpeculationConfig(shape.num_nodes, shape.max_depth, shape.top_k)
     logits = random_logits(shape.max_depth)
     sampling = make_sampling(2, temperature=temperature, seeds=SEEDS)
-    tree = tree_of(spec, jnp.asarray(logits), sampling)
+    tree = tree_of(spec, logits, sampling)
     assert tree.num_nodes.tolist() == [shape.num_nodes] * 2
     assert tree.depth.max() <= shape.max_depth
     ranked = logits
@@ -91,8 +91,8 @@ def test_a_tree_has_the_likeliest_paths(shape: TreeShape, temperature: float):
 
 def test_a_chain_has_the_tokens_that_the_target_would_draw():
     logits = random_logits(5)
-    sampling = make_sampling(2, temperature=jnp.array([0.0, 0.7]), seeds=SEEDS)
-    tree = tree_of(SpeculationConfig.chain(5), jnp.asarray(logits), sampling)
+    sampling = make_sampling(2, temperature=np.array([0.0, 0.7]), seeds=SEEDS)
+    tree = tree_of(SpeculationConfig.chain(5), logits, sampling)
     assert tree.is_chain and tree.probs is None
     assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
     assert tree.tokens[0, 1:].tolist() == logits[0].argmax(-1).tolist()
@@ -103,7 +103,7 @@ def test_a_chain_has_the_tokens_that_the_target_would_draw():
 def test_tokens_drawn_for_the_rejection_rule_come_with_their_distributions():
     logits = random_logits(3)
     sampling = make_sampling(2, temperature=0.7, seeds=SEEDS)
-    tree = tree_of(SpeculationConfig.chain(3, "rejection"), jnp.asarray(logits), sampling)
+    tree = tree_of(SpeculationConfig.chain(3, "rejection"), logits, sampling)
     assert tree.probs is not None and not tree.probs[:, 0].any()
     exps = np.exp(logits / 0.7)
     expected = exps / exps.sum(-1, keepdims=True)
@@ -113,4 +113,4 @@ def test_tokens_drawn_for_the_rejection_rule_come_with_their_distributions():
 def test_more_children_than_draft_tokens():
     wide = SpeculationConfig(num_nodes=20, max_depth=2, top_k=13)
     with pytest.raises(ValueError, match="top_k 13 is wider than the draft vocabulary of 12"):
-        tree_of(wide, jnp.asarray(random_logits(2)), make_sampling(2))
+        tree_of(wide, random_logits(2), make_sampling(2))

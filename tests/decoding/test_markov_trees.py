@@ -8,22 +8,21 @@ import functools
 import heapq
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.decoding.drafters import BlockDrafter
 from jaxspec.decoding.sampling import Sampling, make_sampling
-from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads.corrections import Block
 from tests.decoding.test_acceptance import proposer_of
-from tests.decoding.test_lattice import CONTEXTS, ROOTS, SEEDS, paths_of
+from tests.decoding.test_lattice import CONTEXTS, ROOTS, SEEDS, noise_at, paths_of
 from tests.helpers.block_heads import block_target, random_head
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
@@ -52,7 +51,7 @@ def block_logits(seed: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="spec", compiler_options=FAST_COMPILE)
 def grown(
-    target: Decoder, own: BlockDrafter, logits: Array, sampling: Sampling, spec: SpeculationConfig
+    target: Decoder, own: BlockDrafter, logits: Any, sampling: Sampling, spec: SpeculationConfig
 ) -> DraftTree:
     proposer = proposer_of(spec, sampling, CONTEXTS, target_vocab=VOCAB)
     return own._tree(target, proposer, ROOTS, Block(logits[..., :0], logits))
@@ -61,8 +60,8 @@ def grown(
 def tree_of(shape: TreeShape, logits: np.ndarray, temperature: float) -> DraftTree:
     spec = SpeculationConfig(shape.num_nodes, shape.max_depth, shape.top_k)
     sampling = make_sampling(2, temperature=temperature, seeds=SEEDS)
-    cut = jnp.asarray(logits[:, : shape.max_depth])
-    return grown(block_target(), drafter(), cut, sampling, spec)
+    cut = logits[:, : shape.max_depth]
+    return jax.device_get(grown(block_target(), drafter(), cut, sampling, spec))
 
 
 def scores_of(logits: np.ndarray, row: int, temperature: float) -> Scores:
@@ -70,8 +69,7 @@ def scores_of(logits: np.ndarray, row: int, temperature: float) -> Scores:
     markov = drafter().head.markov
     assert markov is not None
     before, after = (np.asarray(x, np.float64) for x in (markov.before, markov.after))
-    positions = CONTEXTS[:, None] + 1 + jnp.arange(DEEPEST)
-    noise = np.asarray(gumbel(SEEDS, Stream.TARGET, positions, jnp.arange(VOCAB)))[row]
+    noise = noise_at(DEEPEST, VOCAB)[row]
 
     @functools.cache
     def scores(path: Path) -> np.ndarray:

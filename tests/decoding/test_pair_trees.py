@@ -3,6 +3,7 @@
 import functools
 import heapq
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,11 @@ import pytest
 
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.decoding.sampling import Sampling, make_sampling
-from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.decoding.trees.lattice import pair_tree
 from jaxspec.decoding.trees.tree import DraftTree
 from jaxspec.models.heads.corrections import PairScores
 from tests.decoding.test_acceptance import proposer_of
-from tests.decoding.test_lattice import CONTEXTS, ROOTS, SEEDS, paths_of
+from tests.decoding.test_lattice import CONTEXTS, ROOTS, SEEDS, noise_at, paths_of
 from tests.helpers.marks import slow
 from tests.helpers.programs import FAST_COMPILE
 
@@ -29,7 +29,7 @@ def tree_of(spec: SpeculationConfig, scores: PairScores, sampling: Sampling) -> 
         proposer = proposer_of(spec, sampling, CONTEXTS, target_vocab=VOCAB)
         return pair_tree(proposer, ROOTS, scores)
 
-    return made(scores, sampling)
+    return jax.device_get(made(scores, sampling))
 
 
 def random_scores(depth: int) -> PairScores:
@@ -37,15 +37,14 @@ def random_scores(depth: int) -> PairScores:
     tokens = [[rng.permutation(VOCAB)[:COUNT] for _ in range(depth)] for _ in range(2)]
     first = 1.5 * rng.standard_normal((2, COUNT))
     pairs = 1.5 * rng.standard_normal((2, depth - 1, COUNT, COUNT))
-    return PairScores(jnp.array(tokens), jnp.float32(first), jnp.float32(pairs))
+    given: Any = np.array(tokens), first.astype(np.float32), pairs.astype(np.float32)
+    return PairScores(*given)
 
 
 def log_probs(scores: PairScores, row: int, temperature: float) -> list[np.ndarray]:
     """Of each depth behind each candidate of the depth before [1 or K, K], in float64. Coupled
     trees rank tokens under the target's own noise."""
-    depths = scores.tokens.shape[1]
-    positions = CONTEXTS[:, None] + 1 + jnp.arange(depths)
-    noise = np.asarray(gumbel(SEEDS, Stream.TARGET, positions, jnp.arange(VOCAB)))[row]
+    noise = noise_at(scores.tokens.shape[1], VOCAB)[row]
     found = []
     for depth, tokens in enumerate(np.asarray(scores.tokens[row])):
         ranked = scores.pairs[row, depth - 1] if depth else scores.first[row][None]
@@ -87,7 +86,7 @@ def test_a_tree_has_the_likeliest_of_all_paths(shape: TreeShape, temperature: fl
 
 def test_a_chain_walks_from_token_to_token_as_the_target_would_draw():
     scores = random_scores(5)
-    sampling = make_sampling(2, temperature=jnp.array([0.0, 0.7]), seeds=SEEDS)
+    sampling = make_sampling(2, temperature=np.array([0.0, 0.7]), seeds=SEEDS)
     tree = tree_of(SpeculationConfig.chain(5), scores, sampling)
     assert tree.is_chain and tree.probs is None
     for row, temperature in enumerate((0.0, 0.7)):
@@ -107,13 +106,12 @@ def ranked(logits: jax.Array, sampling: Sampling) -> jax.Array | None:
 def test_candidates_are_those_that_are_kept_by_their_noise_and_then_the_likeliest():
     """A row that keeps two tokens, beside one of temperature 0."""
     logits = 3 * np.random.default_rng(4).standard_normal((2, 3, VOCAB), np.float32)
-    sampling = make_sampling(2, temperature=jnp.array([0.7, 0.0]), top_k=2, seeds=SEEDS)
+    sampling = make_sampling(2, temperature=np.array([0.7, 0.0]), top_k=2, seeds=SEEDS)
     found = np.argsort(-np.asarray(ranked(logits, sampling)), axis=2, kind="stable")
     likeliest = np.argsort(-logits, axis=2, kind="stable")
     np.testing.assert_array_equal(found[1], likeliest[1])
     np.testing.assert_array_equal(found[0, :, 2:], likeliest[0, :, 2:])
-    positions = CONTEXTS[:1, None] + 1 + jnp.arange(3)
-    noise = np.asarray(gumbel(SEEDS[:1], Stream.TARGET, positions, jnp.arange(VOCAB)))[0]
+    noise = noise_at(3, VOCAB)[0]
     for depth, kept in enumerate(likeliest[0, :, :2]):
         scores = logits[0, depth, kept] / 0.7 + noise[depth, kept]
         assert found[0, depth, :2].tolist() == kept[np.argsort(-scores)].tolist()

@@ -62,7 +62,7 @@ def test_processed_logits_are_those_of_sorting(rows, options):
     logits = np.stack(rows).reshape(ROWS, NODES, VOCAB)
     temperature, top_k, top_p, min_p = (np.array(values) for values in zip(*options, strict=True))
     sampling = make_sampling(ROWS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    found = np.asarray(jit_process(jnp.asarray(logits), sampling))
+    found = np.asarray(jit_process(logits, sampling))
     for row, row_options in enumerate(options):
         capped = (row_options[0], min(row_options[1], VOCAB), *row_options[2:])
         for node in range(NODES):
@@ -72,41 +72,42 @@ def test_processed_logits_are_those_of_sorting(rows, options):
 
 
 def random_logits(*shape: int) -> jax.Array:
-    return jnp.asarray(3 * np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    noise = np.random.default_rng(0).standard_normal(shape)
+    return jax.device_put((3 * noise).astype(np.float32))
 
 
 def test_equal_logits_are_kept_together():
-    logits = jnp.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
+    logits = np.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]], np.float32)
     top_k = make_sampling(1, temperature=1.0, top_k=2)
     for sampling in (top_k, make_sampling(1, temperature=1.0, top_p=0.5)):
-        processed = process_logits(logits, sampling)
-        assert jnp.isfinite(processed[0, 0]).tolist() == [True, True, True, True, False]
+        processed = np.asarray(jit_process(logits, sampling))
+        assert np.isfinite(processed[0, 0]).tolist() == [True, True, True, True, False]
 
 
 def test_rows_of_temperature_0_keep_their_logits_beside_sampled_rows():
-    logits = random_logits(2, NODES, VOCAB)
-    sampling = make_sampling(2, temperature=jnp.array([0.0, 0.7]), top_k=3, top_p=0.5)
-    processed = jit_process(logits, sampling)
-    assert jnp.array_equal(processed[0], logits[0])
-    assert (jnp.isfinite(processed[1]).sum(axis=-1) <= 3).all()
-    ids, positions = vocab_ids(VOCAB, WHOLE), jnp.zeros((2, NODES), int)
-    perturbed = jit_perturb(processed, sampling, positions, ids)
-    assert jnp.array_equal(perturbed[0], logits[0])
-    one_hot = probabilities(processed, sampling)[0]
-    assert jnp.array_equal(one_hot, jax.nn.one_hot(logits[0].argmax(axis=-1), VOCAB))
+    logits = np.asarray(random_logits(2, NODES, VOCAB))
+    sampling = make_sampling(2, temperature=np.array([0.0, 0.7]), top_k=3, top_p=0.5)
+    processed = np.asarray(jit_process(logits, sampling))
+    np.testing.assert_array_equal(processed[0], logits[0])
+    assert (np.isfinite(processed[1]).sum(axis=-1) <= 3).all()
+    ids, positions = vocab_ids(VOCAB, WHOLE), np.zeros((2, NODES), int)
+    perturbed = np.asarray(jit_perturb(processed, sampling, positions, ids))
+    np.testing.assert_array_equal(perturbed[0], logits[0])
+    one_hot = np.asarray(jax.jit(probabilities)(processed, sampling))[0]
+    np.testing.assert_array_equal(one_hot, np.eye(VOCAB)[logits[0].argmax(axis=-1)])
 
 
 def test_sharded_vocabulary_is_processed_as_a_whole_one():
     logits = random_logits(ROWS, NODES, VOCAB)
     sampling = make_sampling(
         ROWS,
-        temperature=jnp.array([0.0, 0.7, 1.0, 2.0]),
-        top_k=jnp.array([0, 0, 9, 20]),
-        top_p=jnp.array([1.0, 0.8, 1.0, 0.9]),
-        min_p=jnp.array([0.0, 0.0, 0.05, 0.0]),
-        seeds=jnp.arange(ROWS),
+        temperature=np.array([0.0, 0.7, 1.0, 2.0]),
+        top_k=np.array([0, 0, 9, 20]),
+        top_p=np.array([1.0, 0.8, 1.0, 0.9]),
+        min_p=np.array([0.0, 0.0, 0.05, 0.0]),
+        seeds=np.arange(ROWS),
     )
-    positions = jnp.arange(ROWS * NODES).reshape(ROWS, NODES)
+    positions = jax.device_put(np.arange(ROWS * NODES).reshape(ROWS, NODES))
 
     def sample(logits, layout):
         processed = process_logits(logits, sampling, layout)
@@ -120,7 +121,7 @@ def test_sharded_vocabulary_is_processed_as_a_whole_one():
     shards = logits.reshape(ROWS, NODES, 4, VOCAB // 4)
     split = jax.vmap(lambda part: sample(part, Layout(vocab=("model",))), 2, 2, axis_name="model")
     whole = jax.jit(lambda logits: sample(logits, WHOLE))(logits)
-    for one, parts in zip(whole, jax.jit(split)(shards), strict=True):
+    for one, parts in zip(whole, jax.device_get(jax.jit(split)(shards)), strict=True):
         np.testing.assert_allclose(one, parts.reshape(one.shape), rtol=1e-6)
 
 
@@ -130,7 +131,7 @@ def test_no_value_of_a_parameter_compiles_anew():
         {},
         {"temperature": 1.0},
         {"temperature": 0.5, "top_k": 5},
-        {"temperature": jnp.array([0.0, 1.0]), "top_p": 0.9, "min_p": 0.1, "seeds": 7},
+        {"temperature": np.array([0.0, 1.0]), "top_p": 0.9, "min_p": 0.1, "seeds": 7},
     ):
         process(logits, make_sampling(2, **options))
     assert traces(process) == 1
