@@ -2,8 +2,11 @@
 made of it.)"""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.decoding.draft_bytes import draft_weight_bytes, head_passes
@@ -14,12 +17,18 @@ from jaxspec.decoding.drafters import (
     NGramDrafter,
     NoDrafter,
 )
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_draft_head
+from jaxspec.evaluation.benchmarks.draft_heads import head_shapes_for
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.quantized.scaled import in_eight_bits
 from jaxspec.parallel.bytes import local_bytes
 
 TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")
+
+
+def zeros[T](shapes: T) -> T:
+    """Arrays of these shapes: only sizes count here, and so nothing is compiled."""
+    return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
 
 def test_passes_of_several_heads():
@@ -31,14 +40,16 @@ def test_passes_of_several_heads():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_model_reads_its_embeddings_only_as_lm_head(tied: bool):
-    model = random_decoder(dataclasses.replace(TINY, tie_word_embeddings=tied), FLOAT32, None, 0)
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    model = zeros(decoder_shapes(config, FLOAT32))
     assert (model.lm_head is None) == tied
     once = local_bytes(model) - (0 if tied else local_bytes(model.embed))
     assert draft_weight_bytes(DraftModelDrafter(model=model), 4, lm_head=10) == 4 * once
 
 
 def test_a_mixture_reads_what_its_model_does():
-    drafter = EagleDrafter(head=random_draft_head(TINY, FLOAT32, None, seed=1))
+    head: Any = zeros(head_shapes_for(TINY, FLOAT32, None))
+    drafter = EagleDrafter(head=head)
     mixed = MixedDrafter(model=drafter)
     found = draft_weight_bytes(mixed, 3, lm_head=10)
     assert found == draft_weight_bytes(drafter, 3, lm_head=99) > 0, "it has an LM head of its own"
@@ -50,6 +61,7 @@ def test_lookup_reads_none(drafter):
 
 
 def test_of_weights_in_two_sizes_the_smaller_ones_count():
-    drafter = DraftModelDrafter(model=random_decoder(TINY, FLOAT32, None, 0))
-    wide, small = (draft_weight_bytes(one, 1, 0) for one in (drafter, in_eight_bits(drafter)))
+    drafter = DraftModelDrafter(model=zeros(decoder_shapes(TINY, FLOAT32)))
+    rounded = zeros(jax.eval_shape(in_eight_bits, drafter))
+    wide, small = (draft_weight_bytes(one, 1, 0) for one in (drafter, rounded))
     assert 0.25 < small / wide < 0.3
