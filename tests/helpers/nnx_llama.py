@@ -18,7 +18,7 @@ class Array(nnx.Module):
 
     def __init__(self, random: np.random.Generator, *shape: int, name: str = "w", fan: int = 1):
         value = random.normal(size=shape) * fan**-0.5 if len(shape) > 1 else np.ones(shape)
-        setattr(self, name, nnx.Param(jnp.asarray(value, jnp.float32)))
+        setattr(self, name, nnx.Param(jax.device_put(value.astype(np.float32))))
 
 
 def rms_norm(x: jax.Array, weight: Any) -> jax.Array:
@@ -133,22 +133,20 @@ class ScannedLlama(nnx.Module):
 
     def __init__(self, seed: int = 0):
         arrays = {
-            ".".join(map(str, path)): leaf[...]
+            ".".join(map(str, path)): np.asarray(leaf[...])
             for path, leaf in nnx.to_flat_state(nnx.state(NnxLlama(seed)))
         }
         tree: dict[str, Any] = {name: arrays[path] for name, path in SINGLE.items()}
         for name, path in SCANNED.items():
             each = [arrays[f"layers.{layer}.{path}"] for layer in range(LAYERS)]
             if name.split(".")[1] in ("query", "key"):
-                halves = (jnp.split(one, 2, axis=-1) for one in each)
-                each = [
-                    jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in halves
-                ]
-            stacked = jnp.stack(each, axis=1)
+                halves = (np.split(one, 2, axis=-1) for one in each)
+                each = [np.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1) for pair in halves]
+            stacked = np.stack(each, axis=1)
             scale = WIDTH**-0.5 if ".query." in name else 1.0
-            tree[f"decoder.layers.{name}"] = stacked * scale
+            tree[f"decoder.layers.{name}"] = stacked * np.float32(scale)
         nested = traverse_util.unflatten_dict({tuple(key.split(".")): tree[key] for key in tree})
-        self.base = _modules(nested)
+        self.base = _modules(jax.device_put(nested))
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, cache: None, attention_mask: jax.Array
