@@ -298,48 +298,62 @@ def test_a_thread_widens_weights_to_8_bit_floats_for_its_tensor_core(block: int)
             assert np.array_equal(found.astype(np.float64) / FLOAT8_STEP, expected)
 
 
-def kernels_in(own: Any, x: jax.Array, *names: str) -> int:
-    """How many a linear's partial sums take, of those that are chosen."""
+def kernels_in(own: Any, x: jax.ShapeDtypeStruct, *names: str) -> int:
+    """How many partial sums of a linear, its shapes are enough, take of those that are chosen."""
     kernels = Kernels(frozenset(names or {"packed_product"}))
-    splits = own.best_num_splits(x, kernels)
-    call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
-    program = call.trace(x).lower(lowering_platforms=("cuda",))
+    splits = splits_of(own, x, kernels)
+    call = jax.jit(lambda own, x: own.partial_sums(x, splits, kernels))
+    program = call.trace(own, x).lower(lowering_platforms=("cuda",))
     assert program.out_info.shape == (splits, *x.shape[:-1], 2, 64)
     return program.as_text().count("custom_call @mosaic_gpu")
 
 
+def splits_of(own: Any, x: jax.ShapeDtypeStruct, kernels: Kernels) -> int:
+    """How many partial sums a linear has for rows of these shapes."""
+    found: list[int] = []
+    jax.eval_shape(lambda own, x: found.append(own.best_num_splits(x, kernels)), own, x)
+    return found[0]
+
+
 def linear_of(depth: int) -> Linear:
     """Its products are sums of partial ones."""
-    return Linear(weight=jnp.ones((depth, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
+    weight: Any = jax.ShapeDtypeStruct((depth, 2, 64), jnp.bfloat16)
+    return Linear(weight=weight, axes=("hidden", "two", "ff"))
 
 
-def rows_of(number: int, depth: int = 2048, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jnp.zeros((1, number, depth), dtype)
+def rows_of(number: int, depth: int = 2048, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, number, depth), dtype)
+
+
+def in_groups(linear: Linear, **options: Any) -> Any:
+    """Its shapes, rounded."""
+    return jax.eval_shape(functools.partial(rounded_to_groups, **options), linear)
 
 
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
     names = "packed_product", "round_tokens"
     for groups, count in ((1, 2), (2, 1)):
-        own = rounded_to_float8(linear_of(256), *([groups] if groups > 1 else []))
+        rounding = functools.partial(rounded_to_float8, num_groups=groups)
+        own = jax.eval_shape(rounding, linear_of(256))
         found = [kernels_in(own, rows_of(rows, 256), *names) for rows in (3, 65)]
         assert found == [count, count - 1]
 
 
 def test_a_linear_that_rounds_its_inputs_takes_the_kernel_where_it_fits():
     linear = linear_of(2048)
-    own = rounded_to_groups(linear, rounds=True)
+    own = in_groups(linear, rounds=True)
     assert [kernels_in(own, rows_of(rows)) for rows in (3, 64, 1024, 1025)] == [1, 1, 1, 0]
-    small_groups = rounded_to_groups(linear, group=64, rounds=True)
-    with_zeros = rounded_to_groups(linear, symmetric=False, rounds=True)
+    small_groups = in_groups(linear, group=64, rounds=True)
+    with_zeros = in_groups(linear, symmetric=False, rounds=True)
     for other in (small_groups, with_zeros):
         assert kernels_in(other, rows_of(3)) == 0
 
 
 def test_a_linear_takes_the_kernel_where_it_fits():
     """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
-    own, kernels = rounded_to_groups(linear_of(2048)), Kernels(frozenset({"packed_product"}))
-    assert own.best_num_splits(rows_of(3), kernels) == 2 and kernels_in(own, rows_of(3)) > 0
-    assert own.best_num_splits(rows_of(3), Kernels()) == 1
+    own, kernels = in_groups(linear_of(2048)), Kernels(frozenset({"packed_product"}))
+    assert splits_of(own, rows_of(3), kernels) == 2 and kernels_in(own, rows_of(3)) > 0
+    assert splits_of(own, rows_of(3), Kernels()) == 1
     assert kernels_in(own, rows_of(1025)) == kernels_in(own, rows_of(3, dtype=jnp.float32)) == 0
-    order = jnp.arange(2048, dtype=jnp.int32) % 2
+    order = jax.ShapeDtypeStruct((2048,), jnp.int32)
     assert kernels_in(dataclasses.replace(own, groups=order, reordered=False), rows_of(3)) == 0

@@ -42,7 +42,7 @@ from tests.helpers.correction_reference import (
     xpress_logits,
 )
 from tests.helpers.programs import FAST_COMPILE
-from tests.helpers.random_models import random_arrays, tiny_config
+from tests.helpers.random_models import as_dtype, random_arrays, tiny_config
 
 TARGET = block_target(tiny_config(vocab_size=101, hidden_size=24))
 EMBED = np.asarray(TARGET.embed)
@@ -67,8 +67,8 @@ def random_block(seed: int = 3) -> Block:
     rng = np.random.default_rng(seed)
     outputs = rng.standard_normal((ROWS, DEPTH, 24))
     logits = 2 * rng.standard_normal((ROWS, DEPTH, 101))
-    context = jnp.float32(rng.standard_normal((ROWS, 24)))
-    return Block(jnp.float32(outputs), jnp.float32(logits), context)
+    context = rng.standard_normal((ROWS, 24))
+    return Block(*(as_dtype(values, np.float32) for values in (outputs, logits, context)))
 
 
 def random_correction(
@@ -76,7 +76,7 @@ def random_correction(
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """One of random weights, and its tensors as a checkpoint has them."""
     correction = random_arrays(config.shape(24, 101, jnp.dtype("float32")), 4)
-    correction = jax.tree.map(lambda x: jnp.asarray(np.float32(scale) * np.asarray(x)), correction)
+    correction = jax.tree.map(lambda x: as_dtype(scale * np.asarray(x), x.dtype), correction)
     save_tree(folder, correction, correction.mapped(splitting()), {})
     return correction, load_file(folder / "model.safetensors")
 
@@ -104,7 +104,7 @@ def test_corrected_logits_are_those_of_the_published_equations(kind: str, tmp_pa
     tokens[0] = tokens[0, :, :1]  # the root
     parents = rng.integers(0, PATHS, tokens.shape)
     parents[0] = 0
-    ours = along_beams(TARGET, correction, block, jnp.array(tokens), jnp.array(parents))
+    ours = np.asarray(along_beams(TARGET, correction, block, tokens, parents))
     for row, beam in np.ndindex(ROWS, PATHS):
         path, at = [], beam
         for depth in reversed(range(DEPTH)):
@@ -122,22 +122,21 @@ def test_a_refiner_walks_to_the_fixed_point_of_its_passes(tmp_path: Path):
     refiner, tensors = random_correction(XPressConfig(7, 9, DEPTH + 1), tmp_path, 1.5)
     block, rng = random_block(), np.random.default_rng(8)
     root_output, before = rng.standard_normal((ROWS, 24)), rng.integers(0, 101, ROWS)
-    block = block._replace(root_output=jnp.float32(root_output), before=jnp.asarray(before))
-    roots, nothing = rng.integers(0, 101, ROWS), jnp.zeros((1, ROWS, 1), jnp.int32)
-    outputs = np.concatenate([root_output[:, None], np.asarray(block.outputs)], axis=1)
-    tokens = jnp.asarray(roots)[None, :, None]
+    root_output, before = as_dtype(root_output, np.float32), before.astype(np.int32)
+    block = block._replace(root_output=root_output, before=jax.device_put(before))
+    roots, parents = rng.integers(0, 101, ROWS), np.zeros((DEPTH, ROWS, 1), np.int32)
+    outputs = np.concatenate([np.asarray(root_output)[:, None], block.outputs], axis=1)
+    tokens = np.zeros((DEPTH + 1, ROWS, 1), np.int32)  # nothing reads later ones
+    tokens[0, :, 0] = roots
     for depth in range(DEPTH):
-        parents = jnp.repeat(nothing, depth + 1, axis=0)
-        ours = np.asarray(along_beams(TARGET, refiner, block, tokens, parents))[-1, :, 0]
+        ours = along_beams(TARGET, refiner, block, tokens[:DEPTH], parents)[depth, :, 0]
         for row in range(ROWS):
-            path = [int(before[row]), *np.asarray(tokens)[:, row, 0].tolist()]
-            path += [0] * (DEPTH + 1 - len(path))  # nothing reads later tokens
+            path = [int(before[row]), *tokens[:DEPTH, row, 0].tolist()]
             base = np.asarray(block.logits[row], np.float64)
             theirs = xpress_logits(tensors, outputs[row], base, path)
             assert np.abs(theirs - base).max() > 0.1
             np.testing.assert_allclose(ours[row], theirs[depth], rtol=0, atol=1e-4)
-        best = jnp.asarray(ours.argmax(axis=1))[None, :, None]
-        tokens = jnp.concatenate([tokens, best])
+        tokens[depth + 1, :, 0] = np.asarray(ours).argmax(axis=1)
     for row in range(ROWS):
         known = [int(before[row]), int(roots[row])]
         base = np.asarray(block.logits[row], np.float64)
@@ -167,7 +166,8 @@ def test_scores_of_pairs_are_those_of_the_published_equations(kind: str, tmp_pat
     config, reference = PAIRS[kind]
     correction, tensors = random_correction(config, tmp_path)
     block, roots = random_block(), [3, 77]
-    scores = scored(TARGET, correction, block, jnp.array(roots))
+    scores = scored(TARGET, correction, block, np.array(roots))
+    scores = jax.tree.map(np.asarray, scores)
     for row, root in enumerate(roots):
         known = (np.asarray(x[row], np.float64) for x in block if x is not None)
         outputs, logits, context = known

@@ -110,7 +110,7 @@ def test_a_target_on_a_trainers_own_mesh_needs_none():
 
 
 def test_a_quantized_target_has_logits_and_no_gradient():
-    quantized = in_four_bits(TARGET, None)
+    quantized = jit(functools.partial(in_four_bits, mesh=None))(TARGET)
     logits = jit(forward)(quantized, TOKENS[:, :4])
     assert jnp.isfinite(logits).all()
 

@@ -21,7 +21,7 @@ from pallas_kernels.o_gate_up_down.meeting import make_meeting, meeting_shape
 from pallas_kernels.o_gate_up_down.reference import o_gate_up_down_reference
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.helpers.kernels import lowered
-from tests.helpers.random_models import random_target, tiny_config
+from tests.helpers.random_models import as_dtype, random_target, tiny_config
 
 SIZES: dict[str, Any] = dict(hidden_size=1024, intermediate_size=512, head_dim=128, num_layers=1)
 KERNELS = Kernels(frozenset({"o_gate_up_down"}))
@@ -114,21 +114,33 @@ def test_its_weights_are_those_of_the_layer():
     rng = np.random.default_rng(0)
 
     def noise(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5)
+        return as_dtype(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5, np.float32)
 
     def rounded(*shape: int) -> Any:
         axes = ("in", "two", "out") if len(shape) == 3 else ("in", "out")
-        return ROUNDINGS["w4a16-zeros"](Linear(weight=noise(*shape), axes=axes))
+        return jax.jit(ROUNDINGS["w4a16-zeros"])(Linear(weight=noise(*shape), axes=axes))
 
     o, gate_up, down = rounded(384, 256), rounded(256, 2, 512), rounded(512, 256)
-    norm, attended, stream = 1 + noise(256), noise(3, 384), noise(3, 256)
-    weights = layer_weights(norm, o, gate_up, down)
-    assert weights is not None
-    total, [added] = o_gate_up_down_reference(attended, stream, weights, 1e-5)
-    expected = stream + o(attended)
-    gate, up = jnp.moveaxis(gate_up(rms_norm(expected, norm, 1e-5)), -2, 0)
-    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(added, down(jax.nn.silu(gate) * up), rtol=1e-4, atol=1e-5)
+    layer = 1 + noise(256), o, gate_up, down
+    rows = noise(3, 384), noise(3, 256)  # attention's, and the stream
+
+    @jax.jit
+    def in_one(layer: Any, attended: jax.Array, stream: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = layer_weights(*layer)
+        assert weights is not None
+        total, [added] = o_gate_up_down_reference(attended, stream, weights, 1e-5)
+        return total, added
+
+    @jax.jit
+    def in_order(layer: Any, attended: jax.Array, stream: jax.Array) -> tuple[jax.Array, jax.Array]:
+        norm, o, gate_up, down = layer
+        total = stream + o(attended)
+        gate, up = jnp.moveaxis(gate_up(rms_norm(total, norm, 1e-5)), -2, 0)
+        return total, down(jax.nn.silu(gate) * up)
+
+    (total, added), (sums, wanted) = in_one(layer, *rows), in_order(layer, *rows)
+    np.testing.assert_allclose(total, sums, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(added, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -22,11 +22,16 @@ from pallas_kernels.selection import Kernels
 from tests.helpers.four_bit_checkpoints import meant
 from tests.helpers.kernels import interpreted
 from tests.helpers.marks import slow
+from tests.helpers.random_models import as_dtype
 
 FORMS = ("nvfp4", "mxfp4")
 GROUP = {"nvfp4": 16, "mxfp4": 32}
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 AXES = ("hidden", "two", "ff")
+# Each is one program, not one for every operation.
+jit_order = jax.jit(in_float4_order)
+jit_dense = jax.jit(Float4Linear.dense, static_argnums=1)
+jit_linear = jax.jit(as_linear, static_argnums=1)
 
 
 def random_linear(
@@ -46,9 +51,9 @@ def random_linear(
         stored = random.integers(118, 124, by_group).astype(np.uint8)
         scale = np.exp2(stored.astype(np.float32) - 127)
     made = Float4Linear(
-        values=jnp.asarray((codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.uint8)),
-        scale=jnp.asarray(np.moveaxis(stored, -1, 0)),
-        factor=None if factor is None else jnp.asarray(factor),
+        values=jax.device_put((codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.uint8)),
+        scale=jax.device_put(np.moveaxis(stored, -1, 0)),
+        factor=None if factor is None else jax.device_put(factor),
         axes=AXES[: 1 + len(outputs)],
         activations=jnp.dtype(dtype),
     )
@@ -58,15 +63,15 @@ def random_linear(
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_those_of_the_table_in_either_order(form: str):
     linear, wanted = random_linear(form)
-    ordered = in_float4_order(linear)
+    ordered = jit_order(linear)
     assert ordered.reordered and in_float4_order(ordered) is ordered
     assert (
         ordered.values.nbytes + ordered.scale.nbytes == linear.values.nbytes + linear.scale.nbytes
     )
     for one in (linear, ordered):
-        np.testing.assert_array_equal(one.dense(FLOAT32), wanted)
-        np.testing.assert_array_equal(one.dense(BFLOAT16), wanted.astype(jnp.bfloat16))
-    wide = as_linear(ordered, FLOAT32)
+        np.testing.assert_array_equal(jit_dense(one, FLOAT32), wanted)
+        np.testing.assert_array_equal(jit_dense(one, BFLOAT16), wanted.astype(jnp.bfloat16))
+    wide = jit_linear(ordered, FLOAT32)
     np.testing.assert_array_equal(np.moveaxis(np.asarray(wide.weight), 0, -1), wanted)
 
 
@@ -74,28 +79,29 @@ def test_sizes_that_the_kernel_does_not_take_stay_as_they_are():
     for size, outputs in ((48, (64,)), (128, (2, 16))):
         linear, wanted = random_linear("nvfp4", size, outputs)
         assert in_float4_order(linear) is linear
-        np.testing.assert_array_equal(linear.dense(FLOAT32), wanted)
+        np.testing.assert_array_equal(jit_dense(linear, FLOAT32), wanted)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", slow("mxfp4")])
 def test_products_are_those_of_a_linear(form: str, monkeypatch: pytest.MonkeyPatch):
     """Of all outputs at once, and of a few tiles of them."""
     linear, wanted = random_linear(form, dtype=FLOAT32)
-    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, 32)), jnp.float32)
+    bias = as_dtype(np.random.default_rng(1).normal(size=(2, 32)), np.float32)
     x = np.random.default_rng(2).normal(size=(3, 5, 128)).astype(np.float32)
     expected = np.einsum("bth,nfh->btnf", x.astype(np.float64), wanted) + np.asarray(bias)
     for most in (float4.MOST_WIDENED, 64 * 128 // 4):
         monkeypatch.setattr(float4, "MOST_WIDENED", most)
-        for one in (linear.replace(bias=bias), in_float4_order(linear.replace(bias=bias))):
-            for product in (one(x), one.float32(jnp.asarray(x))):
+        for one in (linear.replace(bias=bias), jit_order(linear.replace(bias=bias))):
+            products = jax.jit(lambda linear, x: (linear(x), linear.float32(x)))
+            for product in products(one, x):
                 np.testing.assert_allclose(product, expected, rtol=0, atol=1e-5)
 
 
 def test_the_kernel_takes_reordered_weights_and_rows_of_bfloat16():
     """And a product by it is that of the weights."""
     linear, wanted = random_linear("nvfp4")
-    ordered, kernels = in_float4_order(linear), Kernels(frozenset({"packed_float_product"}))
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 3, 128)), jnp.bfloat16)
+    ordered, kernels = jit_order(linear), Kernels(frozenset({"packed_float_product"}))
+    x = as_dtype(np.random.default_rng(2).normal(size=(2, 3, 128)), jnp.bfloat16)
     traced = jax.jit(lambda x: ordered(x, kernels)).trace(x)
     assert "packed_float_product" in str(traced.jaxpr)
     for other, rows in ((linear, x), (ordered, x.astype(jnp.float32))):
@@ -111,18 +117,17 @@ def test_the_kernel_takes_reordered_weights_and_rows_of_bfloat16():
 @pytest.mark.parametrize("form", FORMS)
 def test_rounding_finds_the_nearest_numbers(form: Any):
     weight = np.random.default_rng(0).normal(size=(128, 2, 32)).astype(np.float32)
-    made = jax.jit(functools.partial(rounded_to_float4, form=form))(
-        Linear(weight=jnp.asarray(weight), axes=AXES)
-    )
+    rounded = jax.jit(functools.partial(rounded_to_float4, form=form))
+    made = rounded(Linear(weight=jax.device_put(weight), axes=AXES))
     assert made.reordered
-    found, wanted = np.asarray(made.dense(FLOAT32)), np.moveaxis(weight, 0, -1)
+    found, wanted = np.asarray(jit_dense(made, FLOAT32)), np.moveaxis(weight, 0, -1)
     largest = np.abs(wanted).reshape(2, 32, -1, GROUP[form]).max(-1, keepdims=True)
     # Scales of e4m3 are off by up to a sixteenth; powers of two by up to a factor of 2.
     most = {"nvfp4": 17 / 16 / 6, "mxfp4": 2 / 6}[form]
     errors = np.abs(found - wanted).reshape(2, 32, -1, GROUP[form])
     assert (errors <= most * largest).all()
-    again = jax.jit(functools.partial(rounded_to_float4, form=form))(as_linear(made, FLOAT32))
-    np.testing.assert_allclose(again.dense(FLOAT32), found, rtol=0.07 if form == "nvfp4" else 0)
+    again = jit_dense(rounded(jit_linear(made, FLOAT32)), FLOAT32)
+    np.testing.assert_allclose(again, found, rtol=0.07 if form == "nvfp4" else 0)
 
 
 def test_inputs_must_be_whole_groups():

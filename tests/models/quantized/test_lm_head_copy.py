@@ -33,11 +33,13 @@ from tests.helpers.engines import CHAIN, sampled_texts
 from tests.helpers.layouts import on_mesh
 from tests.helpers.random_models import make_params
 
+# In one program each, instead of one for each operation.
+ROUNDINGS = {bits: jax.jit(function) for bits, function in ((4, to_four_bits), (8, in_eight_bits))}
+
 
 def with_copy(bits: int, params: EngineParams) -> EngineParams:
     """Only the LM head in fewer bits."""
-    rounding = in_eight_bits if bits == 8 else to_four_bits
-    drafter = with_lm_head_copy(params.drafter, params.target, rounding, params.mesh)
+    drafter = with_lm_head_copy(params.drafter, params.target, ROUNDINGS[bits], params.mesh)
     return params.replace(drafter=drafter)
 
 
@@ -84,7 +86,7 @@ def test_a_head_with_its_own_lm_head_and_a_quantized_target_have_no_copy():
     assert with_copy(4, eagle).drafter is eagle.drafter
     block = make_params("dflash", CHAIN)
     lm_head: Any = block.target.lm_head
-    quantized = block.replace(target=block.target.replace(lm_head=to_four_bits(lm_head)))
+    quantized = block.replace(target=block.target.replace(lm_head=ROUNDINGS[4](lm_head)))
     assert with_copy(4, quantized).drafter is block.drafter
 
 

@@ -24,19 +24,37 @@ from jaxspec.parallel import make_mesh
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.engines import CHAIN, sampled_texts
 from tests.helpers.layouts import on_mesh
-from tests.helpers.random_models import make_params
+from tests.helpers.random_models import as_dtype, make_params
 
 IN, OUT = 64, (3, 8)  # as an input and the outputs of heads
 
 
 def made(dtype: Any = jnp.float32, *, bias: bool = False) -> Linear:
-    keys = jax.random.split(jax.random.key(0), 2)
-    weight = jax.random.normal(keys[0], (IN, *OUT), dtype) * jnp.logspace(-3, 1, OUT[1])
-    weight = weight.at[:, 1, 2].set(0).astype(dtype)
-    own = jax.random.normal(keys[1], OUT, dtype) if bias else None
-    return Linear(weight=weight, bias=own, axes=("hidden", "kv_heads", "head_dim"))
+    weight = noise(0, IN, *OUT) * np.logspace(-3, 1, OUT[1])
+    weight[:, 1, 2] = 0
+    own = as_dtype(noise(1, *OUT), dtype) if bias else None
+    axes = "hidden", "kv_heads", "head_dim"
+    return Linear(weight=as_dtype(weight, dtype), bias=own, axes=axes)
 
 
+def noise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+# Each is one program, not one for every operation.
+jit_nearest = jax.jit(rounded_to_nearest)
+jit_bits = jax.jit(in_eight_bits)
+jit_sums = jax.jit(
+    lambda linear, x, splits: linear.partial_sums(x, splits, NO_KERNELS), static_argnums=2
+)
+
+
+@jax.jit
+def product(linear: Any, x: jax.Array) -> jax.Array:
+    return linear(x)
+
+
+@jax.jit
 def dense(linear: ScaledLinear) -> Linear:
     weight = linear.weight * linear.scale
     return Linear(weight=weight.astype(linear.dtype), bias=linear.bias, axes=linear.axes)
@@ -44,50 +62,48 @@ def dense(linear: ScaledLinear) -> Linear:
 
 def test_no_weight_moves_by_more_than_half_a_step():
     linear = made()
-    scaled = rounded_to_nearest(linear)
+    scaled = jit_nearest(linear)
     assert scaled.weight.dtype == jnp.int8 and scaled.scale.shape == OUT
-    error = np.abs(dense(scaled).weight - linear.weight)
-    assert np.all(error <= 0.501 * scaled.scale)
-    largest = np.abs(linear.weight).max(axis=0)  # of each output it is kept
-    np.testing.assert_allclose(np.abs(dense(scaled).weight).max(axis=0), largest, rtol=1e-6)
+    before, after = np.asarray(linear.weight), np.asarray(dense(scaled).weight)
+    assert np.all(np.abs(after - before) <= 0.501 * np.asarray(scaled.scale))
+    largest = np.abs(before).max(axis=0)  # of each output it is kept
+    np.testing.assert_allclose(np.abs(after).max(axis=0), largest, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_products_are_those_of_the_weights_it_stands_for(num_splits: int, bias: bool):
-    scaled = rounded_to_nearest(made(bias=bias))
-    x = jax.random.normal(jax.random.key(1), (2, 5, IN))
+    scaled = jit_nearest(made(bias=bias))
+    x = as_dtype(noise(2, 2, 5, IN), np.float32)
     expected = dense(scaled)
-    np.testing.assert_allclose(scaled(x), expected(x), rtol=2e-5, atol=2e-4)
-    found = scaled.partial_sums(x, num_splits, NO_KERNELS)
-    wanted = expected.partial_sums(x, num_splits, NO_KERNELS)
+    np.testing.assert_allclose(product(scaled, x), product(expected, x), rtol=2e-5, atol=2e-4)
+    found, wanted = (jit_sums(linear, x, num_splits) for linear in (scaled, expected))
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-4)
 
 
 def test_in_bfloat16_the_sum_is_rounded_once():
-    scaled = rounded_to_nearest(made(jnp.bfloat16))
-    x = jax.random.normal(jax.random.key(1), (4, IN), jnp.bfloat16)
-    exact = jnp.tensordot(x.astype(jnp.float32), scaled.weight * scaled.scale, axes=1)
-    found = scaled(x)
+    scaled = jit_nearest(made(jnp.bfloat16))
+    x = as_dtype(noise(2, 4, IN), jnp.bfloat16)
+    weight = np.asarray(scaled.weight) * np.asarray(scaled.scale)
+    exact = np.tensordot(np.asarray(x, np.float32), weight, axes=1)
+    found = product(scaled, x)
     assert found.dtype == scaled.dtype == jnp.bfloat16
-    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=2**-8, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-4)
 
 
 def test_many_rows_take_the_weights_as_loaded():
     linear = made(jnp.bfloat16, bias=True)
-    [both] = in_eight_bits([linear])
-    keys = jax.random.split(jax.random.key(1))
-    few, many = (
-        jax.random.normal(key, (rows, IN), jnp.bfloat16)
-        for key, rows in zip(keys, (MOST_ROWS, MOST_ROWS + 1), strict=True)
-    )
-    np.testing.assert_array_equal(both(few), rounded_to_nearest(linear)(few))
-    np.testing.assert_array_equal(both(many), linear(many))
-    [head] = in_eight_bits([logits := Linear(weight=linear.weight[:, 0], axes=("hidden", "vocab"))])
-    np.testing.assert_array_equal(head.float32(many), logits.float32(many))
+    [both] = jit_bits([linear])
+    few, many = (as_dtype(noise(2, rows, IN), jnp.bfloat16) for rows in (MOST_ROWS, MOST_ROWS + 1))
+    np.testing.assert_array_equal(product(both, few), product(jit_nearest(linear), few))
+    np.testing.assert_array_equal(product(both, many), product(linear, many))
+    weight = jax.device_put(np.asarray(linear.weight)[:, 0])
+    [head] = jit_bits([logits := Linear(weight=weight, axes=("hidden", "vocab"))])
+    wide = jax.jit(lambda linear, x: linear.float32(x))
+    np.testing.assert_array_equal(wide(head, many), wide(logits, many))
     for num_splits in (1, 4):
-        found = both.partial_sums(many, num_splits, NO_KERNELS)
-        np.testing.assert_array_equal(found, linear.partial_sums(many, num_splits, NO_KERNELS))
+        found, wanted = (jit_sums(one, many, num_splits) for one in (both, linear))
+        np.testing.assert_array_equal(found, wanted)
     [only] = only_eight_bits([both])
     assert isinstance(only, ScaledLinear) and only.loaded is None
 

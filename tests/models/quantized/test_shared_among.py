@@ -18,6 +18,7 @@ from jaxspec.models.quantized.packed_experts import packed_experts
 from jaxspec.models.quantized.shared_among import shared_among
 from jaxspec.parallel import Layout, Shards
 from pallas_kernels.selection import NO_KERNELS
+from tests.helpers.random_models import as_dtype
 
 SIZE, BLOCK = 128, (128, 128)
 CONFIG = ExpertsConfig(
@@ -26,8 +27,12 @@ CONFIG = ExpertsConfig(
 STEP = ForwardPass(dense_causal_attend, {}, {}, 1e-6, Layout(), NO_KERNELS)
 
 
+# One program, not one for every operation.
+jit_packed = jax.jit(packed_experts)
+
+
 def numbers(rng: np.random.Generator, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape.shape, scale=0.3), shape.dtype)
+    return as_dtype(rng.normal(size=shape.shape, scale=0.3), shape.dtype)
 
 
 def experts(config: ExpertsConfig = CONFIG, *, packed: bool = True) -> Any:
@@ -45,7 +50,7 @@ def experts(config: ExpertsConfig = CONFIG, *, packed: bool = True) -> Any:
     rng = np.random.default_rng(0)
     made = jax.tree.map(lambda shape: numbers(rng, shape), made.replace(**formats, shared=shared))
     if packed:
-        made = made.replace(gate_up=packed_experts(made.gate_up), down=packed_experts(made.down))
+        made = made.replace(gate_up=jit_packed(made.gate_up), down=jit_packed(made.down))
     return made.replace(
         shared=made.shared.replace(
             gate_up=in_blocks(made.shared.gate_up), down=in_blocks(made.shared.down)
@@ -56,8 +61,8 @@ def experts(config: ExpertsConfig = CONFIG, *, packed: bool = True) -> Any:
 def in_blocks(linear: Float8Linear) -> Float8Linear:
     """With the same scales for all outputs of a block."""
     size = linear.out_shape[-1]
-    of_blocks = jnp.repeat(linear.scale[..., :: BLOCK[0]], BLOCK[0], axis=-1)
-    return linear.replace(scale=of_blocks[..., :size])
+    of_blocks = np.repeat(np.asarray(linear.scale)[..., :: BLOCK[0]], BLOCK[0], axis=-1)
+    return linear.replace(scale=jax.device_put(of_blocks[..., :size]))
 
 
 @jax.jit
