@@ -149,8 +149,8 @@ def test_rows_that_look_up_do_not_keep_the_models_chain_growing():
         return mixed(CHAIN, model=model.model.replace(least_probability=least))
 
     def nodes_alone(params: EngineParams, prompt: np.ndarray, root: int) -> int:
-        twice = start(params, [prompt] * 2, roots=[root] * 2)  # the shapes of the two rows below
-        return int(propose(alone(params), twice)[0].num_nodes[0])
+        alike = start(params, [prompt] * 3, roots=[root] * 3)  # the shapes of the rows below
+        return int(propose(alone(params), alike)[0].num_nodes[0])
 
     for least in np.geomspace(0.5, 1e-4, 12):
         params = ending_at(float(least))
@@ -159,9 +159,9 @@ def test_rows_that_look_up_do_not_keep_the_models_chain_growing():
             break
     else:
         pytest.fail("these two rows end their chains alike")
-    state = start(params, [NEW, REPEATS], roots=[1, 8])
-    assert propose(params, state)[0].num_nodes.tolist() == [needed, 6]
-    assert propose(alone(params), state)[0].num_nodes.tolist() == [looked_up, looked_up]
+    state = start(params, [NEW, REPEATS, REPEATS], roots=[1, 8, 8])
+    assert propose(params, state)[0].num_nodes.tolist() == [needed, 6, 6]
+    assert propose(alone(params), state)[0].num_nodes.tolist() == [looked_up] * 3
 
 
 # What the model does meanwhile.

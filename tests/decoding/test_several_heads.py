@@ -154,7 +154,7 @@ def check_pages(engine: Engine, generations: list[Generation]) -> None:
     [shard], params, size = engine.scheduler.shards, engine.params, engine.limits.page_size
     empty = empty_state(params, len(texts), LENGTH, LENGTH)
     whole = admit_prompts(params, empty, [np.array(text) for text in texts])
-    whole, _ = jit_prefill(params, whole, None, None, width=LENGTH - 1)
+    whole, _ = jit_prefill(params, whole, None, None, width=LENGTH - 1, greedy=True)
     count = 0
     for row, text in enumerate(texts):
         pages = np.array([node.page for node in shard.cache.match(text, (None,))], int)

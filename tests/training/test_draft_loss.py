@@ -99,18 +99,18 @@ def read(
 
 def drafted(
     head: DraftHead, features: jax.Array, root: int, target: Decoder = TARGET
-) -> list[jax.Array]:
+) -> list[np.ndarray]:
     """The head's outputs [B, H] when it drafts after the true tokens up to ``root``, as served:
     through a paged cache, one token at a time."""
-    layers, tokens = head.init_state(Geometry(1 + 2 * LENGTH, PAGE, 2)).layers, jnp.asarray(TOKENS)
-    hidden = head.hidden(features[:, :root])
-    outputs, layers = read(target, head, jnp.int32(1), tokens[:, 1 : root + 1], hidden, layers)
-    results = [outputs[:, -1]]
+    layers = head.init_state(Geometry(1 + 2 * LENGTH, PAGE, 2)).layers
+    hidden = head.hidden(jax.device_put(np.asarray(features)[:, :root]))
+    outputs, layers = read(target, head, np.int32(1), TOKENS[:, 1 : root + 1], hidden, layers)
+    results = [np.asarray(outputs)[:, -1]]
     for position in range(root + 1, min(root + STEPS, LENGTH)):
-        token = tokens[:, position : position + 1]
-        entry = jnp.int32(position), token, results[-1][:, None]
+        token = TOKENS[:, position : position + 1]
+        entry = np.int32(position), token, results[-1][:, None]
         outputs, layers = read(target, head, *entry, layers)
-        results.append(outputs[:, 0])
+        results.append(np.asarray(outputs)[:, 0])
     return results
 
 
@@ -130,7 +130,7 @@ def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window, op
     head = random_head(method, num_layers, window, **options)
     features = features_of(head)
     unrolled = jax.jit(unroll, static_argnums=4, compiler_options=FAST_COMPILE)
-    steps = unrolled(head, TARGET, TOKENS, features, STEPS)
+    steps = jax.device_get(unrolled(head, TARGET, TOKENS, features, STEPS))
     for root in (1, 7, LENGTH - 2):
         for index, outputs in enumerate(drafted(head, features, root)):
             np.testing.assert_allclose(steps[index][0][:, root + index], outputs, atol=1e-4, rtol=0)

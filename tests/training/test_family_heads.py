@@ -27,6 +27,7 @@ from jaxspec.training.online import HeadAdapter
 from tests.helpers.checkpoints import TINY, save_byte_tokenizer, save_random_model
 from tests.helpers.hybrid_checkpoints import save_hybrid, save_with_images
 from tests.helpers.marks import LEFT_OUT
+from tests.helpers.programs import FAST_COMPILE
 
 FLOAT32 = jnp.dtype("float32")
 BYTES: dict[str, Any] = {"vocab_size": 257, "mtp_num_hidden_layers": 0}
@@ -40,6 +41,7 @@ OWN_SCORES: dict[str, Any] = TINY | {
     "eos_token_id": 256,
 }
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 12)).astype(np.int32)
+jit_unroll = jax.jit(unroll, static_argnums=4, compiler_options=FAST_COMPILE)
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +175,9 @@ def test_scores_are_scaled_as_the_model_scales_them(tmp_path: Path):
         model = parse_model_config(raw | {"attention_multiplier": factor})
         target = load_decoder(tmp_path, model, FLOAT32)
         head = init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, states=AFTER))
-        features = jax.random.normal(jax.random.key(0), (*TOKENS.shape, model.hidden_size))
-        outputs.append(unroll(head, target, jnp.asarray(TOKENS), features, 2)[1][0])
+        shape = (*TOKENS.shape, model.hidden_size)
+        features = np.random.default_rng(0).standard_normal(shape, np.float32)
+        outputs.append(jit_unroll(head, target, TOKENS, features, 2)[1][0])
     assert not np.allclose(*outputs, atol=1e-3)
 
 

@@ -18,6 +18,7 @@ from jaxspec.training.heads.loss import LossConfig
 from jaxspec.training.heads.step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter, as_served, to_train
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_eagle3_head
+from tests.helpers.marks import slow
 from tests.helpers.programs import traces
 
 SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=())
@@ -82,7 +83,7 @@ def test_a_head_in_8_bit_floats_is_trained_as_what_it_stands_for(model, head):
         np.testing.assert_allclose(*dense, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [slow(4), 8])  # both are refused by one check
 def test_a_head_in_integers_is_refused(model, head, bits):
     speculation = SpeculationConfig.chain(3)
     llm = LLM(model, head, drafter_bits=bits, speculation=speculation, max_length=64)

@@ -20,7 +20,14 @@ from jaxspec.decoding.state import ERRORS, Emitted, Ending, EngineState, Status
 from jaxspec.functional import EngineParams
 from jaxspec.parallel.placement import in_place_of
 from tests.helpers.programs import FAST_COMPILE, new_jit
-from tests.helpers.random_models import CONFIG, make_params, random_target, tiny_config
+from tests.helpers.random_models import (
+    CONFIG,
+    as_dtype,
+    jit_init,
+    make_params,
+    random_target,
+    tiny_config,
+)
 
 CHAIN = SpeculationConfig.chain(2)
 PARAMS = make_params("ngram", CHAIN)
@@ -36,7 +43,7 @@ jit_read_all = new_jit(functools.partial(read_all, greedy=True), "width", "logpr
 
 
 def empty(num_rows: int = 2) -> EngineState:
-    return init_state(PARAMS, num_rows, LENGTH)
+    return jit_init(PARAMS, num_rows, LENGTH)  # one program, not one for each array
 
 
 def admitted() -> EngineState:
@@ -307,7 +314,8 @@ def test_parameters_and_state_must_be_such_and_of_each_other():
     target: Any = PARAMS.target
     refused(lambda: decode(target, state, 1), either + "Decoder and EngineState: see jaxspec.load")
     refused(lambda: init_state(target, 1, 8), "params must be EngineParams", "not Decoder")
-    half = PARAMS.replace(target=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target))
+    rounded = jax.tree.map(lambda x: as_dtype(np.asarray(x), jnp.bfloat16), target)
+    half = PARAMS.replace(target=rounded)
     refused(lambda: decode(half, state, 1), "made for weights in float32", "have bfloat16")
     function: Any = len
     refused(lambda: init_state(PARAMS.replace(target=function), 1, 8), "must be a Decoder, not the")
@@ -342,7 +350,7 @@ def test_weights_that_cannot_replace_others_are_named():
 def test_controls_are_checked():
     refused(lambda: make_controls(2, 9, min_tokens=1.5), "min_tokens must be integers, got 1.5")
     refused(lambda: make_controls(2, 9, presence_penalty=np.ones(3)), "a scalar or [2]")
-    state, wrong = init_state(PARAMS, 2, LENGTH, controls=True), cast(Any, 5)
+    state, wrong = jit_init(PARAMS, 2, LENGTH, controls=True), cast(Any, 5)
     told = "controls must be what make_controls gives, not int"
     refused(lambda: admit(PARAMS, state, ROWS, PROMPTS, LENS, controls=wrong), told)
     wrong, told = make_controls(3, VOCAB), "must have a bias of [2, 96], not [3, 96]"
