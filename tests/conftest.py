@@ -97,7 +97,7 @@ LONGEST = (
     "test_mtp_parity", "test_default_trees", "test_tensor_parallel", "test_endings",
     "test_expert_product", "test_exactness", "test_packed_expert_product", "test_benchmarking",
     "test_rows", "test_train_lm", "test_hybrid_prefixes", "test_sequence_parallel",
-    "test_layering", "test_block_exactness", "test_experts", "test_acceptance", "test_grpo",
+    "test_block_exactness", "test_experts", "test_acceptance", "test_grpo",
     "test_run", "test_float8_pages", "test_delta_rule_kernel", "test_pipeline",
     "test_float8_attention", "test_layers", "test_eagle3_reference",
     "test_paged_attention_kernel", "test_scripts", "test_tunix", "test_from_nnx",
@@ -128,6 +128,7 @@ GROUPS = {
         "tests/engine/test_draft_watch.py",
         "tests/engine/test_several_processes.py",
     ),
+    "sources": ("tests/test_layering.py", "tests/test_reading.py"),  # they parse all sources
 }
 
 
