@@ -58,18 +58,19 @@ def results(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 def scratch_of(plan: Plan) -> dict[str, Any]:
     """The ring of weights, x, the parts of jobs, the lists of slots, and barriers."""
     ring = plan.stages * WARPGROUPS
-    more = {
+    lists = {
         f"{kind.name}.{name}": plgpu.SMEM((plan.slots if name != "count" else 1,), jnp.int32)
         for kind in plan.kinds
         for name in LISTS
     }
     if any(kind.stored.has_bytes for kind in plan.kinds):
-        more["nowhere"] = plgpu.SMEM((THREADS,), jnp.int32)
+        lists["nowhere"] = plgpu.SMEM((THREADS,), jnp.int32)
     values = ring, 2, HALF, plan.row
-    return more | {
+    return {
         "values": plgpu.SMEM(values, jnp.uint8, transforms=WEIGHT_TRANSFORMS),
         "rows": plgpu.SMEM((ROWS, plan.hidden), jnp.bfloat16, transforms=X_TRANSFORMS),
         "parts": plgpu.SMEM((BUFFERS, WARPGROUPS, *SUMS), jnp.float32),
+        **lists,
         "pairs": plgpu.SMEM((plan.slots,), jnp.int32),
         "of_slots": plgpu.SMEM((plan.slots,), jnp.int32),
         "full": plgpu.Barrier(num_barriers=ring),

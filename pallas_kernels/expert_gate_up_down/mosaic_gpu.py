@@ -72,7 +72,6 @@ Refs = dict[str, Any]
 Weights = dict[str, PackedExperts]  # by the keys of phases
 
 BARRIERS = 2  # of a launch; see grid_barrier.meet
-SCALES_AHEAD = 2  # blocks before which scales are read
 
 
 # Traced once for all layers of a model.
@@ -297,6 +296,7 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
     before, jobs_before = plan.steps_before(at, filled), plan.jobs_before(at, filled)
     first, jobs = plan.own_jobs(at, filled)
     warpgroup, interpret = kernel_axes.index("warpgroup"), plan.interpret
+    ahead = phase.stored.scales_ahead
     if plan.begins(at):  # also without jobs: there may be some of the next kind
         plgpu.barrier_wait(refs["rows_copied" if phase.name == "gate_up" else "met"])
 
@@ -314,6 +314,8 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
 
         def step(turn: Array, carry: Any) -> Any:
             (total, scales, *following), block = carry, index * phase.steps + turn
+            if ahead == 1:
+                following.append(scales_of(block + ahead))  # while this block is multiplied
             stage = lax.rem(before + block, plan.stages) * WARPGROUPS + warpgroup
             plgpu.barrier_wait(refs["full"].at[stage])
             x, from_slot = refs["rows"], 0
@@ -324,8 +326,9 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
             total += block_sums(phase.name, *given, interpret=interpret)
             plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
             plgpu.barrier_arrive(refs["free"].at[stage])
-            # Not before: ``commit_smem`` waits for all reads that are under way.
-            return total, *following, scales_of(block + SCALES_AHEAD)
+            if ahead > 1:  # not before: ``commit_smem`` waits for all reads that are under way
+                following.append(scales_of(block + ahead))
+            return total, *following
 
         carry = no_sums(interpret=interpret), *scales
         total, *scales = lax.fori_loop(0, phase.steps, step, carry)
@@ -344,7 +347,7 @@ def _multiply_phase(plan: Plan, at: int, refs: Refs) -> None:
 
     @pl.when(jobs > 0)
     def _():
-        scales = [scales_of(jnp.int32(block)) for block in range(SCALES_AHEAD)]
+        scales = [scales_of(jnp.int32(block)) for block in range(ahead)]
         lax.fori_loop(0, jobs, job, scales)
 
 

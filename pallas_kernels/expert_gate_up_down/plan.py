@@ -76,6 +76,18 @@ class Stored:
         """Whether scales are bytes."""
         return self.scaled[0] == 1
 
+    @property
+    def sums(self) -> int:
+        """Sums of a block, to which a warp adds products in turn: each waits for the one before of
+        the same."""
+        return 2 if self.has_bytes else 1
+
+    @property
+    def scales_ahead(self) -> int:
+        """Blocks before which scales are read. Each byte is read once; floats are shared by the
+        jobs that follow."""
+        return 2 if self.has_bytes else 1
+
     def block(self, hidden: int, units: int) -> int | None:
         """Inputs of a block; None where no size fits both products."""
         for size in BLOCK_INPUTS:

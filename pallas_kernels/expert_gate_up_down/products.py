@@ -174,8 +174,7 @@ def _emit_sums(
     columns = [column for span in range(inputs // SPAN) for column in read(x, lane, begin + span)]
     factors = _factors(scales, stored, inputs // GROUP)
     base = shared_address(values)
-    # Two sums in turn: a product waits for the one before of the same.
-    sums, products = [[utils.c(0.0, ir.F32Type.get())] * 4] * 2, 0
+    sums, products = [[utils.c(0.0, ir.F32Type.get())] * 4] * stored.sums, 0
     for pair in range(row // WARPS // (2 * _CHUNK)):
         words = load_matrices(base + weight_chunk(lane, warp, pair, row))
         for chunk in range(2):
@@ -190,7 +189,7 @@ def _emit_sums(
                 turn = products % len(sums)
                 sums[turn] = multiply_add(sums[turn], first_operand(of_product), second)
                 products += 1
-    total = [arith.addf(*terms) for terms in zip(*sums, strict=True)]
+    total = [functools.reduce(arith.addf, terms) for terms in zip(*sums, strict=True)]
     return _array([total[:2], total[2:]], ir.F32Type.get())
 
 
@@ -251,20 +250,25 @@ def _emit_scales(
         place = Word(row.registers.item()) + column * by_column
         if stored.has_bytes:
             group = lane % _QUAD % (inputs // GROUP)
-            byte = _loaded(scale, place + lane // _QUAD + group * by_column, _i32())
+            byte = _byte(_entry(scale, place + lane // _QUAD + group * by_column))
             halves.append([byte] * 2)
         else:
-            halves.append([_loaded(scale, place, ir.F32Type.get())] * 2)
+            number = llvm.load(ir.F32Type.get(), _entry(scale, place), alignment=4)
+            halves.append([number] * 2)
     return _array(halves, _i32() if stored.has_bytes else ir.F32Type.get())
 
 
-def _loaded(ref: Any, place: Word, kind: Any) -> Any:
-    """An entry, as of ``kind``. Those of the next jobs are read into the cache with it: behind the
-    many weights that are on their way, each read of memory takes long."""
+def _byte(address: Any) -> Any:
+    """A byte, wide. Those of the next jobs are read into the cache with it: behind the many
+    weights that are on their way, each read of memory takes long."""
+    load = "ld.global.nc.L2::256B.u8 $0, [$1];"
+    return utils.inline_ptx(load, address, result_types=_i32(), has_side_effects=True)
+
+
+def _entry(ref: Any, place: Word) -> Any:
+    """The address of an entry."""
     dtype = ir.MemRefType(ref.type).element_type
-    at = utils.getelementptr(utils.memref_ptr(ref), [place.value], dtype)
-    load = f"ld.global.nc.L2::256B.{'u8' if dtype != kind else 'b32'} $0, [$1];"
-    return utils.inline_ptx(load, at, result_types=kind, has_side_effects=True)
+    return utils.getelementptr(utils.memref_ptr(ref), [place.value], dtype)
 
 
 # Where lanes find what they multiply: on MLIR's values, and in the tests on numbers.

@@ -112,9 +112,8 @@ def _ptx(text: str, *arguments: Any, **how: Any) -> Any:
         case "shfl":  # of a lane of every four
             of_quad = int(text.split(",")[2])
             return np.repeat(first.reshape(-1, 4)[:, of_quad], 4)
-        case "ld":
-            kind = how["result_types"]
-            return _load(_I8 if ".u8" in text else kind, first).astype(kind)
+        case "ld":  # of a byte
+            return _load(_I8, first).astype(how["result_types"])
         case "redux":
             best = np.max if ".max." in text else np.min
             return _of_warps(best(_by_warp(first), axis=1))
