@@ -106,7 +106,8 @@ LONGEST = (
 
 # Files whose tests run the same programs: those of byte_llm, and of engines of one shape
 # (tests/helpers/engines.py). They take seconds to compile, in each worker and again whenever
-# few_programs has forgotten them. So these files come first, those of a group in one worker, and in
+# few_programs has forgotten them. And files that read the same sources, by
+# tests/helpers/source_trees.py. So all of these come first, those of a group in one worker, and in
 # this order.
 GROUPS = {
     "byte_llm": (
@@ -128,7 +129,11 @@ GROUPS = {
         "tests/engine/test_draft_watch.py",
         "tests/engine/test_several_processes.py",
     ),
-    "sources": ("tests/test_layering.py", "tests/test_reading.py"),  # they parse all sources
+    "sources": (
+        "tests/test_layering.py",
+        "tests/test_reading.py",
+        "tests/docs/test_prose_names.py",
+    ),
 }
 
 

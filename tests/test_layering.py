@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.selection import OPERATIONS
+from tests.helpers.source_trees import nodes, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,10 +85,12 @@ JAXSPEC_SOURCES = python_files("jaxspec")
 HOST_SOURCES = python_files("jaxspec/scheduling", "jaxspec/engine/structured")
 
 
+@functools.cache
 def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -102,15 +105,10 @@ def layer_of(module: str) -> str | None:
     return None
 
 
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
-
-
 def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """Every import as (line, dotted name), relative ones resolved; `from a import b` is `a.b`."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -119,8 +117,10 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[i
             yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    return imports(parse(path), module_name(path), is_package=path.name == "__init__.py")
+@functools.cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
+    is_package = path.name == "__init__.py"
+    return tuple(imports(parse(path), module_name(path), is_package))
 
 
 def within(module: str, *packages: str) -> bool:
@@ -167,20 +167,19 @@ def module_graph() -> dict[str, set[str]]:
 
 def imports_inside_functions(tree: ast.Module) -> list[int]:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    lines = {
-        inner.lineno
-        for outer in ast.walk(tree)
-        if isinstance(outer, functions)
-        for inner in ast.walk(outer)
-        if isinstance(inner, (ast.Import, ast.ImportFrom))
-    }
-    return sorted(lines)
+    bodies = [
+        range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        for node in nodes(tree)
+        if isinstance(node, functions)
+    ]
+    lines = {node.lineno for node in nodes(tree) if isinstance(node, (ast.Import, ast.ImportFrom))}
+    return sorted(line for line in lines if any(line in body for body in bodies))
 
 
 def jit_uses(tree: ast.Module) -> list[int]:
     """Lines that name jit: a call, a decorator, inside `partial`, or `from jax import jit`."""
     lines = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
             names = {node.attr}
         elif isinstance(node, ast.ImportFrom):

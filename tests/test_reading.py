@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.test_layering import ROOT, SOURCES, label, parse
+from tests.helpers.source_trees import nodes, parse
+from tests.test_layering import ROOT, SOURCES, label
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -37,7 +38,7 @@ LONG_KERNELS = ("/mosaic_gpu.py", "/paged_attention/attend.py")
 
 
 def functions(path: Path) -> Iterator[Function]:
-    return (node for node in ast.walk(parse(path)) if isinstance(node, Function))
+    return (node for node in nodes(parse(path)) if isinstance(node, Function))
 
 
 def parameters(function: Function) -> int:
@@ -55,7 +56,7 @@ def lines(function: Function) -> int:
 
 def assigned(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """The names that a module gives: to variables, parameters, functions and classes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
@@ -67,7 +68,7 @@ def assigned(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def without_subject(tree: ast.AST) -> Iterator[str]:
     """The docstrings that begin with what is said of something that they do not name."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         text = ast.get_docstring(node) if isinstance(node, documented) else None
         if text and re.match(r"(Of|As)\b", text):
             yield text.splitlines()[0]

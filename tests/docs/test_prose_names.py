@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.__main__ import COMMANDS
+from tests.helpers.source_trees import nodes, parse
 
 ROOT = Path(__file__).parents[2]
 CODE = ("jaxspec", "pallas_kernels", "scripts", "tests", "examples")
@@ -51,11 +52,6 @@ def endings() -> set[str]:
 
 
 @functools.cache
-def syntax(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def sources() -> tuple[Path, ...]:
     return tuple(sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py")))
 
@@ -84,9 +80,9 @@ def modules() -> dict[str, list[set[str]]]:
     for path in sources():
         parts = list(path.relative_to(ROOT).with_suffix("").parts)
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        names = set(defined(syntax(path).body))
+        names = set(defined(parse(path).body))
         if "*" in names:  # jaxspec/functional.py hands on what this package lists
-            names |= set(defined(syntax(ROOT / "jaxspec/decoding/functional/__init__.py").body))
+            names |= set(defined(parse(ROOT / "jaxspec/decoding/functional/__init__.py").body))
         for first in range(len(parts)):
             found.setdefault(".".join(parts[first:]), []).append(names)
     return found
@@ -98,7 +94,7 @@ def members() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     with_bases: set[str] = set()
     for path in sources():
-        for node in ast.walk(syntax(path)):
+        for node in nodes(parse(path)):
             if isinstance(node, ast.ClassDef):
                 attributes = (inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
                 stored = {inner.attr for inner in attributes if isinstance(inner.ctx, ast.Store)}
@@ -130,10 +126,10 @@ def is_command(words: str) -> bool:
 def stale(text: str) -> Iterator[tuple[int, str]]:
     """Names in ``text`` that nothing has, with their place in it."""
     for found in FILE.finditer(text):
-        if found.group() not in endings() | FOREIGN:
+        if found.group() not in endings() and found.group() not in FOREIGN:
             yield found.start(), found.group()
     for found in PLACE.finditer(text):
-        if found.group() not in places() | FOREIGN:
+        if found.group() not in places() and found.group() not in FOREIGN:
             yield found.start(), found.group()
     for found in (*MODULE.finditer(text), *SEE.finditer(text)):
         dotted = found.group(found.lastindex or 0)
@@ -145,7 +141,7 @@ def stale(text: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(syntax(path)):
+    for node in nodes(parse(path)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body[:1]:
                 case [ast.Expr(value=ast.Constant(value=str(text)), lineno=line)]:
