@@ -35,9 +35,9 @@ from pallas_kernels.top_k.routes import (
 MOST_HIDDEN = 5120  # of which a thread block keeps x in shared memory
 MOST_EXPERTS = 512  # to choose among: a lane has 16 logits
 MOST_PAIRS = 128  # of a row and an expert that it chose: a thread has each
-# Most rows with which a round is faster than with two launches, where scales are bytes. Of MXFP4 2
-# and 8 were timed on an H200, and those of 8 took 9 % longer. MXFP8 was not timed.
-FASTER_ROWS_OF_BYTES = 2
+# Most rows of MXFP4 with which a round is faster than with two launches: 2 and 8 were timed on an
+# H200, and those of 8 took 9 % longer.
+FASTER_ROWS_OF_MXFP4 = 2
 
 
 @jax.named_scope("expert_gate_up_down")
@@ -122,8 +122,11 @@ def routed_gate_up_down(
 
 
 def is_faster(x: Array, gate_up: PackedExperts) -> bool:
-    """Whether a launch is the faster way for so many rows and such experts, if it takes them."""
-    return gate_up.scale.dtype != jnp.uint8 or len(x) <= FASTER_ROWS_OF_BYTES
+    """Whether a launch is known to be the faster way for so many rows and such experts, if it takes
+    them. MXFP8 was not timed."""
+    if gate_up.scale.dtype != jnp.uint8:
+        return True
+    return gate_up.bits == 4 and len(x) <= FASTER_ROWS_OF_MXFP4
 
 
 def misfit(x: Array, gate_up: PackedExperts, down: PackedExperts) -> str | None:
