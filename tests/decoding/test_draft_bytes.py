@@ -2,11 +2,9 @@
 made of it.)"""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxspec.decoding.draft_bytes import draft_weight_bytes, head_passes
@@ -17,18 +15,12 @@ from jaxspec.decoding.drafters import (
     NGramDrafter,
     NoDrafter,
 )
-from jaxspec.evaluation.benchmarks.draft_heads import head_shapes_for
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
-from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.quantized.scaled import in_eight_bits
 from jaxspec.parallel.bytes import local_bytes
+from tests.helpers.sizes import decoder_of_zeros, head_of_zeros, zeros
 
 TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")
-
-
-def zeros[T](shapes: T) -> T:
-    """Arrays of these shapes: only sizes count here, and so nothing is compiled."""
-    return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
 
 def test_passes_of_several_heads():
@@ -41,15 +33,14 @@ def test_passes_of_several_heads():
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_model_reads_its_embeddings_only_as_lm_head(tied: bool):
     config = dataclasses.replace(TINY, tie_word_embeddings=tied)
-    model = zeros(decoder_shapes(config, FLOAT32))
+    model = decoder_of_zeros(config, FLOAT32)
     assert (model.lm_head is None) == tied
     once = local_bytes(model) - (0 if tied else local_bytes(model.embed))
     assert draft_weight_bytes(DraftModelDrafter(model=model), 4, lm_head=10) == 4 * once
 
 
 def test_a_mixture_reads_what_its_model_does():
-    head: Any = zeros(head_shapes_for(TINY, FLOAT32, None))
-    drafter = EagleDrafter(head=head)
+    drafter = EagleDrafter(head=head_of_zeros(TINY, FLOAT32))
     mixed = MixedDrafter(model=drafter)
     found = draft_weight_bytes(mixed, 3, lm_head=10)
     assert found == draft_weight_bytes(drafter, 3, lm_head=99) > 0, "it has an LM head of its own"
@@ -61,7 +52,7 @@ def test_lookup_reads_none(drafter):
 
 
 def test_of_weights_in_two_sizes_the_smaller_ones_count():
-    drafter = DraftModelDrafter(model=zeros(decoder_shapes(TINY, FLOAT32)))
+    drafter = DraftModelDrafter(model=decoder_of_zeros(TINY, FLOAT32))
     rounded = zeros(jax.eval_shape(in_eight_bits, drafter))
     wide, small = (draft_weight_bytes(one, 1, 0) for one in (drafter, rounded))
     assert 0.25 < small / wide < 0.3

@@ -25,6 +25,7 @@ from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
 from jaxspec.evaluation.benchmarks.shapes import SHAPES
 from jaxspec.models.decoder import decoder_shapes
 from pallas_kernels.selection import Kernels
+from tests.helpers.sizes import decoder_of_zeros, head_of_zeros
 
 TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
 
@@ -105,8 +106,8 @@ def test_random_weights_are_all_different_and_of_a_sane_size():
 
 
 def test_the_floor_of_a_chain():
-    target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_draft_head(TINY, BFLOAT16, None, seed=1)
+    target = decoder_of_zeros(TINY, BFLOAT16)
+    head = head_of_zeros(TINY, BFLOAT16)
     params = make_params(parse_mode("chain:3"), target, head, None, Kernels())
     hidden, ff, vocab, layers = 64, 128, 1000, 4  # tiny's; 8 query and 4 KV heads of 16
     layer = hidden * (256 + 128 + 3 * ff) + 2 * hidden
@@ -124,8 +125,8 @@ def test_the_floor_of_a_chain():
 @pytest.mark.parametrize(("mode", "tokens"), [("plain", 1), ("chain:3", 4)])
 def test_of_experts_those_count_that_are_chosen(mode: str, tokens: int):
     config = SHAPES["tiny-experts"]
-    target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_draft_head(config, BFLOAT16, None, seed=1)
+    target = decoder_of_zeros(config, BFLOAT16)
+    head = head_of_zeros(config, BFLOAT16)
     params = make_params(parse_mode(mode), target, head, None, Kernels())
     hidden, width, vocab, layers = 64, 64, 1000, 4
     rest = layers * (hidden * (256 + 128 + 8) + 2 * hidden) + hidden + hidden * vocab
@@ -137,8 +138,8 @@ def test_of_experts_those_count_that_are_chosen(mode: str, tokens: int):
 @pytest.mark.parametrize("mode", ["plain", "chain:3"])
 def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
     config = SHAPES["tiny-hybrid"]
-    target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_draft_head(config, BFLOAT16, None, seed=1)
+    target = decoder_of_zeros(config, BFLOAT16)
+    head = head_of_zeros(config, BFLOAT16)
     params = make_params(parse_mode(mode), target, head, None, Kernels())
     found = floor_bytes(params, batch=5, context=100, committed=2)
     keys, values, width, folded, recurrent = 4, 8, 16, 16, 3
@@ -167,15 +168,15 @@ def test_latents_of_the_context_are_read_once_for_all_heads():
     mixer: Any = layer.mixer
     layer = dataclasses.replace(layer, mixer=dataclasses.replace(mixer, num_heads=4))
     config = dataclasses.replace(config, layers=(layer, layer))
-    target = random_decoder(config, BFLOAT16, None, seed=0)
+    target = decoder_of_zeros(config, BFLOAT16)
     params = make_params(parse_mode("plain"), target, None, None, Kernels())
     assert floor_bytes(params, batch=5, context=100).target_kv == 5 * 100 * 2 * (512 + 64) * 2
 
 
 def test_the_floor_of_several_mtp_layers():
     config = dataclasses.replace(TINY, mtp=MtpConfig("deepseek", 3, AFTER))
-    target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_draft_head(config, BFLOAT16, None, seed=1)
+    target = decoder_of_zeros(config, BFLOAT16)
+    head = head_of_zeros(config, BFLOAT16)
     params = make_params(parse_mode("chain:5"), target, head, None, Kernels())
     drafter = EagleDrafter(head=head, later=(head, head))
     found = floor_bytes(params.replace(drafter=drafter), batch=5, context=100)
