@@ -1,4 +1,4 @@
-"""Reads of an array ahead into the second-level cache of Hopper GPUs, for a launch that follows."""
+"""Reads of an array ahead into the second-level cache of Hopper GPUs, for reads that follow."""
 
 import math
 from typing import Any

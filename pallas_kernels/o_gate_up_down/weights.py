@@ -1,4 +1,4 @@
-"""A layer's weights of 4 bits, as the kernels of packed_product read them."""
+"""A layer's weights of 4 bits or 8-bit floats, as the kernels of packed_product read them."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ class PackedWeights(NamedTuple):
     """(values - zero) * scale, for each output and each group of inputs.
 
     Attributes:
-      values: int4 [V, K], in the order of packed_product/order.py for rows of bfloat16.
+      values: int4 [V, K], in the order of packed_product/order.py for rows of bfloat16; or 8-bit
+        floats.
       scale, zero: [n, V]; zeros are whole numbers, or None if all are 0.
     """
 
