@@ -36,7 +36,7 @@ MOST_HIDDEN = 5120  # of which a thread block keeps x in shared memory
 MOST_EXPERTS = 512  # to choose among: a lane has 16 logits
 MOST_PAIRS = 128  # of a row and an expert that it chose: a thread has each
 # Most rows of MXFP4 with which a round is faster than with two launches: 2 and 8 were timed on an
-# H200, and those of 8 took 9 % longer.
+# H200, and those of 8 took 9 % longer. Without the choice 2 rows took longer, too.
 FASTER_ROWS_OF_MXFP4 = 2
 
 
@@ -121,12 +121,15 @@ def routed_gate_up_down(
     return ChosenProducts(found.products, places, factors)
 
 
-def is_faster(x: Array, gate_up: PackedExperts) -> bool:
+def is_faster(x: Array, gate_up: PackedExperts, *, chooses: bool) -> bool:
     """Whether a launch is known to be the faster way for so many rows and such experts, if it takes
-    them. MXFP8 was not timed."""
+    them. MXFP8 was not timed.
+
+    ``chooses``: whether rows choose their experts in it, too.
+    """
     if gate_up.scale.dtype != jnp.uint8:
         return True
-    return gate_up.bits == 4 and len(x) <= FASTER_ROWS_OF_MXFP4
+    return chooses and gate_up.bits == 4 and len(x) <= FASTER_ROWS_OF_MXFP4
 
 
 def misfit(x: Array, gate_up: PackedExperts, down: PackedExperts) -> str | None:

@@ -15,6 +15,7 @@ from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import ChosenSum, Linear
 from jaxspec.models.mlps import Experts, slots
 from jaxspec.models.mlps.last_expert import LastExpert
+from jaxspec.models.mlps.routing import Routes
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear
 from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.expert_gate_up_down import routed_gate_up_down
@@ -123,6 +124,23 @@ def test_on_a_gpu_it_is_one_launch():
     assert program(layer(), step()).count("call @routed_gate_up_down_mosaic") == 1
     assert LAUNCH in program(layer(shared_gate=None), step(rows=8), rows=8)
     assert LAUNCH in program(layer("mxfp4", 1024, 256), step(2), rows=2, hidden=1024)
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "units", "takes"), [("fp8", 512, 128, True), ("mxfp4", 1024, 256, False)]
+)
+def test_without_the_choice_4_bits_take_two_launches(
+    form: str, hidden: int, units: int, takes: bool
+):
+    experts = layer(form, hidden, units)
+    chosen = Routes(jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 4)))
+
+    def total(x: jax.Array) -> jax.Array:
+        how = experts.gate_up, experts.down, None, step(2)
+        found = slots.slot_products(x, chosen, *how)
+        return x if found is None else found.products
+
+    assert takes == (LAUNCH in lowered(total, jax.ShapeDtypeStruct((2, hidden), jnp.bfloat16)))
 
 
 def routed(weighs_input: bool = False, **fields: Any) -> ExpertsConfig:

@@ -139,7 +139,7 @@ def _in_one_launch(
     x: Array, routes: Routes, gate_up: PackedExperts, down: PackedExperts, step: ForwardPass
 ) -> SlotProducts | None:
     """``slot_products`` of few rows, where thread blocks of a launch can meet."""
-    if not _takes_one_launch(x, ExpertWeights(gate_up, down), step):
+    if not _takes_one_launch(x, ExpertWeights(gate_up, down), step, chooses=False):
         return None
     slots = routes.slots or make_slots(routes.experts, gate_up.num_experts)
     how = step.exchange, step.kernels.implementation("expert_gate_up_down")
@@ -170,7 +170,7 @@ def routed_in_one_launch(
     if weights is None or config.bias:
         return None
     router, gate = routers
-    if not _is_plain(router) or not _takes_one_launch(rows, weights, step):
+    if not _is_plain(router) or not _takes_one_launch(rows, weights, step, chooses=True):
         return None
     of_gate = None
     if has_shared and gate is not None:
@@ -196,9 +196,11 @@ def _weights_of(every: Sequence[tuple[AnyExpertLinear, AnyExpertLinear]]) -> Exp
     return weights
 
 
-def _takes_one_launch(x: Array, weights: ExpertWeights, step: ForwardPass) -> bool:
+def _takes_one_launch(
+    x: Array, weights: ExpertWeights, step: ForwardPass, *, chooses: bool
+) -> bool:
     """Whether a launch takes these rows and is faster than two, and its thread blocks can wait for
-    each other."""
+    each other. ``chooses``: whether rows choose their experts in it."""
     if "expert_gate_up_down" not in step.kernels or step.layout != WHOLE or step.exchange is None:
         return False
-    return not one_launch_misfit(x, weights) and is_faster(x, weights.gate_up)
+    return not one_launch_misfit(x, weights) and is_faster(x, weights.gate_up, chooses=chooses)
