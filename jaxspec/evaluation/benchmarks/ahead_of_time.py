@@ -222,7 +222,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
     target = with_packed_experts(target, job.expert_format)
-    target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
+    target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization, mesh)
     head = None
     if mode.speculation:
         scheme = job.drafter_quantization

@@ -58,14 +58,19 @@ def random_decoder(
     """
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
     shapes = with_packed_experts(shapes, expert_format)
-    shapes = decoder_in_schemes(shapes, quantization, lm_head_quantization)
+    shapes = decoder_in_schemes(shapes, quantization, lm_head_quantization, mesh)
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
 
 
 def decoder_in_schemes(
-    decoder: Decoder, quantization: Scheme | None, lm_head_quantization: Scheme | None
+    decoder: Decoder,
+    quantization: Scheme | None,
+    lm_head_quantization: Scheme | None,
+    mesh: Mesh | None,
 ) -> Decoder:
     """A decoder of ShapeDtypeStructs with its layers in one scheme, and its LM head in another.
+
+    ``mesh``: of its devices; experts that are split have the shared one beside them.
 
     Raises ValueError as ``random_decoder``.
     """
@@ -73,7 +78,8 @@ def decoder_in_schemes(
         made = rounded(
             decoder, functools.partial(_rounded_as_published, quantization), lm_head=False
         )
-        made = map_nodes(made, _with_shared_among, Experts)
+        if mesh is None:
+            made = map_nodes(made, _with_shared_among, Experts)
     else:
         made = in_scheme(decoder, quantization, lm_head=False)
     if lm_head_quantization is None:

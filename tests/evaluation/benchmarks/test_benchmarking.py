@@ -15,15 +15,22 @@ from rich.console import Console
 from jaxspec.commands.bench import engine as bench_engine
 from jaxspec.commands.bench import serving as bench_serving
 from jaxspec.config.mtp import AFTER, MtpConfig
-from jaxspec.config.quantization import Scheme
+from jaxspec.config.quantization import ExpertFormat, Scheme
 from jaxspec.decoding.drafters import EagleDrafter
 from jaxspec.evaluation.benchmarks.ahead_of_time import Job, decode_program
 from jaxspec.evaluation.benchmarks.floors import FloorBytes, floor_bytes
 from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_draft_head
+from jaxspec.evaluation.benchmarks.random_params import (
+    decoder_in_schemes,
+    random_decoder,
+    random_draft_head,
+    with_packed_experts,
+)
 from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
-from jaxspec.evaluation.benchmarks.shapes import SHAPES
+from jaxspec.evaluation.benchmarks.shapes import SHAPES, model_shape
 from jaxspec.models.decoder import decoder_shapes
+from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.parallel.meshes import make_mesh
 from pallas_kernels.selection import Kernels
 from tests.helpers.sizes import decoder_of_zeros, head_of_zeros
 
@@ -204,6 +211,18 @@ def test_random_experts_keep_the_size_of_a_row():
     mlp = target.layers[0].mlp
     for linear in (mlp.gate_up, mlp.down):
         assert jnp.std(linear.weight) == pytest.approx(linear.weight.shape[1] ** -0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("form", "experts"), [("fp8", 257), ("mxfp4", 256)])
+def test_split_experts_have_the_shared_one_beside_them(form: ExpertFormat, experts: int):
+    """Devices divide the others evenly, but not these and one more."""
+    config = model_shape("qwen3.6-35b-a3b", 1)
+    for mesh in (None, make_mesh(2)):
+        shapes = decoder_shapes(config, BFLOAT16, Shards.over(mesh, mesh_layout(mesh)))
+        shapes = with_packed_experts(shapes, form)
+        mlp: Any = decoder_in_schemes(shapes, "fp8-block", None, mesh).layers[0].mlp
+        assert mlp.gate_up.num_experts == (experts if mesh is None else 256)
+        assert mlp.shared_is_last == (mesh is None)
 
 
 @pytest.mark.slow
