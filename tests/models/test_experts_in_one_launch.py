@@ -24,7 +24,7 @@ from pallas_kernels.packed_expert_product.cases import Case, make_arguments
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.helpers.kernels import lowered
 
-KERNELS = Kernels(frozenset({"expert_gate_up_down"}))
+KERNELS = Kernels(frozenset({"expert_gate_up_down", "mxfp4_gate_up_down"}))
 LAUNCH = "expert_gate_up_down_kernel"
 ROUTING = RoutingConfig(num_experts=128, top_k=4, normalize=True)
 CONFIG = ExpertsConfig(128, ROUTING, shared_size=128, shared_gate=True)
@@ -162,6 +162,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"form": "mxfp4", "hidden": 1024, "units": 256},
         {"rows": 3},
     ),
+    "MXFP4, whose form was not chosen": (
+        {"form": "mxfp4", "hidden": 1024, "units": 256},
+        {"rows": 2, "kernels": Kernels(frozenset({"expert_gate_up_down"}))},
+    ),
     "integers": ({"form": "int4"}, {}),
     "a correction of scores": ({"config": routed(correction=True)}, {}),
     "groups of experts": ({"config": routed(num_groups=4, top_groups=2)}, {}),
@@ -194,6 +198,6 @@ def test_on_the_device_experts_are_those_of_several_launches(form: str, rows: in
         return np.asarray(jax.jit(run)(x, meeting), np.float64)
 
     expected = total({"packed_expert_product", "top_k"})
-    found = total({"packed_expert_product", "top_k", "expert_gate_up_down"})
+    found = total({"packed_expert_product", "top_k"} | KERNELS.operations)
     assert np.linalg.norm(found - expected) <= 1e-2 * np.linalg.norm(expected)
     assert not meeting.any()
