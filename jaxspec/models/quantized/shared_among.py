@@ -26,11 +26,9 @@ BLOCK = FORMATS["fp8"].block
 def shared_among(experts: Experts) -> Experts:
     """The same experts with the shared one as the last of them, if it fits there exactly."""
     way = way_of(experts)
-    if way is None:
+    if way is None or not all(_is_in_blocks(*pair) for pair in _pairs(experts)):
         return experts
-    sizes = [_block_of(linear)[0] for linear, _ in _pairs(experts)]
-    pairs = zip(_pairs(experts), sizes, strict=True)
-    return way(experts) if all(_is_in_blocks(pair[1], size) for pair, size in pairs) else experts
+    return way(experts)
 
 
 def way_of(experts: Experts) -> Callable[[Experts], Experts] | None:
@@ -86,8 +84,9 @@ def _block_of(linear: PackedExpertLinear) -> tuple[int, int]:
     return linear.block if linear.code == "e4m3" else BLOCK
 
 
-def _is_in_blocks(shared: Float8Linear, size: int) -> bool:
-    """Whether all outputs of each block of so many have the same scales."""
+def _is_in_blocks(linear: PackedExpertLinear, shared: Float8Linear) -> bool:
+    """Whether all outputs of each block have the same scales."""
+    size, _ = _block_of(linear)
     scale, outputs = _by_input_block(shared), shared.out_shape[-1]
     of_blocks = jnp.repeat(scale[..., ::size, :], size, axis=-2)
     return bool(jnp.all(of_blocks[..., :outputs, :] == scale))
