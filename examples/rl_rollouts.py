@@ -106,7 +106,8 @@ class Trainer:
         self.engines = {"plain": LLM(drafter="none"), "speculative": LLM(speculation=chain)}
         self.policy: Any = self.engines["plain"].params.target
         self.optimizer = optax.adam(args.learning_rate)
-        self.optimizer_state = self.optimizer.init(self.policy)
+        # Placed for good: else the second step, of what the first gives, would compile again.
+        self.optimizer_state = jax.device_put(self.optimizer.init(self.policy), jax.devices()[0])
         self.seconds = dict.fromkeys(self.engines, 0.0)
         self.tokens, self.rounds = 0, 0  # of the speculative samples
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.config.checks import first_of
 from jaxspec.parallel.memory_format import weight_place
@@ -18,6 +19,16 @@ def committed(leaf: Any) -> jax.Array:
     """The array, committed to the devices that it is on."""
     array = jnp.asarray(leaf)
     return jax.device_put(array, place_of(array))
+
+
+def committed_beside(weights: Any, state: Any) -> Any:
+    """``state``, with each leaf committed: what does not lie on purpose anywhere, such as a count,
+    goes to all devices of the weights. A step gives back committed arrays, and a program is
+    compiled again for arguments that differ in that alone."""
+    place = jax.tree.leaves(weights)[0].sharding
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), state)
 
 
 def in_place_of(current: Any, new: Any) -> Any:

@@ -240,12 +240,20 @@ class Plan:
     sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
 
-    def add_verify(self, sequence: Sequence, count: int) -> None:
-        """Verify the next ``count - 1`` tokens of a sequence's draft."""
-        self.verifies.append(Verify(sequence.row, count, sequence.goal))
-        self.add_flight(sequence, 0, count)
-        self.flights[sequence.row] = self.flights[sequence.row]._replace(verifies=True)
-        sequence.verifying = True
+    def add_verifies(self, readers: Iterable[Sequence], most: int) -> None:
+        """Verify the drafts of those that have read the rest. No call that verifies is in flight.
+
+        Such a call computes ``most`` tokens of each row, however few it is given. So each gets all
+        that fit, and those that could verify meanwhile wait for the next call.
+        """
+        for sequence in readers:
+            if sequence.left_to_read:
+                continue
+            count = min(sequence.most_to_read, most)
+            self.verifies.append(Verify(sequence.row, count, sequence.goal))
+            self.add_flight(sequence, 0, count)
+            self.flights[sequence.row] = self.flights[sequence.row]._replace(verifies=True)
+            sequence.verifying = True
 
     def add_flight(self, sequence: Sequence, least: int, most: int) -> None:
         """Note that a call of this plan adds so many tokens to a sequence."""

@@ -64,7 +64,8 @@ class Shard:
             return Placement(self, 0, [])
         source = self._sibling(sequence)
         if source is not None:
-            return Placement(self, sequence.prompt_length, [], source=source)
+            unread = source.state is not State.DECODING  # a draft is verified with the last token
+            return Placement(self, sequence.prompt_length - unread, [], source=source)
         if not self.limits.prefix_caching:
             return Placement(self, 0, [])
         chain = self.cache.match(sequence.tokens, sequence.namespace)
@@ -251,7 +252,7 @@ class Shard:
     def _sibling(self, sequence: Sequence) -> Sequence | None:
         """A running sample of the same prompt, which is read when this plan begins."""
         for other in self.running:
-            if other.state is State.DECODING and self._is_sibling(sequence, other):
+            if other.has_read and self._is_sibling(sequence, other):
                 return other
         return None
 
@@ -268,8 +269,13 @@ class Shard:
         )
 
     def _reading(self) -> list[Sequence]:
-        """Running sequences that have not read all, as far as known."""
-        return [other for other in self.running if other.num_complete_tokens < other.goal]
+        """Running sequences that have not read all but drafts, as far as known. How much of a draft
+        is kept nobody knows, so nobody waits for it."""
+        return [
+            other
+            for other in self.running
+            if other.num_complete_tokens < other.goal - bool(other.draft)
+        ]
 
     def _common(self, sequence: Sequence, reader: Sequence) -> int:
         """Tokens of the full pages that both begin with, as far as the reader reads them."""

@@ -310,12 +310,12 @@ class Scheduler:
         readers = sorted(
             (s for s in self.running if s.most_to_read), key=lambda reader: reader.order
         )
-        counts = self._shares.choose([sequence.most_to_read for sequence in readers])
+        if not any(sequence.verifying for sequence in self.running):
+            plan.add_verifies(readers, self.limits.largest_verified)
+        readers = [sequence for sequence in readers if sequence.left_to_read]
+        counts = self._shares.choose([sequence.left_to_read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:
-                continue
-            if not sequence.left_to_read:
-                plan.add_verify(sequence, min(most, self.limits.largest_verified))
                 continue
             shard = self._shard_of(sequence.row)
             count = shard.read_end(sequence, most) - sequence.read

@@ -188,6 +188,13 @@ class Sequence:
         return self.goal - self.read - bool(self.draft)
 
     @property
+    def has_read(self) -> bool:
+        """Whether earlier plans read what it reads before it decodes or its draft is verified."""
+        return self.state is State.DECODING or (
+            self.state is State.READING and not self.left_to_read
+        )
+
+    @property
     def most_to_read(self) -> int:
         """Most tokens of its next read, of which a part may be a draft's; 0: it reads nothing."""
         if self.state is not State.READING:

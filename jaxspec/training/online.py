@@ -19,6 +19,7 @@ from jaxspec.models.quantized.float8 import Float8Linear, as_linear, rounded_to_
 from jaxspec.models.quantized.grouped import GroupedLinear
 from jaxspec.models.quantized.kv_cache import without_kv_scales
 from jaxspec.models.quantized.scaled import ScaledLinear
+from jaxspec.parallel.placement import committed_beside
 from jaxspec.training.heads import step as draft_step
 from jaxspec.training.heads.data import Answer, answers_as_rows
 from jaxspec.training.heads.loss import DraftBatch, check_unrolled
@@ -55,7 +56,8 @@ class HeadAdapter:
             raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length
         self._drafter = drafter
-        self.state = draft_step.init_state(to_train(drafter.head), config)
+        state = draft_step.init_state(to_train(drafter.head), config)
+        self.state = committed_beside(llm.params.target, state)
         self._rows: collections.deque[Answer] = collections.deque(maxlen=memory)
         self._random = np.random.default_rng(config.seed)
 

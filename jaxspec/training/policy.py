@@ -11,6 +11,7 @@ import optax
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import undifferentiable
 from jaxspec.models.quantized.kv_cache import with_scales_of, without_kv_scales
+from jaxspec.parallel.placement import committed_beside
 from jaxspec.training.grpo import group_advantages, grpo_step, kl_per_token, rollout_batch
 from jaxspec.training.precision import cast_weights
 
@@ -38,7 +39,7 @@ class Policy:
         self.served, self._length = target, length
         self._optimizer = optax.adam(learning_rate)
         self.weights = jax.tree.map(jnp.copy, cast_weights(without_kv_scales(target), jnp.float32))
-        self._state = self._optimizer.init(self.weights)
+        self._state = committed_beside(self.weights, self._optimizer.init(self.weights))
         self._step = jax.jit(
             functools.partial(grpo_step, self._optimizer, temperature),
             donate_argnames=("target", "state"),

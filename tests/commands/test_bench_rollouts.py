@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.commands.bench.rollouts import ENGINES, main
+from tests.helpers.compilations import Compilations
 from tests.helpers.json_lines import joined
 
 SMALL = ["--prompts", "2", "--samples", "2", "--tokens", "16", "--prompt-tokens", "16"]
@@ -12,7 +13,10 @@ SMALL = ["--prompts", "2", "--samples", "2", "--tokens", "16", "--prompt-tokens"
 
 @pytest.mark.slow
 def test_all_engines_write_the_same_samples(
-    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sources: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    compilations: Compilations,
 ):
     plot = tmp_path / "plot.png"
     options = ["--steps", "3", "--learning-rate", "1e-4", "--json"]
@@ -33,6 +37,8 @@ def test_all_engines_write_the_same_samples(
     written = [[row["tokens"] for row in rows if row["step"] == step] for step in range(3)]
     assert all(len(set(each)) == 1 for each in written)
     assert plot.stat().st_size > 5_000
+    names = [name for name, _ in compilations]  # what learns compiles once, though states change
+    assert names.count("jit(grpo_step)") == names.count("jit(train_step)") == 1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec import functional
 from jaxspec.checkpoints.load import load
@@ -20,6 +22,7 @@ from jaxspec.models.mlps.expert_linear import ExpertLinear
 from jaxspec.models.nodes import nodes_of
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
+from jaxspec.parallel.placement import committed_beside
 from tests.decoding.test_exactness_of_experts import FAMILIES, SIZES
 from tests.decoding.test_exactness_of_experts import target as expert_target
 from tests.decoding.test_hybrid_exactness import raw_config, target
@@ -173,3 +176,12 @@ def test_states_stay_where_they_are(loaded: Any, family: str, check: Any):
     state = after_a_round(params, empty_state(params))
     assert np.all(np.asarray(state.rows.context_lens) > 5)
     check(state)
+
+
+def test_a_new_state_is_committed_to_the_devices_of_its_weights():
+    mesh = jax.make_mesh((2,), ("x",))
+    weights = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, PartitionSpec("x")))
+    state = committed_beside(weights, (jnp.zeros_like(weights), jnp.zeros((), jnp.int32)))
+    assert all(leaf.committed for leaf in state)
+    assert state[0].sharding == weights.sharding
+    assert state[1].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec()), 0)

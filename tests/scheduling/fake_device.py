@@ -113,7 +113,8 @@ class FakeDevice:
         self._check_ownership(plan)
         emitted: dict[int, list[int]] = {row: [] for row in plan.sequences}
         reads = [*plan.reads, *plan.verifies]
-        assert sum(read.count for read in reads) <= self.limits.prefill_budget
+        assert sum(read.count for read in plan.reads) <= self.limits.prefill_budget
+        assert all(verify.count <= self.limits.largest_verified for verify in plan.verifies)
         assert len({read.row for read in reads}) == len(reads)
         for read in plan.reads:
             emitted[read.row] += self._read(read.row, read.count, plan.undrafted)
