@@ -102,6 +102,7 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
         fixed=config.deterministic,
         trees=config.trees,
+        budget=prefill_budget(params, config),
         read_call=read_call(params),
         # A CPU attends up to the longest context, however wide the table is.
         least_table=cache.max_length if is_on_cpu(params) else SMALLEST_TABLE,
@@ -185,6 +186,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         least_read=least_read(params, config),
         largest_read=sizes.max_chunk,
         largest_verified=sizes.verified_at_once,
+        verified_rows=sizes.verified_rows,
         max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
         crowded_rows=crowded_rows(params),

@@ -29,6 +29,7 @@ class Limits:
       largest_read: most prompt tokens of a row that a plan reads; None: any number.
       largest_verified: the same of tokens that a plan verifies. What comes after the end of a draft
         is read for nothing.
+      verified_rows: rows of a shard that a plan verifies at most.
       least_read: fewest of a row that wants more, so that a small budget is not cut to shreds; the
         rows that get none wait for another plan.
       max_rounds: most rounds of a call.
@@ -68,6 +69,7 @@ class Limits:
     prefill_budget: int = 2048
     largest_read: int | None = None
     largest_verified: int = 64
+    verified_rows: int = 32
     least_read: int = 1
     max_rounds: int = 16
     runs_all_rounds: bool = False
@@ -240,16 +242,20 @@ class Plan:
     sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
 
-    def add_verifies(self, readers: Iterable[Sequence], most: int) -> None:
-        """Verify the drafts of those that have read the rest. No call that verifies is in flight.
+    def add_verifies(self, running: Iterable[Sequence], limits: Limits, *, waits: bool) -> None:
+        """Verify drafts of a shard's rows that have read the rest.
 
-        Such a call computes ``most`` tokens of each row, however few it is given. So each gets all
-        that fit, and those that could verify meanwhile wait for the next call.
+        A call computes as many tokens of as many rows, however few it is given. So each row gets
+        all that fit; and while calls are in flight (``waits``), one that would have empty rows is
+        left to the next plan, which may have the rows of both. The longest drafts come first, lest
+        a few of them are left at the end, but never before the earliest request's.
         """
-        for sequence in readers:
-            if sequence.left_to_read:
-                continue
-            count = min(sequence.most_to_read, most)
+        ready = sorted((x for x in running if x.left_to_verify), key=lambda each: each.order)
+        if waits and len(ready) < limits.verified_rows:
+            return
+        longest = sorted(ready[1:], key=lambda each: each.left_to_verify, reverse=True)
+        for sequence in [*ready[:1], *longest][: limits.verified_rows]:
+            count = min(sequence.left_to_verify, limits.largest_verified)
             self.verifies.append(Verify(sequence.row, count, sequence.goal))
             self.add_flight(sequence, 0, count)
             self.flights[sequence.row] = self.flights[sequence.row]._replace(verifies=True)

@@ -307,12 +307,13 @@ class Scheduler:
 
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
+        waits = any(sequence.verifying for sequence in self.running)
+        for shard in self.shards:
+            plan.add_verifies(shard.running, self.limits, waits=waits)
         readers = sorted(
-            (s for s in self.running if s.most_to_read), key=lambda reader: reader.order
+            (s for s in self.running if s.state is State.READING and s.left_to_read),
+            key=lambda reader: reader.order,
         )
-        if not any(sequence.verifying for sequence in self.running):
-            plan.add_verifies(readers, self.limits.largest_verified)
-        readers = [sequence for sequence in readers if sequence.left_to_read]
         counts = self._shares.choose([sequence.left_to_read for sequence in readers])
         for sequence, most in zip(readers, counts, strict=True):
             if not most:

@@ -195,13 +195,10 @@ class Sequence:
         )
 
     @property
-    def most_to_read(self) -> int:
-        """Most tokens of its next read, of which a part may be a draft's; 0: it reads nothing."""
-        if self.state is not State.READING:
-            return 0
-        if self.left_to_read or not self.draft:
-            return self.left_to_read
-        return 0 if self.verifying else 1 + len(self.draft)
+    def left_to_verify(self) -> int:
+        """Tokens of its draft, and the one before; 0: the draft is not to be verified now."""
+        waits = self.state is not State.READING or self.left_to_read or self.verifying
+        return 0 if waits or not self.draft else 1 + len(self.draft)
 
     def set_draft(self, tokens: Iterable[int]) -> None:
         """Verify this draft next, as far as its limit allows. It is not in a call."""

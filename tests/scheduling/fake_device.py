@@ -4,6 +4,7 @@ Every slot of a page remembers which tokens its KV was computed from, for the ta
 drafter. So wrong sharing, a lost copy or a page that is given out too early is seen at once.
 """
 
+import collections
 import dataclasses
 import random
 import zlib
@@ -115,6 +116,8 @@ class FakeDevice:
         reads = [*plan.reads, *plan.verifies]
         assert sum(read.count for read in plan.reads) <= self.limits.prefill_budget
         assert all(verify.count <= self.limits.largest_verified for verify in plan.verifies)
+        verified = collections.Counter(self._shard(verify.row) for verify in plan.verifies)
+        assert all(rows <= self.limits.verified_rows for rows in verified.values())
         assert len({read.row for read in reads}) == len(reads)
         for read in plan.reads:
             emitted[read.row] += self._read(read.row, read.count, plan.undrafted)

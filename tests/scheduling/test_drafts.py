@@ -1,5 +1,7 @@
 """Old texts as drafts of requests: which plans verify how much of them."""
 
+import dataclasses
+
 import pytest
 
 from jaxspec.scheduling.plan import Limits
@@ -38,6 +40,14 @@ def test_each_row_verifies_as_much_as_a_call_computes(lag: int):
         add_drafted(run, [first + 1, 7, 8], 50)
     run.finish(lag)
     assert verified(run) == [[20] * 6, [20] * 6, [10] * 6]
+
+
+def test_calls_are_full_and_the_longest_drafts_come_first():
+    run = Run(dataclasses.replace(LIMITS, verified_rows=2))
+    for first, tokens in enumerate((10, 30, 50, 70)):
+        add_drafted(run, [first + 1, 7, 8], tokens)
+    run.finish(lag=1)
+    assert verified(run) == [[10, 20], [20, 20], [10, 20], [20, 20], [10, 10]]
 
 
 @pytest.mark.parametrize("length", [9, 12])

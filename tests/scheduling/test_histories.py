@@ -38,6 +38,7 @@ def limits(draw: st.DrawFn) -> Limits:
         shards=shards,
         prefill_budget=draw(st.integers(rows, 40)),
         largest_verified=draw(st.integers(1, 20)),
+        verified_rows=draw(st.integers(1, 3)),
         max_rounds=draw(st.integers(1, 8)),
         watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
         prefix_caching=draw(st.sampled_from([True, True, False])),

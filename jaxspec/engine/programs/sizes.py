@@ -44,6 +44,7 @@ class Sizes:
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
+      budget: see Limits.prefill_budget.
       read_call: prompt tokens that could be read while a call is launched and reads the weights.
       least_table: tokens of the narrowest table that programs see.
     """
@@ -60,6 +61,7 @@ class Sizes:
     fixed_rounds: int = 0
     fixed: bool = False
     trees: bool = False
+    budget: int = 2048
     read_call: int = 0
     least_table: int = SMALLEST_TABLE
 
@@ -95,6 +97,12 @@ class Sizes:
     def verified_at_once(self) -> int:
         """Most tokens of a row that a call verifies."""
         return self.width_for(min(VERIFIED_AT_ONCE, self.max_length))
+
+    @property
+    def verified_rows(self) -> int:
+        """Most rows of a shard that a call verifies: a program of them reads the budget."""
+        share = self.num_rows // self.shards
+        return min(share, power_of_two(self.budget // self.verified_at_once + 1) // 2 or 1)
 
     def kind_for(self, kind: "Kind") -> "Kind":
         """The kind of program for rows of this kind."""

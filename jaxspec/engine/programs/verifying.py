@@ -35,8 +35,9 @@ def prepare(programs: Programs, rows: int, tokens: int, kinds: Iterable[Kind]) -
     many ``tokens``."""
     sizes = programs.sizes
     columns, width = sizes.columns_for(tokens), sizes.verified_at_once
+    rows = sizes.rows_for(min(rows, sizes.verified_rows))
     for kind in kinds:
-        _prepare(programs, VerifyKey(sizes.rows_for(rows), columns, width, sizes.kind_for(kind)))
+        _prepare(programs, VerifyKey(rows, columns, width, sizes.kind_for(kind)))
 
 
 def _prepare(programs: Programs, key: VerifyKey) -> None:
@@ -51,7 +52,7 @@ def _key(programs: Programs, parts: Sequence[Verification], load: Load, kind: Ki
     columns = sizes.columns_for(max(part.limit for part in parts))
     rows = sizes.size_for([part.row for part in parts])
     wanted = VerifyKey(rows, columns, sizes.verified_at_once, sizes.kind_for(kind))
-    loaded = min(-(-load.rows // programs.shards), sizes.num_rows // programs.shards)
+    loaded = min(-(-load.rows // programs.shards), sizes.verified_rows)
     target = wanted._replace(
         rows=max(rows, sizes.rows_for(loaded)),
         columns=max(columns, sizes.columns_for(load.tokens)),
