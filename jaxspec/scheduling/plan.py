@@ -25,7 +25,8 @@ class Limits:
       max_length: most tokens of a sequence, prompt included.
       scratch_slots: slots that a draft tree needs past the context.
       tokens_per_round: most tokens that a round commits.
-      prefill_budget: most prompt tokens that a plan reads, of all rows together.
+      prefill_budget: most prompt tokens that a plan reads, of all rows together, beside the drafts
+        that it verifies.
       largest_read: most prompt tokens of a row that a plan reads; None: any number.
       largest_verified: the same of tokens that a plan verifies. What comes after the end of a draft
         is read for nothing.
@@ -242,24 +243,28 @@ class Plan:
     sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
 
-    def add_verifies(self, running: Iterable[Sequence], limits: Limits, *, waits: bool) -> None:
-        """Verify drafts of a shard's rows that have read the rest.
+    def add_verifies(self, shards: Iterable[Iterable[Sequence]], limits: Limits) -> None:
+        """Verify drafts of running sequences, of each shard, that have read the rest.
 
         A call computes as many tokens of as many rows, however few it is given. So each row gets
-        all that fit; and while calls are in flight (``waits``), one that would have empty rows is
-        left to the next plan, which may have the rows of both. The longest drafts come first, lest
-        a few of them are left at the end, but never before the earliest request's.
+        all that fit; and where no shard has enough rows for a full call, the next one waits for
+        that in flight, to have the rows of both. The longest drafts come first, lest a few of them
+        are left at the end, but never before the earliest request's.
         """
-        ready = sorted((x for x in running if x.left_to_verify), key=lambda each: each.order)
-        if waits and len(ready) < limits.verified_rows:
+        most, shards = limits.verified_rows, [list(shard) for shard in shards]
+        ready = [[each for each in shard if each.left_to_verify] for shard in shards]
+        is_full = any(len(shard) >= most for shard in ready)
+        if not is_full and any(each.verifying for shard in shards for each in shard):
             return
-        longest = sorted(ready[1:], key=lambda each: each.left_to_verify, reverse=True)
-        for sequence in [*ready[:1], *longest][: limits.verified_rows]:
-            count = min(sequence.left_to_verify, limits.largest_verified)
-            self.verifies.append(Verify(sequence.row, count, sequence.goal))
-            self.add_flight(sequence, 0, count)
-            self.flights[sequence.row] = self.flights[sequence.row]._replace(verifies=True)
-            sequence.verifying = True
+        for shard in ready:
+            shard.sort(key=lambda each: each.order)
+            longest = sorted(shard[1:], key=lambda each: each.left_to_verify, reverse=True)
+            for sequence in [*shard[:1], *longest][:most]:
+                count = min(sequence.left_to_verify, limits.largest_verified)
+                self.verifies.append(Verify(sequence.row, count, sequence.goal))
+                self.add_flight(sequence, 0, count)
+                self.flights[sequence.row] = self.flights[sequence.row]._replace(verifies=True)
+                sequence.verifying = True
 
     def add_flight(self, sequence: Sequence, least: int, most: int) -> None:
         """Note that a call of this plan adds so many tokens to a sequence."""

@@ -251,10 +251,8 @@ class Shard:
 
     def _sibling(self, sequence: Sequence) -> Sequence | None:
         """A running sample of the same prompt, which is read when this plan begins."""
-        for other in self.running:
-            if other.has_read and self._is_sibling(sequence, other):
-                return other
-        return None
+        found = [x for x in self.running if x.has_read and self._is_sibling(sequence, x)]
+        return min(found, key=lambda other: other.state is not State.DECODING, default=None)
 
     def _is_sibling(self, sequence: Sequence, other: Sequence) -> bool:
         """Whether a sequence that has generated nothing is a sample of the other's prompt."""

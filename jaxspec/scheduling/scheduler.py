@@ -307,9 +307,7 @@ class Scheduler:
 
     def _read(self, plan: Plan) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
-        waits = any(sequence.verifying for sequence in self.running)
-        for shard in self.shards:
-            plan.add_verifies(shard.running, self.limits, waits=waits)
+        plan.add_verifies([shard.running for shard in self.shards], self.limits)
         readers = sorted(
             (s for s in self.running if s.state is State.READING and s.left_to_read),
             key=lambda reader: reader.order,

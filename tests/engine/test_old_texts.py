@@ -211,6 +211,26 @@ def test_repair_of_recurrent_rows_with_snapshots() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "mtp3", "recurrent"])
+def test_long_drafts_are_verified_in_several_calls(kind: str) -> None:
+    target = recurrent_target() if kind == "recurrent" else None
+    params = make_params("ngram" if target else kind, SpeculationConfig.chain(2), target)
+    config = EngineConfig(max_rows=4, prefill_budget=64)  # a row is verified at a time
+    own = Engine(params, CacheConfig(page_size=8, max_length=192), config)
+    sampling = [dataclasses.replace(each, max_tokens=150) for each in SAMPLING[:4]]
+    own.finish(first := own.add_all(PROMPTS[:4], sampling))
+    texts = [each.token_ids for each in first]
+    drafts = [[*text[:100], (text[100] + 1) % 96, *text[101:]] for text in texts]
+    own.forget_texts()
+    calls: list[int] = []
+    own.on_read = lambda plan, _: calls.append(len(plan.verifies))
+    own.finish(again := own.add_all(PROMPTS[:4], sampling, drafts=drafts))
+    assert [each.token_ids for each in again] == texts
+    assert [each.kept_tokens for each in again] == [100] * 4
+    assert max(calls) == 1 and sum(calls) == 2 * 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"data_parallel": 2}], ids=str)
 def test_repair_on_a_mesh(sizes: dict[str, Any]) -> None:
     params = make_params("eagle3", SpeculationConfig.chain(2))

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxspec.scheduling.plan import Limits
-from jaxspec.scheduling.sequence import Request
+from jaxspec.scheduling.plan import Limits, Plan
+from jaxspec.scheduling.sequence import Request, Sequence, State
 from tests.scheduling.fake_device import ENDLESS, Run, text_alone
 
 LIMITS = Limits(
@@ -22,7 +22,7 @@ LIMITS = Limits(
 
 
 def add_drafted(run: Run, prompt: list[int], tokens: int, group: str | None = None) -> None:
-    """A request whose text does not stop early, with that as its draft."""
+    """Add a request whose text does not stop early, with that as its draft."""
     request = Request(f"r{len(run.requests)}", tuple(prompt), tokens, arrival=0.0, payload=ENDLESS)
     text, _ = text_alone(request, LIMITS.max_length)
     run.add(prompt, tokens, payload=ENDLESS, group=group, draft=tuple(text))
@@ -61,3 +61,31 @@ def test_samples_of_a_prompt_do_not_wait_for_the_drafts_of_others(
     run.finish(lag=1)
     assert sum(bool(plan.admissions) for plan in run.plans) == 2
     assert verified(run) == [[20], [20] * 5, [10] + [20] * 4, [10] * 4]
+
+
+def verifying_rows(*shards: list[int], in_flight: int) -> list[int]:
+    """Rows that verify next, of shards that have these rows; the row ``in_flight`` does so now."""
+    found = []
+    for shard in shards:
+        request = Request("", (1, 2), 50, arrival=0.0, draft=(3,) * 40)
+        read = {"tokens": [1, 2], "state": State.READING, "goal": 2, "read": 1}
+        found.append([Sequence(request, row, 60, row=row, **read) for row in shard])
+        for sequence in found[-1]:
+            sequence.verifying = sequence.row == in_flight
+    plan = Plan(0)
+    plan.add_verifies(found, dataclasses.replace(LIMITS, verified_rows=2))
+    return [each.row for each in plan.verifies]
+
+
+def test_no_shard_waits_for_full_calls_of_another():
+    assert verifying_rows([0, 1, 2, 3], [5], in_flight=3) == [0, 1, 5]
+    assert verifying_rows([0, 3], [5], in_flight=3) == []  # the next call has the rows of both
+    assert verifying_rows([0, 3], [5], in_flight=-1) == [0, 3, 5]
+
+
+def test_a_sample_without_a_draft_shares_the_prompt_of_one_that_verifies():
+    run = Run(LIMITS)
+    add_drafted(run, list(range(1, 11)), 50, group="g")
+    run.add(range(1, 11), 50, payload=ENDLESS, group="g")
+    run.finish(lag=1)
+    assert [new.cached for plan in run.plans for new in plan.admissions] == [0, 9]

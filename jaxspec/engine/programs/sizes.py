@@ -44,7 +44,7 @@ class Sizes:
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
-      budget: see Limits.prefill_budget.
+      budget: EngineConfig.prefill_budget, as estimated where that is None.
       read_call: prompt tokens that could be read while a call is launched and reads the weights.
       least_table: tokens of the narrowest table that programs see.
     """
@@ -100,7 +100,7 @@ class Sizes:
 
     @property
     def verified_rows(self) -> int:
-        """Most rows of a shard that a call verifies: a program of them reads the budget."""
+        """Most rows of a shard that a call verifies: the budget has tokens for them, or one row."""
         share = self.num_rows // self.shards
         return min(share, power_of_two(self.budget // self.verified_at_once + 1) // 2 or 1)
 
