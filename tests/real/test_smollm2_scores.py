@@ -19,7 +19,8 @@ def installed() -> None:
 
 
 def test_texts_and_log_probabilities_are_those_of_transformers_reading_of_the_file():
-    prompts = [*RAW, *llm("none", 5).chat_prompts([chat(text) for text in CHATS])]
+    chats = llm("none", 5).chat_prompts([chat(text) for text in CHATS[1::2]])
+    prompts = [*RAW[::2], *chats]  # a row for each: more of them take longer, in transformers too
     check_completions(NAME, llm("none", 5).generate(prompts, SCORED))
 
 
