@@ -21,7 +21,7 @@ class EngineConfig:
       prefill_budget: most prompt tokens that are read between two calls of rounds, so that a long
         prompt does not hold up the requests that are running. None: 2048, or what the device is
         estimated to read in a second, if that is less. Old texts that are drafts are verified
-        beside them: up to as many tokens again, at least 64.
+        beside them: up to as many tokens again of each data-parallel shard, at least 64.
       max_queue: most requests that may wait; None: any number.
       prefix_caching: keep the pages of earlier requests for prompts that begin alike.
       preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to

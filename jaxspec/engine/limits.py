@@ -25,7 +25,7 @@ from jaxspec.decoding.functional import EngineParams
 from jaxspec.decoding.prior_costs import prior_costs
 from jaxspec.engine import memory
 from jaxspec.engine.plans.host_copies import part_bytes, snapshot_bytes
-from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, SMALLEST_TABLE, Sizes, power_of_two
+from jaxspec.engine.programs.sizes import SMALLEST_CHUNK, SMALLEST_TABLE, Sizes, power_of_two_within
 from jaxspec.scheduling.plan import Limits
 
 MOST_STOPS = 16
@@ -114,7 +114,7 @@ def prefill_budget(params: EngineParams, config: EngineConfig) -> int:
     if config.prefill_budget is not None:
         return config.prefill_budget
     tokens = prior_costs(params.target, params.drafter).tokens_as_long_as(READ_SECONDS)
-    return max(LEAST_READ, min(LARGEST_BUDGET, power_of_two(tokens + 1) // 2))
+    return max(LEAST_READ, min(LARGEST_BUDGET, power_of_two_within(tokens)))
 
 
 def least_read(params: EngineParams, config: EngineConfig) -> int:

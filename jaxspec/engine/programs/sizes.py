@@ -102,7 +102,7 @@ class Sizes:
     def verified_rows(self) -> int:
         """Most rows of a shard that a call verifies: the budget has tokens for them, or one row."""
         share = self.num_rows // self.shards
-        return min(share, power_of_two(self.budget // self.verified_at_once + 1) // 2 or 1)
+        return min(share, power_of_two_within(self.budget // self.verified_at_once) or 1)
 
     def kind_for(self, kind: "Kind") -> "Kind":
         """The kind of program for rows of this kind."""
@@ -358,6 +358,11 @@ def compiles_alone(key: ReadKey | RoundsKey) -> bool:
 def power_of_two(number: int) -> int:
     """The smallest that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def power_of_two_within(number: int) -> int:
+    """The largest that is not above ``number``; 0 if there is none."""
+    return (1 << number.bit_length()) // 2
 
 
 def page_list(pages: Sequence[int], size: int) -> np.ndarray:
