@@ -34,7 +34,6 @@ OPERATIONS = (
     "gated_norm",
     "o_gate_up_down",
     "expert_gate_up_down",
-    "mxfp4_gate_up_down",  # expert_gate_up_down, where experts are MXFP4
     "float8_layers",  # o_gate_up_down, where weights are 8-bit floats with a scale for each output
     "float8_group_layers",  # likewise, with a scale for each 128 inputs of an output
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
@@ -44,7 +43,6 @@ _ATTENTION = "paged_attention", "partial_attention", "latent_attention"
 # What other kernels do beside their first form, and those kernels: none of these runs by itself.
 FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "mxfp4_gate_up_down": ("expert_gate_up_down",),
         "float8_layers": ("o_gate_up_down",),
         "float8_group_layers": ("o_gate_up_down",),
         "float8_pages": (*_ATTENTION, "rope_kv_write", "kv_compact"),
@@ -70,7 +68,6 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "gated_norm": (1,),
         "o_gate_up_down": (1,),
         "expert_gate_up_down": (1,),
-        "mxfp4_gate_up_down": (),  # timed and right on one machine, its models not tested
         "float8_layers": (1,),
         "float8_group_layers": (),  # right on one machine, not timed by itself yet
         "float8_pages": (1, 2),

@@ -203,6 +203,4 @@ def _takes_one_launch(
     each other. ``chooses``: whether rows choose their experts in it."""
     if "expert_gate_up_down" not in step.kernels or step.layout != WHOLE or step.exchange is None:
         return False
-    if weights.gate_up.bits == 4 and "mxfp4_gate_up_down" not in step.kernels:
-        return False
     return not one_launch_misfit(x, weights) and is_faster(x, weights.gate_up, chooses=chooses)
