@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
@@ -87,7 +87,14 @@ class RowsOfPass(NamedTuple):
             return new.inputs.sequences(q), None
         if self.tree is not None:
             return state.read_tree(self.rows, self.lens, q, new, *self.tree, kernels)
-        return state.read_run(self.rows, self.lens, self.counts, q, new, kernels)
+        return after_state(state.read_run(self.rows, self.lens, self.counts, q, new, kernels))
+
+
+def after_state[Read: tuple[Array, Any]](read: Read) -> Read:
+    """Outputs of consecutive tokens and the new state, of which nothing that follows reads the
+    outputs before the state is there. XLA would compute the new states of all layers at the end of
+    a prompt's pass, and keep the inputs of all tokens of each layer until then."""
+    return lax.optimization_barrier(read)
 
 
 def rows_of_pass(

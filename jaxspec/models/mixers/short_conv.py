@@ -9,7 +9,7 @@ from jaxspec.cache.convolution import ConvolutionState, convolution, run_taps
 from jaxspec.config.recurrent import ShortConvConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
-from jaxspec.models.mixers.rows import RowsOfPass, check_whole_sequences
+from jaxspec.models.mixers.rows import RowsOfPass, after_state, check_whole_sequences
 from jaxspec.models.shapes import array_shape
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.models.wrapped_tensors import Depthwise, Fused
@@ -61,7 +61,7 @@ class ShortConv(Pytree):
         rows, _, counts, ancestors, depth = RowsOfPass.of(step.attend, size)
         if ancestors is not None and depth is not None:
             return state.read_tree(rows, inputs, self.taps, ancestors, depth)
-        return state.read_run(rows, counts, inputs, self.taps)
+        return after_state(state.read_run(rows, counts, inputs, self.taps))
 
     @property
     def reader(self) -> AnyLinear | None:

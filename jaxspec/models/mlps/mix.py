@@ -22,6 +22,7 @@ from jaxspec.config.experts import ExpertActivation
 from jaxspec.models.activations import gated
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.map_after import map_after
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.models.mlps.slots import slot_products
@@ -124,20 +125,25 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
     multiply = _product_by_kernel(local, step)
     if multiply is None:
         return None
+
+    def added(rows: tuple[Array, Array, Array, Array]) -> Array | None:
+        x, index, here, weights = rows
+        experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
+        mixed = multiply(x, experts)
+        if mixed is None:
+            return None
+        if local.down.bias is not None:
+            mixed = mixed + local.down.bias[index]
+        return _total(jnp.where(here[..., None], mixed * weights[..., None], 0.0))
+
     index, here = _local(local, routes)
     here &= _is_token(step, len(x))  # experts that padding chose are not read
-    experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
-    if local.gate_up.packed is not None and len(x) > MOST_ROWS:
-        if jax.eval_shape(multiply, x[:MOST_ROWS], experts[:MOST_ROWS]) is None:
-            return None
-        mixed = in_parts(lambda part: jnp.asarray(multiply(*part)), (x, experts), MOST_ROWS)
-    else:
-        mixed = multiply(x, experts)
-    if mixed is None:
+    rows = x, index, here, routes.weights
+    if local.gate_up.packed is None or len(x) <= MOST_ROWS:
+        return added(rows)
+    if jax.eval_shape(added, tuple(each[:MOST_ROWS] for each in rows)) is None:
         return None
-    if local.down.bias is not None:
-        mixed = mixed + local.down.bias[index]
-    return _total(jnp.where(here[..., None], mixed * routes.weights[..., None], 0.0))
+    return in_parts(lambda part: jnp.asarray(added(part)), rows, MOST_ROWS)
 
 
 def _is_token(step: ForwardPass, num_rows: int) -> Array | bool:
@@ -211,7 +217,8 @@ def in_parts(multiply: Callable[[Any], Array], rows: Any, most_rows: int) -> Arr
         padded = jnp.pad(values, ((0, count * size - num_rows), (0, 0)))
         return padded.reshape(count, size, values.shape[-1])
 
-    mixed = lax.map(multiply, jax.tree.map(parts, rows))
+    cut = jax.tree.map(parts, rows)
+    mixed = map_after(jax.tree.leaves(rows)[0], multiply, cut)
     return mixed.reshape(-1, *mixed.shape[2:])[:num_rows]
 
 

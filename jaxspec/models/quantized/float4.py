@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxspec.models.linear import Linear
+from jaxspec.models.map_after import map_after
 from jaxspec.models.quantized.float8 import E4M3
 from jaxspec.models.quantized.packed_linear import PackedLinear
 from jaxspec.models.shapes import array_shape
@@ -131,7 +132,7 @@ class Float4Linear(PackedLinear):
             jnp.moveaxis(scale.reshape(len(scale), num_tiles, -1), 1, 0),
             None if factor is None else factor.reshape(num_tiles, -1),
         )
-        products = lax.map(lambda tile: product(*tile), tiles)
+        products = map_after(x, lambda tile: product(*tile), tiles)
         return jnp.moveaxis(products, 0, 1).reshape(len(x), -1)
 
     def _widened(self, values: Array, scale: Array, factor: Array | None) -> Array:
