@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import jaxpr_as_fun
 
 
 def map_after(before: Array, function: Callable[[Any], Array], parts: Any) -> Array:
@@ -19,13 +20,13 @@ def map_after(before: Array, function: Callable[[Any], Array], parts: Any) -> Ar
       before: [1 or more, ...], such as the rows that the function multiplies.
       parts: arrays [P, ...], P parts.
     """
-    traced_once = jax.jit(function)
-    shape = jax.eval_shape(traced_once, jax.tree.map(lambda array: array[0], parts))
+    first = jax.tree.map(lambda array: array[0], parts)
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(first)  # once, as lax.map does
     number = lax.stop_gradient(before.reshape(-1)[0]).astype(shape.dtype)
     count = len(jax.tree.leaves(parts)[0])
 
     def fill(place: Array, found: Array) -> Array:
-        part = jax.tree.map(lambda array: array[place], parts)
-        return found.at[place].set(traced_once(part))
+        part = [array[place] for array in jax.tree.leaves(parts)]
+        return found.at[place].set(*jaxpr_as_fun(traced)(*part))
 
     return lax.fori_loop(0, count, fill, jnp.broadcast_to(number, (count, *shape.shape)))

@@ -285,7 +285,7 @@ def blocks_of_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
         kept.reshape(-1, size),
         of_block,
     )
-    mixed = lax.map(block, parts).reshape(-1, x.shape[-1])[slots].reshape(num_rows, k, -1)
+    mixed = map_after(x, block, parts).reshape(-1, x.shape[-1])[slots].reshape(num_rows, k, -1)
     return _total(mixed)
 
 
