@@ -263,10 +263,10 @@ def blocks_of_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
     size = _block_size(num_rows * k, num_experts)
     # Choices of other devices' experts are sorted behind all others.
     slots, of_block = _blocks(jnp.where(here, experts, num_experts).reshape(-1), num_experts, size)
-    rows = jnp.repeat(jnp.arange(num_rows), k)
-    inputs = jnp.zeros((len(of_block) * size, x.shape[-1]), x.dtype).at[slots].set(x[rows])
-    weights = jnp.zeros(len(inputs)).at[slots].set(routes.weights.reshape(-1))
-    kept = jnp.zeros(len(inputs), bool).at[slots].set(here.reshape(-1))
+    num_slots = len(of_block) * size
+    rows = jnp.zeros(num_slots, int).at[slots].set(jnp.repeat(jnp.arange(num_rows), k))
+    weights = jnp.zeros(num_slots).at[slots].set(routes.weights.reshape(-1))
+    kept = jnp.zeros(num_slots, bool).at[slots].set(here.reshape(-1))
 
     def block(part: tuple[Array, Array, Array, Array]) -> Array:
         x, weights, kept, expert = part
@@ -280,7 +280,7 @@ def blocks_of_experts(local: LocalExperts, x: Array, routes: Routes) -> Array:
         return mixed + jnp.where(kept, weights, 0.0)[:, None] * local.down.bias[expert]
 
     parts = (
-        inputs.reshape(-1, size, x.shape[-1]),
+        x[rows].reshape(-1, size, x.shape[-1]),
         weights.reshape(-1, size),
         kept.reshape(-1, size),
         of_block,
