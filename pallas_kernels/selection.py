@@ -34,6 +34,7 @@ OPERATIONS = (
     "gated_norm",
     "o_gate_up_down",
     "expert_gate_up_down",
+    "attention_sinks",  # paged_attention, where heads have a slot without a value
     "float8_layers",  # o_gate_up_down, where weights are 8-bit floats with a scale for each output
     "float8_group_layers",  # likewise, with a scale for each 128 inputs of an output
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
@@ -43,6 +44,7 @@ _ATTENTION = "paged_attention", "partial_attention", "latent_attention"
 # What other kernels do beside their first form, and those kernels: none of these runs by itself.
 FORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "attention_sinks": ("paged_attention",),
         "float8_layers": ("o_gate_up_down",),
         "float8_group_layers": ("o_gate_up_down",),
         "float8_pages": (*_ATTENTION, "rope_kv_write", "kv_compact"),
@@ -68,6 +70,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "gated_norm": (1,),
         "o_gate_up_down": (1,),
         "expert_gate_up_down": (1,),
+        "attention_sinks": (),  # compiled and interpreted, not run yet
         "float8_layers": (1,),
         "float8_group_layers": (),  # right on one machine, not timed by itself yet
         "float8_pages": (1, 2),

@@ -29,6 +29,7 @@ from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import HeadNorms, write_rows
+from pallas_kernels.selection import NO_KERNELS
 
 
 @pytree
@@ -102,6 +103,9 @@ class PagedAttend(Pytree):
         [B, T, Q, D]. ``heads`` are those that ``queries`` are of."""
         if state.spread:
             return self._spread(queries, state, heads, window)
+        kernels = heads.kernels
+        if heads.sinks is not None and "attention_sinks" not in kernels:
+            kernels = NO_KERNELS
         return paged_attention(
             queries,
             LayerPages(state.k, state.v, *heads.scales),
@@ -109,7 +113,7 @@ class PagedAttend(Pytree):
             heads.sinks,
             options=self._options(heads, window),
             order_invariant=self.order_invariant,
-            implementation=heads.kernels.over_pages("paged_attention", state.k),
+            implementation=kernels.over_pages("paged_attention", state.k),
         )
 
     def _chosen(self, state: PagedLatent, heads: IndexHeads) -> tuple[Array | None, PagedLatent]:

@@ -49,7 +49,8 @@ def paged_attention(
       q: [B, T, Q, D]. Query heads ``g * Q / G`` to ``(g + 1) * Q / G - 1`` share KV head ``g``.
       pages: of the layer; they already hold the queries' own keys and values.
       sinks: float32 [Q], for each query head the score of one more slot, whose value is zero
-        (Xiao et al., arXiv 2309.17453; learned scores as in gpt-oss). No kernel takes them.
+        (Xiao et al., arXiv 2309.17453; learned scores as in gpt-oss). Of the kernels the Hopper
+        one takes them: XLA adds the slot to what it gives.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
         may in the last bit, where exp does). Slower.
@@ -75,11 +76,11 @@ def paged_attention(
     reference = functools.partial(
         paged_attention_reference, options=options, order_invariant=order_invariant
     )
-    if sinks is not None:
-        problem = "attention sinks: leave out the operation paged_attention"
-    elif wants_tpu(implementation):
+    if wants_tpu(implementation):
         problem = misfit_tpu(q, pages.k, pages.v, context.page_table, order_invariant)
         problem = problem or softcap_misfit_tpu(options.softcap)
+        if sinks is not None:
+            problem = "attention sinks: leave out the operation paged_attention"
     else:
         problem = misfit(q, pages.k, pages.v, order_invariant)
     problem = problem or chunk_misfit(options)
@@ -91,7 +92,8 @@ def paged_attention(
     if mosaic is None:
         return reference(q, pages, context, sinks)
     kernel = functools.partial(mosaic.paged_attention_mosaic, options=options)
-    return with_reference_gradient(kernel, reference)(q, pages, context)
+    given = () if sinks is None else (sinks,)
+    return with_reference_gradient(kernel, reference)(q, pages, context, *given)
 
 
 def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> str | None:

@@ -35,7 +35,11 @@ from pallas_kernels.paged_attention.attend import attend
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.memory import named, scratch
 from pallas_kernels.paged_attention.output import merge_and_store, store
-from pallas_kernels.paged_attention.parts import PartialAttention, merge_normalized
+from pallas_kernels.paged_attention.parts import (
+    PartialAttention,
+    merge_normalized,
+    with_sinks,
+)
 from pallas_kernels.paged_attention.plan import AttentionPlan, Work, make_plan
 from pallas_kernels.paged_attention.queries import load_queries
 from pallas_kernels.paged_attention.rows import load_words, row_load, words_of_rows
@@ -49,6 +53,7 @@ def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
     pages: LayerPages,
     context: QueryContext,
+    sinks: Array | None = None,  # [Q]
     *,
     options: AttentionOptions,
     config: AttentionTuning | None = None,
@@ -58,6 +63,12 @@ def paged_attention_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    if sinks is not None:  # the kernel gives the sums that the sinks' slot is added to
+        whole, how = pages.k.shape[2], {"config": config, "interpret": interpret}
+        given = q, pages, context, jnp.int32(0)
+        part = partial_attention_mosaic(*given, page_size=whole, options=options, **how)
+        found = with_sinks(part, sinks)
+        return (found.weighted / found.total[..., None]).astype(q.dtype)
     plan = make_plan(q, pages, context, options, None, config, interpret)
     kernel = _make_kernel(plan, q.dtype, interpret)
     found = kernel(*_operands(plan, q, pages, context), *_scales(pages))

@@ -103,17 +103,17 @@ FAMILIES = {
         ATTENTION,
     ),
     "gpt_oss": Case(
-        {"num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 40},
+        {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 40},
         None,
-        frozenset(),  # no attention kernel takes sinks
+        ATTENTION,
         frozenset(),
         frozenset(),
     ),
 }
 MIXERS = ATTENTION | LATENT | {"delta_read", "delta_run", "delta_commit"}
-# Routers with a bias, a correction or groups need more operations than a kernel of routes.
+# Routers with a correction or groups need more operations than a kernel of routes.
 COMMON = {
-    family: frozenset({"expert_product", "expert_routes" if "qwen" in family else "top_k"})
+    family: frozenset({"expert_product", "top_k" if family == "deepseek_v3" else "expert_routes"})
     for family in FAMILIES
 }
 NAMES = MIXERS | {"expert_product", "expert_routes", "top_k"}

@@ -1,5 +1,6 @@
 """Attention with sinks, against a softmax over one more score."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,14 @@ import pytest
 
 from jaxspec.models import attention
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.cases import Case, make_arguments
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.partial import partial_attention
 from pallas_kernels.paged_attention.parts import merge_partials, with_sinks
+from pallas_kernels.paged_attention.tuning import AttentionTuning
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
+from tests.helpers.kernels import interpreted, lowered, relative_error, widened
+from tests.helpers.marks import first_is_fast, slow
 
 T, Q, G, D, K = 6, 4, 2, 8, 4
 RNG = np.random.default_rng(0)
@@ -83,8 +89,57 @@ def test_in_parts():
     np.testing.assert_allclose(out, expected(None), atol=1e-5)
 
 
-def test_no_kernel_takes_them():
+# Heads as in gpt-oss: eight of 64 to a KV head.
+KERNEL_CASES = (
+    Case("plain", (130, 0, 63), 1, 16, 2, 64, 64),
+    Case("window", (300, 5), 1, 16, 2, 64, 64, window=128),
+    Case("tree in a window", (300, 70), 6, 16, 2, 64, 16, tree=True, window=128),
+    Case("chunk", (10, 200), 80, 8, 1, 64, 64),
+    Case("long", (9000,), 6, 16, 2, 64, 64, tree=True),
+)
+FAST_TO_INTERPRET = {"tree in a window"}
+
+
+def sinks_of(case: Case) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).standard_normal(case.num_heads), jnp.float32)
+
+
+def error_of(case: Case, found: Any, q: Any, pages: Any, context: Any) -> float:
+    q, pages = jax.tree.map(widened, (q, pages))
+    expected = paged_attention(q, pages, context, sinks_of(case), options=case.options)
+    return relative_error(found, expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case.name in FAST_TO_INTERPRET else slow(case) for case in KERNEL_CASES[:4]],
+    ids=str,
+)
+def test_interpreted_the_kernel_has_them(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    how = {"options": case.options, "config": AttentionTuning(block=64, stages=2)}
+    found = interpreted(paged_attention_mosaic, *arguments, sinks_of(case), **how)
+    assert error_of(case, found, *arguments) < 4e-3
+
+
+@first_is_fast(KERNEL_CASES, 1)
+def test_the_kernel_lowers_with_them(case: Case):
+    arguments = jax.eval_shape(lambda: (*make_arguments(case, jnp.bfloat16), sinks_of(case)))
+    lowered(functools.partial(paged_attention_mosaic, options=case.options), *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_on_the_device_the_kernel_has_them(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    attend = functools.partial(paged_attention_mosaic, options=case.options)
+    found = attend(*arguments, sinks_of(case))
+    assert error_of(case, found, *arguments) < 4e-3
+    assert all(jnp.array_equal(found, attend(*arguments, sinks_of(case))) for _ in range(5))
+
+
+def test_other_kernels_do_not_take_them():
     with pytest.raises(ValueError, match="the kernel cannot take attention sinks"):
-        paged_attention(QUERIES, LAYER, CONTEXT, jnp.asarray(SINKS), implementation="mosaic_gpu")
+        paged_attention(QUERIES, LAYER, CONTEXT, jnp.asarray(SINKS), implementation="mosaic_tpu")
     with pytest.raises(ValueError, match=r"sinks must be \(4,\)"):
         paged_attention(QUERIES, LAYER, CONTEXT, jnp.zeros(2))

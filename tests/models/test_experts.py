@@ -1,6 +1,7 @@
 """Routing, and the three ways of multiplying by experts, against what is written out in NumPy."""
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,15 @@ import pytest
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.forward_pass import ForwardPass
-from jaxspec.models.mlps import mix
+from jaxspec.models.linear import Linear
+from jaxspec.models.mlps import mix, slots
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import choose_experts
 from jaxspec.models.quantized.schemes import in_scheme
 from jaxspec.parallel import Layout, Shards
-from pallas_kernels.selection import NO_KERNELS
+from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.top_k import top_k
+from pallas_kernels.top_k.routes import expert_routes_in_slots
 from tests.helpers.marks import slow
 from tests.helpers.random_experts import random_own, random_rows, written_out
 
@@ -176,6 +179,36 @@ def test_groups_and_a_correction_decide_the_choice_not_the_weights():
     assert routes.experts.tolist() == [[5, 3]]
     scores = 1 / (1 + np.exp(-np.array([1.0, 1.1])))
     np.testing.assert_allclose(routes.weights[0], 2.5 * scores / scores.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scores", ["chosen", "softmax"])
+def test_a_kernel_has_the_routes_of_any_number_of_experts_and_of_a_bias(
+    scores: Literal["chosen", "softmax"], monkeypatch: pytest.MonkeyPatch
+):
+    def by_reference(*given):
+        assert given[-1] == "auto"
+        return expert_routes_in_slots(*given[:-1])
+
+    monkeypatch.setattr(slots, "expert_routes_in_slots", by_reference)
+    rng = np.random.default_rng(0)
+    weight, bias, x = (rng.standard_normal(size) for size in ((64, 20), 20, (4, 64)))
+    router = Linear(weight=jnp.asarray(weight), bias=jnp.asarray(bias), axes=("in", "out"))
+    config = RoutingConfig(20, 4, scores, bias=True)
+    attend = PagedAttend(  # the last of four tokens is padding
+        rows=jnp.arange(1),
+        page_table=jnp.ones((1, 1), jnp.int32),
+        context_lens=jnp.zeros(1, jnp.int32),
+        slots=jnp.zeros((1, 4), jnp.int32),
+        positions=jnp.arange(4)[None],
+        kv_lens=jnp.array([3]),
+    )
+    step = ForwardPass(attend, {}, {}, 1e-6, Layout(), Kernels(frozenset({"top_k"})))
+    found = slots.routes_by_kernel(jnp.asarray(x), router, None, config, False, step)
+    assert found is not None and found.slots is not None
+    wanted = choose_experts(jnp.asarray(x @ weight + bias), config, None, top_k)
+    np.testing.assert_array_equal(found.experts[:3], wanted.experts[:3])
+    np.testing.assert_allclose(found.weights[:3], wanted.weights[:3], rtol=1e-5)
+    assert (found.experts[3] >= 20).all() and (found.slots.places[3] < 0).all()
 
 
 def test_configs_that_mean_nothing_are_refused():

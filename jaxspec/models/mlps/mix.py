@@ -126,18 +126,23 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
     if multiply is None:
         return None
 
-    def added(rows: tuple[Array, Array, Array, Array]) -> Array | None:
-        x, index, here, weights = rows
-        experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
-        mixed = multiply(x, experts)
-        if mixed is None:
-            return None
+    def total(mixed: Array, index: Array, here: Array, weights: Array) -> Array:
         if local.down.bias is not None:
             mixed = mixed + local.down.bias[index]
         return _total(jnp.where(here[..., None], mixed * weights[..., None], 0.0))
 
+    def added(rows: tuple[Array, Array, Array, Array]) -> Array | None:
+        x, index, here, weights = rows
+        experts = jnp.where(here, index, local.gate_up.num_experts).astype(jnp.int32)
+        mixed = multiply(x, experts)
+        return None if mixed is None else total(mixed, index, here, weights)
+
     index, here = _local(local, routes)
     here &= _is_token(step, len(x))  # experts that padding chose are not read
+    if routes.slots is not None:
+        how = local.gate_up, local.down, local.activation, step
+        if (found := slot_products(x, routes, *how)) is not None:
+            return total(found.by_pair, index, here, routes.weights)
     rows = x, index, here, routes.weights
     if local.gate_up.packed is None or len(x) <= MOST_ROWS:
         return added(rows)

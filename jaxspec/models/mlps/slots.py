@@ -5,6 +5,7 @@ up."""
 from collections.abc import Sequence
 from typing import TypeGuard
 
+import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.experts import ExpertActivation, ExpertsConfig, RoutingConfig, SquaredRelu
@@ -32,6 +33,7 @@ from pallas_kernels.packed_expert_product import packed_expert_slots
 from pallas_kernels.packed_experts import PackedExperts
 from pallas_kernels.products import split_k_product
 from pallas_kernels.top_k.routes import (
+    LANES,
     RouteRule,
     SharedGate,
     expert_routes,
@@ -43,6 +45,7 @@ from pallas_kernels.top_k.routes import misfit as routes_misfit
 SPLITS = 16  # of a router's product of few rows, as XLA splits it for an H100
 MOST_SPLIT_ROWS = 64
 LEAST_DEPTH = 128  # of a split
+NEVER = -1e30  # the logit of an expert that there is not
 
 
 def routes_by_kernel(
@@ -60,7 +63,7 @@ def routes_by_kernel(
     """
     is_row = _rows_that_choose(len(rows), step.attend)
     gate = gate if has_shared else None
-    if "top_k" not in step.kernels or is_row is None or not _is_plain(router):
+    if "top_k" not in step.kernels or is_row is None or not isinstance(router, Linear):
         return None
     rule, given = _rule(config, has_shared), None
     if gate is not None:
@@ -68,6 +71,8 @@ def routes_by_kernel(
             return None
         given = SharedGate(rows, gate.weight.reshape(-1))
     partials = _logits(rows, router)
+    if not has_shared:  # whose index is the number of experts
+        partials = _filled_up(partials)
     if rule is None or routes_misfit(partials, rule, given):
         return None
     how = step.kernels.implementation("top_k")
@@ -96,9 +101,16 @@ def _is_plain(linear: AnyLinear) -> TypeGuard[Linear]:
 
 def _logits(rows: Array, router: Linear) -> Array:
     """Partial sums float32 [S, N or more, E]."""
-    if len(rows) <= MOST_SPLIT_ROWS and rows.shape[-1] % (SPLITS * LEAST_DEPTH) == 0:
+    few = len(rows) <= MOST_SPLIT_ROWS and router.bias is None
+    if few and rows.shape[-1] % (SPLITS * LEAST_DEPTH) == 0:
         return split_k_product(rows, router.weight, SPLITS)
     return router.float32(rows)[None]
+
+
+def _filled_up(partials: Array) -> Array:
+    """The partial sums, with as many experts as the kernel takes: no row chooses the new ones."""
+    new = -partials.shape[-1] % LANES
+    return jnp.pad(partials, ((0, 0), (0, 0), (0, new)), constant_values=NEVER)
 
 
 def slot_products(
