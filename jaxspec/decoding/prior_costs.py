@@ -40,6 +40,7 @@ class Speed:
       full_width: hidden size from which products reach ``operations``; narrower models reach the
         square root of their share.
       logit_passes: how often the logits of a token are read or written.
+      float32: share of ``operations`` that products of float32 numbers reach.
     """
 
     bandwidth: float
@@ -50,12 +51,13 @@ class Speed:
     overlap: float = 1.0
     full_width: int = 1
     logit_passes: int = 0
+    float32: float = 1.0
 
 
 # The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md); XLA
 # copies weights to tiles. The others': an H100, from rounds of the 8B shape (README.md), and an
-# H200, from those of SmolLM2-135M (docs/results/real_models.md). What chains cost more than plain
-# decoding is right within an eighth for both up to 32 rows.
+# H200, from those of SmolLM2-135M (docs/results/real_models.md; in float32 docs/results/rl.md). What
+# chains cost more than plain decoding is right within an eighth for both up to 32 rows.
 CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6, draft_step=30e-6, several=1.6)
 ACCELERATOR = Speed(
     bandwidth=3.2e12,
@@ -65,6 +67,7 @@ ACCELERATOR = Speed(
     overlap=2.0,
     full_width=4096,
     logit_passes=4,
+    float32=1 / 4,
 )
 
 
@@ -111,8 +114,10 @@ class PriorCosts:
 
     def __init__(self, work: RoundWork, speed: Speed):
         self.work, self.speed = work, speed
-        share = min(1.0, work.width / speed.full_width)
-        self._operations = speed.operations * math.sqrt(share)  # that the model reaches a second
+        share = math.sqrt(min(1.0, work.width / speed.full_width))
+        if work.element == 4:
+            share *= speed.float32
+        self._operations = speed.operations * share  # that the model reaches a second
 
     def seconds(self, rows: int, shape: TreeShape, drafted: float | None = None) -> float:
         """Seconds of a round of so many rows on each device.

@@ -1,5 +1,6 @@
 """What rounds are expected to cost, against rounds that were measured on GPUs."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_what_chains_cost_is_that_of_the_table(work: RoundWork, chain: int, meas
         expected = costs.seconds(rows, TreeShape(chain + 1, chain, 1)) / costs.seconds(rows, PLAIN)
         assert expected == pytest.approx(chained / plain, rel=0.125)
         assert 1e3 * costs.seconds(rows, PLAIN) == pytest.approx(plain, rel=0.2)
+
+
+def test_float32_costs_more_for_each_token_as_it_did_on_an_h200():
+    """Rollouts of SmolLM2 (docs/results/rl.md): of 64 rows, and of those few that repair leaves."""
+    wide = dataclasses.replace(SMOLLM2, weights=538_000_000, element=4)
+    costs = PriorCosts(wide, ACCELERATOR)
+    plain, two, seven = PLAIN, TreeShape(3, 2, 1), TreeShape(8, 7, 1)
+    assert costs.seconds(64, two) / costs.seconds(64, plain) == pytest.approx(1.54, rel=0.125)
+    assert costs.seconds(8, seven) / costs.seconds(8, two) == pytest.approx(1.36, rel=0.125)
 
 
 def test_more_rows_read_more_experts_as_they_did_on_an_h200():
