@@ -15,10 +15,14 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}  # by the target's dtype; roundi
 
 CAUSES = (
     "the first token's differ already: look at the layouts of the weights, at norms, biases, the "
-    "scale of embeddings, and at LoRA weights (alpha, rank)",
+    "scale of embeddings, and at LoRA weights (alpha, rank). MaxText computes in bfloat16 unless "
+    "its dtype is float32, and divides logits of tied embeddings if normalize_embedding_logits is "
+    "true",
     "the first token's agree: look at the rotary embedding (base, scaling, order of dimensions), "
     "and at attention (windows, masks). In Tunix Llama 3 and Qwen 3 have the base 1,000,000, "
-    "whatever their config says",
+    "whatever their config says. MaxText has rope_max_timescale and rope_use_scale for base and "
+    "scaling; its Llama is maxtext.llama3.1 where rope_type or model_name begins with llama3.1, "
+    "elsewhere maxtext.llama",
 )
 
 

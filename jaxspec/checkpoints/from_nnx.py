@@ -12,7 +12,16 @@ from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.flax_bridge import Names, flat_arrays, target_from_flax
 from jaxspec.checkpoints.load import resolve_dtype
-from jaxspec.checkpoints.nnx_names import Actor, actor_named, tail
+from jaxspec.checkpoints.maxtext_config import check_maxtext
+from jaxspec.checkpoints.nnx_names import (
+    EMBED,
+    HEAD,
+    Actor,
+    actor_of,
+    path_of,
+    tail,
+    with_rounded_head,
+)
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
@@ -59,28 +68,46 @@ def from_nnx(
       model_or_state: an nnx.Module, whose nnx.Param are taken; or an nnx.State or dict of arrays.
       config: of the model, or what its config.json has. None: that of ``like``.
       names: ``tunix.llama3``, ``tunix.qwen2``, ``tunix.qwen3``, ``tunix.gemma`` (also Gemma 2),
-        ``maxtext.llama``, ``maxtext.qwen3``, of dense models; or a table, see target_from_flax.
+        ``maxtext.llama`` (MaxText's rope_type is default), ``maxtext.llama3.1`` (it is llama3.1),
+        ``maxtext.qwen3``, of dense models; or a table, see target_from_flax.
       lora: alpha and rank; LoRA weights of the actor (``w_lora_a`` [in, rank], ``w_lora_b``
         [rank, out] of ``w``) are merged in float32. The weights beside them must be there, too.
       like: a target whose shapes, dtypes and shardings it gets: of arrays or shapes.
       mesh: that of the engine, if there is no ``like``. None: it stays where the actor is.
       dtype: float32 or bfloat16, if there is no ``like``. None: that of the actor's embeddings.
 
+    MaxText rounds tied embeddings to bfloat16 for the logits: a target of it in float32 has an LM
+    head of its own, and a config that says so.
+
     Raises ValueError for missing, misshapen and surplus arrays (see target_from_flax), for LoRA
-    weights without ``lora`` or of another rank, and for arguments that do not go together.
+    weights without ``lora`` or of another rank, for a model of MaxText whose config does not fit
+    ``names``, and for arguments that do not go together.
     """
-    actor = actor_named(names) if isinstance(names, str) else Actor(lambda paths: names)
-    is_module = isinstance(model_or_state, nnx.Module)
-    state = nnx.state(model_or_state, nnx.Param) if is_module else model_or_state
+    actor = actor_of(names)
+    state = model_or_state
+    if isinstance(model_or_state, nnx.Module):
+        check_maxtext(names, model_or_state)
+        state = nnx.state(model_or_state, nnx.Param)
+    if config is not None and not isinstance(config, ModelConfig):
+        config = parse_model_config(config)
     arrays = {path: without_explicit_axes(x) for path, x in flat_arrays(state).items()}
     arrays = _merged(arrays, actor, lora)
     arrays = {path: actor.adapted.get(tail(path), _same)(array) for path, array in arrays.items()}
     table = actor.names(arrays)
     if like is None:
-        like = _shapes(config, mesh, dtype or _dtype_of(arrays, table))
+        like = _shapes(actor, config, mesh, dtype or _dtype_of(arrays, table))
     else:
-        _check_like(like, config, mesh, dtype)
+        _check_like(actor, like, config, mesh, dtype)
+    if actor.rounds_tied_head and not like.config.tie_word_embeddings:
+        is_tied = path_of(HEAD, table) not in arrays
+        if is_tied if config is None else config.tie_word_embeddings:
+            arrays, table = with_rounded_head(arrays, table)
     return target_from_flax(like, arrays, table)
+
+
+def target_config(config: ModelConfig, names: str | Names, dtype: DTypeLike) -> ModelConfig:
+    """That of the target in this dtype which from_nnx makes of an actor of ``config``."""
+    return actor_of(names).target_config(config, dtype)
 
 
 def _same(array: Array) -> Array:
@@ -129,14 +156,14 @@ def _with_lora(path: str, weight: Array, a: Array, b: Array, axis: int, lora: Lo
 
 
 def _shapes(
-    config: ModelConfig | Mapping[str, Any] | None, mesh: Mesh | None, dtype: DTypeLike
+    actor: Actor, config: ModelConfig | None, mesh: Mesh | None, dtype: DTypeLike
 ) -> Decoder:
     """Those of a target, with shardings on a mesh."""
     if config is None:
         raise ValueError("give the config of the model, or a target like it")
-    if not isinstance(config, ModelConfig):
-        config = parse_model_config(config)
-    shapes = decoder_shapes(config, resolve_dtype(dtype), Shards.over(mesh, mesh_layout(mesh)))
+    dtype = resolve_dtype(dtype)
+    config = actor.target_config(config, dtype)
+    shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
     if mesh is None:
         return shapes
     return jax.tree.map(
@@ -147,23 +174,25 @@ def _shapes(
 
 
 def _dtype_of(arrays: Mapping[str, Array], table: Names) -> Any:
-    found = table.get("model.embed_tokens.weight")
-    path = found[0] if isinstance(found, tuple) else found
+    path = path_of(EMBED, table)
     if path is None or path not in arrays:
         raise ValueError(f"the embeddings should be at {path}, which is not there")
     return arrays[path].dtype
 
 
 def _check_like(
+    actor: Actor,
     like: Decoder,
-    config: ModelConfig | Mapping[str, Any] | None,
+    config: ModelConfig | None,
     mesh: Mesh | None,
     dtype: DTypeLike | None,
 ) -> None:
     if mesh is not None or dtype is not None:
         raise ValueError("like says where weights go, and their dtype: leave out mesh and dtype")
-    if config is None:
-        return
-    given = config if isinstance(config, ModelConfig) else parse_model_config(config)
-    if given != like.config:
+    if actor.target_config(like.config, like.dtype) != like.config:
+        raise ValueError(
+            "like ties its LM head to its embeddings, of which MaxText rounds the LM head: in "
+            "float32 give a target that from_nnx made of such an actor and a config"
+        )
+    if config is not None and actor.target_config(config, like.dtype) != like.config:
         raise ValueError("like is a target of another config than the one that is given")

@@ -3,15 +3,18 @@
 Layouts are those of google-tunix 0.1.7 and MaxText 0.2.5. They are stated for every matrix.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jaxspec.checkpoints.flax_bridge import Names
+from jaxspec.config.model import ModelConfig
 
 LAYER = "model.layers.{i}."
 ATTENTION, MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
@@ -28,11 +31,45 @@ class Actor(NamedTuple):
       adapted: what an array stands for in a checkpoint, by the last two parts of its path, where
         that is not the array itself.
       inputs: the axis of a matrix's inputs, by the same; elsewhere they come first.
+      rounds_tied_head: logits of tied embeddings are those of a table rounded to bfloat16, while
+        the embeddings themselves are not rounded. In float32 these are two matrices.
     """
 
     names: Callable[[Collection[str]], Names]
     adapted: Mapping[str, Callable[[Array], Array]] = {}
     inputs: Mapping[str, int] = {}
+    rounds_tied_head: bool = False
+
+    def target_config(self, config: ModelConfig, dtype: DTypeLike) -> ModelConfig:
+        """The config of a target in this dtype that computes what the actor of ``config`` does."""
+        if self.rounds_tied_head and jnp.dtype(dtype) == jnp.float32:
+            return dataclasses.replace(config, tie_word_embeddings=False)
+        return config
+
+
+def actor_of(names: str | Names) -> Actor:
+    """The actor of this name, or of a table. Raises ValueError for an unknown name."""
+    return actor_named(names) if isinstance(names, str) else Actor(lambda paths: names)
+
+
+def path_of(name: str, table: Names) -> str | None:
+    """Where a table has a tensor that is not a layer's."""
+    found = table.get(name)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def with_rounded_head(
+    arrays: Mapping[str, Array], table: Names
+) -> tuple[dict[str, Array], dict[str, str | tuple[str, str]]]:
+    """Arrays and table with an LM head: the embeddings rounded to bfloat16, in their own dtype.
+
+    XLA may leave out a conversion to bfloat16 and back, but no reduction of precision.
+    """
+    embeddings, head = path_of(EMBED, table), "rounded_embeddings"
+    if embeddings is None or embeddings not in arrays:
+        return dict(arrays), dict(table)  # what is not there is refused later
+    rounded = lax.reduce_precision(arrays[embeddings], exponent_bits=8, mantissa_bits=7)
+    return {**arrays, head: rounded}, {**table, HEAD: (head, "out in")}
 
 
 def tail(path: str) -> str:
@@ -138,11 +175,13 @@ ACTORS: Mapping[str, Actor] = {
     "tunix.gemma": Actor(
         _tunix_gemma, inputs={"q_einsum.w": 1, "kv_einsum.w": 2, "qkv_einsum.w": 2}
     ),
-    "maxtext.llama": Actor(
+    "maxtext.llama": Actor(_maxtext, adapted={"query.kernel": _unscaled}, rounds_tied_head=True),
+    "maxtext.llama3.1": Actor(
         _maxtext,
         adapted={"query.kernel": lambda x: _halves(_unscaled(x)), "key.kernel": _halves},
+        rounds_tied_head=True,
     ),
-    "maxtext.qwen3": Actor(functools.partial(_maxtext, norms=True)),
+    "maxtext.qwen3": Actor(functools.partial(_maxtext, norms=True), rounds_tied_head=True),
 }
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxspec.checkpoints.check_against import check_against
-from jaxspec.checkpoints.from_nnx import from_nnx
+from jaxspec.checkpoints.from_nnx import from_nnx, target_config
 from jaxspec.checkpoints.load import load_params
 from jaxspec.checkpoints.safetensors_io import placements
 from jaxspec.config.cache import CacheConfig
@@ -52,9 +52,10 @@ class PolicyEngine:
         # Trainers give LoRA weights without those that they are of, which stay as they are.
         self._base = state if options.lora is not None else None
         self._ready: set[Kind] = set()
-        config, mesh = options.model_config(), options.mesh
+        self._config, dtype = options.model_config(), jnp.dtype(options.dtype)
+        config, mesh = target_config(self._config, options.names, dtype), options.mesh
         shards = Shards.over(mesh, mesh_layout(mesh))
-        self._shapes = decoder_shapes(config, jnp.dtype(options.dtype), shards)
+        self._shapes = decoder_shapes(config, dtype, shards)
         self._places = placements(self._shapes, mesh)
         self._convert = jax.jit(self._converted)
         logprobs = functools.partial(masked_logprobs, mesh=mesh)
@@ -66,7 +67,9 @@ class PolicyEngine:
 
     def _converted(self, state: nnx.State) -> Decoder:
         """The actor as a target. It is copied, as jit may hand through an array of the actor's."""
-        target = from_nnx(state, names=self._names, lora=self._lora, like=self._shapes)
+        target = from_nnx(
+            state, self._config, names=self._names, lora=self._lora, like=self._shapes
+        )
         return jax.tree.map(jnp.copy, target)
 
     def _target(self, state: nnx.State) -> Decoder:

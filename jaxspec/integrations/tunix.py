@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxspec.checkpoints.maxtext_config import check_maxtext
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.engine.generation import Generation
 from jaxspec.integrations.policy_engine import PolicyEngine, is_offloaded, on_device
@@ -78,6 +79,7 @@ class JaxspecRollout(BaseRollout):
         options: RolloutOptions,
     ):
         _check(rollout_config)
+        check_maxtext(options.names, rollout_actor)
         self._tokenizer = TokenizerAdapter(tokenizer)
         self._actor = rollout_actor if options.shares_model else None
         # The trainer's log-probabilities have this temperature, and 1 where it is 0.

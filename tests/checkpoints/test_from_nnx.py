@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,13 @@ def tunix_gemma(tensors: Tensors) -> Tree:
 
 
 def interleaved(kernel: np.ndarray) -> np.ndarray:
-    """Neighbours are what are halves in a checkpoint, as MaxText's Llama has it."""
+    """Neighbours are what are halves in a checkpoint, as MaxText's Llama 3.1 has it."""
     return np.stack(np.split(kernel, 2, axis=-1), axis=-1).reshape(kernel.shape)
 
 
-def maxtext(tensors: Tensors, *, scanned: bool = True, llama: bool = False) -> Tree:
+def maxtext(
+    tensors: Tensors, *, scanned: bool = True, llama: bool = False, pairs: bool = False
+) -> Tree:
     layers: list[Tree] = []
     for i in range(LAYERS):
         old = f"model.layers.{i}"
@@ -150,7 +153,8 @@ def maxtext(tensors: Tensors, *, scanned: bool = True, llama: bool = False) -> T
         for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
             kernel = into_heads(tensors[f"{old}.self_attn.{part}_proj.weight"])
             if llama and part != "v":
-                kernel = interleaved(kernel / (math.sqrt(H) if part == "q" else 1.0))
+                kernel = kernel / (math.sqrt(H) if part == "q" else 1.0)
+                kernel = interleaved(kernel) if pairs else kernel
             parts[f"self_attention.{name}.kernel"] = kernel.astype(np.float32)
             if not llama and part != "v":
                 norm = tensors[f"{old}.self_attn.{part}_norm.weight"]
@@ -196,8 +200,9 @@ CASES: list[tuple[str, ModelConfig, Callable[[Tensors], Tree]]] = [
         tunix_gemma,
     ),
     ("tunix.gemma", config_of("gemma2", "Gemma2ForCausalLM", **GEMMA2), tunix_gemma),
-    ("maxtext.llama", LLAMA, lambda tensors: maxtext(tensors, llama=True)),
-    ("maxtext.llama", LLAMA, lambda tensors: maxtext(tensors, llama=True, scanned=False)),
+    ("maxtext.llama", LLAMA, partial(maxtext, llama=True)),
+    ("maxtext.llama3.1", LLAMA, partial(maxtext, llama=True, pairs=True)),
+    ("maxtext.llama3.1", LLAMA, partial(maxtext, llama=True, pairs=True, scanned=False)),
     ("maxtext.qwen3", QWEN3, maxtext),
 ]
 
@@ -208,7 +213,7 @@ def test_the_weights_are_those_of_the_checkpoint(
 ):
     expected, tensors = tensors_of(config)
     state = state_of(layout(tensors))
-    close = 1e-6 if names == "maxtext.llama" else 0.0
+    close = 1e-6 if names.startswith("maxtext.llama") else 0.0
     check_equal(from_nnx(state, config, names=names), expected, atol=close)
     half = from_nnx(state, config, names=names, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}

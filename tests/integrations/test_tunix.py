@@ -224,7 +224,7 @@ def test_texts_depend_on_seed_and_call_and_not_on_the_drafter(
 
 def test_an_actor_of_maxtext_is_followed(tunix: Any, rollout: Any, folder: Path):
     """By its paths and layouts, which the start check compares."""
-    made = make(tunix, ScannedLlama(), options(folder, names="maxtext.llama"))
+    made = make(tunix, ScannedLlama(), options(folder, names="maxtext.llama3.1"))
     check_same(made.engine.params.target, rollout.engine.params.target)
     made.update_params(nnx.state(ScannedLlama(seed=1), nnx.Param), (nnx.Param,))
     expected = from_nnx(NnxLlama(seed=1), names="tunix.llama3", like=made.engine.params.target)
