@@ -32,7 +32,7 @@ class RolloutOptions(LLMOptions):
 
     Attributes:
       names: which array of the actor is which tensor: ``tunix.llama3`` or another name of from_nnx,
-        or a table.
+        or a table. One of MaxText must fit the actor's config, see from_nnx.
       lora: alpha and rank of an actor with LoRA weights, which are merged: its state does not say.
       rope_theta: the actor rotates by plain RoPE with this base, whatever its config.json says.
         Tunix 0.1.7 does so with 1e6 in its llama3 and qwen3. None: as config.json says.

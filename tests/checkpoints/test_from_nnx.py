@@ -134,27 +134,23 @@ def interleaved(kernel: np.ndarray) -> np.ndarray:
     return np.stack(np.split(kernel, 2, axis=-1), axis=-1).reshape(kernel.shape)
 
 
-def maxtext(
-    tensors: Tensors, *, scanned: bool = True, llama: bool = False, pairs: bool = False
-) -> Tree:
+def maxtext(tensors: Tensors, *, scanned: bool = True, llama: str = "") -> Tree:
     layers: list[Tree] = []
     for i in range(LAYERS):
-        old = f"model.layers.{i}"
+        old, scale = f"model.layers.{i}", "self_attention_layer_norm.scale"
         parts = {
             "mlp.wi_0.kernel": tensors[f"{old}.mlp.gate_proj.weight"].T,
             "mlp.wi_1.kernel": tensors[f"{old}.mlp.up_proj.weight"].T,
             "mlp.wo.kernel": tensors[f"{old}.mlp.down_proj.weight"].T,
             "self_attention.out.kernel": out_of_heads(tensors[f"{old}.self_attn.o_proj.weight"]),
-            "pre_self_attention_layer_norm.scale": tensors[f"{old}.input_layernorm.weight"],
-            "post_self_attention_layer_norm.scale": tensors[
-                f"{old}.post_attention_layernorm.weight"
-            ],
+            f"pre_{scale}": tensors[f"{old}.input_layernorm.weight"],
+            f"post_{scale}": tensors[f"{old}.post_attention_layernorm.weight"],
         }
         for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
             kernel = into_heads(tensors[f"{old}.self_attn.{part}_proj.weight"])
             if llama and part != "v":
-                kernel = kernel / (math.sqrt(H) if part == "q" else 1.0)
-                kernel = interleaved(kernel) if pairs else kernel
+                scaled = kernel / (math.sqrt(H) if part == "q" else 1.0)
+                kernel = interleaved(scaled) if llama == "pairs" else scaled
             parts[f"self_attention.{name}.kernel"] = kernel.astype(np.float32)
             if not llama and part != "v":
                 norm = tensors[f"{old}.self_attn.{part}_norm.weight"]
@@ -200,9 +196,9 @@ CASES: list[tuple[str, ModelConfig, Callable[[Tensors], Tree]]] = [
         tunix_gemma,
     ),
     ("tunix.gemma", config_of("gemma2", "Gemma2ForCausalLM", **GEMMA2), tunix_gemma),
-    ("maxtext.llama", LLAMA, partial(maxtext, llama=True)),
-    ("maxtext.llama3.1", LLAMA, partial(maxtext, llama=True, pairs=True)),
-    ("maxtext.llama3.1", LLAMA, partial(maxtext, llama=True, pairs=True, scanned=False)),
+    ("maxtext.llama", LLAMA, partial(maxtext, llama="halves")),
+    ("maxtext.llama3.1", LLAMA, partial(maxtext, llama="pairs")),
+    ("maxtext.llama3.1", LLAMA, partial(maxtext, llama="pairs", scanned=False)),
     ("maxtext.qwen3", QWEN3, maxtext),
 ]
 
@@ -213,8 +209,8 @@ def test_the_weights_are_those_of_the_checkpoint(
 ):
     expected, tensors = tensors_of(config)
     state = state_of(layout(tensors))
-    close = 1e-6 if names.startswith("maxtext.llama") else 0.0
-    check_equal(from_nnx(state, config, names=names), expected, atol=close)
+    atol = 1e-6 if names.startswith("maxtext.llama") else 0.0
+    check_equal(from_nnx(state, config, names=names), expected, atol)
     half = from_nnx(state, config, names=names, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
