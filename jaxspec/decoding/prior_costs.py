@@ -56,8 +56,8 @@ class Speed:
 
 # The CPU's: two cores of an AMD EPYC, from rounds of the built-in pair (docs/results/cpu.md); XLA
 # copies weights to tiles. The others': an H100, from rounds of the 8B shape (README.md), and an
-# H200, from those of SmolLM2-135M (docs/results/real_models.md; in float32 docs/results/rl.md). What
-# chains cost more than plain decoding is right within an eighth for both up to 32 rows.
+# H200, from those of SmolLM2-135M (docs/results/real_models.md, and in float32 rl.md). What chains
+# cost more than plain decoding is right within an eighth for both up to 32 rows.
 CPU = Speed(bandwidth=40e9, operations=110e9, layer=30e-6, draft_step=30e-6, several=1.6)
 ACCELERATOR = Speed(
     bandwidth=3.2e12,
