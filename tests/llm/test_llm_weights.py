@@ -10,6 +10,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.generation import TokenLogprob
 from jaxspec.llm.async_llm import AsyncLLM
 from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.models.decoder import Decoder
@@ -48,6 +49,17 @@ def fresh(llm: LLM, target: Decoder, index: int | None = None) -> list[tuple[Any
     llm.use_target(target, version=0)
     these = slice(None) if index is None else slice(index, index + 1)
     return [made(each) for each in llm.generate(PROMPTS[these], SAMPLING[these])]
+
+
+def up_to_rounding(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What equals the same with log-probabilities that differ by at most 1e-5."""
+    text, ids, logprobs, reason = found
+
+    def near(token: TokenLogprob) -> tuple[Any, ...]:
+        top = tuple((other, pytest.approx(value, abs=1e-5)) for other, value in token.top)
+        return token.token_id, pytest.approx(token.logprob, abs=1e-5), top
+
+    return text, ids, logprobs and [near(token) for token in logprobs], reason
 
 
 def run[T](test: Coroutine[Any, Any, T]) -> T:
@@ -89,6 +101,8 @@ def test_texts_that_nobody_saw_are_made_anew(
             return await texts, counts
 
     completions, counts = run(test())
+    if in_flight == "repair":  # the passes that verified were wider, so sums were rounded otherwise
+        new = [up_to_rounding(each) for each in new]
     assert [made(each) for each in completions] == new
     assert [each.version for each in completions] == [1] * 3
     assert sum(counts) > sum(len(each.token_ids) for each in completions)
