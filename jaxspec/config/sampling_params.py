@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspec.config.checks import is_integer, is_number
 from jaxspec.config.reasoning import ReasoningBudget
+from jaxspec.config.seeds import one_seed
 from jaxspec.config.structured_output import StructuredOutput
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
@@ -41,7 +42,9 @@ class SamplingParams:
         those at least min_p times as likely as the likeliest; applied in this order.
       seed: in float32 and under the matching rule, equal seeds and prompts give equal texts, in any
         batch and with any drafter. None: the engine gives each request a seed of its own. Further
-        samples of a prompt have the seeds after it.
+        samples of a prompt have the seeds after it. It may also be an integer array without
+        dimensions, of NumPy or jax, or a typed key of ``jax.random.key``, which stands for the
+        seed that make_sampling draws from it; it is kept as an int.
       max_tokens: most tokens to generate.
       min_tokens: tokens to generate before a stop token may be sampled.
       stop_token_ids: tokens that end the text; None takes the model's own.
@@ -107,6 +110,10 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self):
+        try:
+            object.__setattr__(self, "seed", one_seed(self.seed))
+        except ValueError as error:
+            raise ParameterError("seed", str(error)) from error
         for name in _RULES:
             check_parameter(name, getattr(self, name))
         for name, freeze in _FROZEN.items():

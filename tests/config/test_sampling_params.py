@@ -1,14 +1,18 @@
 """SamplingParams: what is refused, and what an engine reads from it."""
 
 import dataclasses
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import make_sampling
 from jaxspec.config.requests import check_requests
-from jaxspec.config.sampling_params import SamplingParams
+from jaxspec.config.sampling_params import ParameterError, SamplingParams
 from jaxspec.config.structured_output import StructuredOutput
 
 
@@ -135,6 +139,31 @@ def test_structured_output_ends_with_the_models_stop_tokens():
     text: Any = "[a-z]"
     with pytest.raises(ValueError, match=r"structured must be a structured\.StructuredOutput"):
         SamplingParams(structured=text)
+
+
+@pytest.mark.parametrize("scalar", [np.uint32, np.int64, np.array, jnp.uint32])
+def test_a_seed_may_be_an_array_without_dimensions(scalar: Callable[[int], Any]):
+    params = SamplingParams(seed=scalar(7))
+    assert params == SamplingParams(seed=7) and type(params.seed) is int
+    with pytest.raises(ValueError, match=r"seed must be an integer in \[0, 2\*\*32\), or None"):
+        SamplingParams(seed=cast(Any, np.asarray(scalar(7)).astype(float)))
+
+
+def test_a_key_stands_for_the_seed_that_make_sampling_draws():
+    keys: Any = jax.random.split(jax.random.key(7), 2)
+    seeds = make_sampling(2, seeds=keys).seeds.tolist()
+    assert [SamplingParams(seed=key).seed for key in keys] == seeds
+    assert [hash(SamplingParams(seed=key)) for key in keys] == [
+        hash(SamplingParams(seed=seed)) for seed in seeds
+    ]
+
+
+def test_other_keys_and_traced_seeds_are_refused():
+    for seeds in (jax.random.PRNGKey(7), jax.random.split(jax.random.key(7), 3), np.arange(1)):
+        with pytest.raises(ParameterError, match=r"seed must be one seed, got shape .* PRNGKey"):
+            SamplingParams(seed=cast(Any, seeds))
+    with pytest.raises(ParameterError, match="only make_sampling takes traced seeds"):
+        jax.make_jaxpr(lambda seed: SamplingParams(seed=seed).seed)(7)
 
 
 def test_samples_have_seeds_of_their_own():

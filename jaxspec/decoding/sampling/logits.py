@@ -5,7 +5,6 @@ an exact sample from softmax(processed_logits) by the Gumbel-max trick. The nois
 (seed, position, token), so a token does not depend on how many are scored in the same pass.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -17,6 +16,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxspec.config.checks import Problems, check_count
+from jaxspec.config.seeds import seeds_of_keys
 from jaxspec.decoding.sampling.noise import Stream, gumbel
 from jaxspec.parallel import WHOLE, Layout, collectives
 from jaxspec.parallel.pytree import Pytree, array, pytree
@@ -78,7 +78,7 @@ def make_sampling(
     """
     check_count("batch", batch)
     if isinstance(seeds, Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
-        seeds = _seeds_of_keys(seeds)
+        seeds = seeds_of_keys(seeds)
     given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds)
     problems = Problems()
     for name, value in given.items():
@@ -98,12 +98,6 @@ def make_sampling(
         min_p=per_row(min_p, batch, jnp.float32),
         seeds=per_row(seeds, batch, jnp.uint32),
     )
-
-
-def _seeds_of_keys(keys: Array) -> Array:
-    """Seeds of typed keys [...]: uint32 [...]."""
-    draw = functools.partial(jax.random.bits, dtype=jnp.uint32)
-    return jax.vmap(draw)(keys.reshape(-1)).reshape(keys.shape)
 
 
 def check_size(name: str, value: ArrayLike, batch: int) -> None:
