@@ -1,6 +1,7 @@
 """Several engines behind one server, each on a device of its own."""
 
 import asyncio
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxspec.llm.completion import Completion, TextChunk
 from jaxspec.llm.replicas import ReplicatedLLM
 from jaxspec.parallel import replica_meshes
 from tests.helpers.engines import tiny_llm
+from tests.helpers.marks import slow
 from tests.helpers.served import MODEL, Served, idle_pages, run
 
 PROMPTS = ["abcabcabc", "hello", "xyxyxy", "once upon", "a", "bbbb"]
@@ -192,6 +194,38 @@ def test_all_get_other_weights_under_one_version(replicas: list[LLM]):
     for one, *texts in zip(first, *expected, strict=True):
         assert one.text == texts[one.version == 7]
     assert [one.text for one in third] == expected[0]
+
+
+# What it costs to repair is compiling; an engine alone restarts in test_weights_in_motion.py.
+@pytest.mark.parametrize("in_flight", ["restart", slow("repair")])
+def test_all_begin_again_under_other_weights(replicas: list[LLM], in_flight: Any):
+    old, version = replicas[0].params.target, 1 + max(one.engine.version for one in replicas)
+    new = old.replace(embed=old.embed * 1.01)
+    sampling = [dataclasses.replace(one, max_tokens=100, ignore_eos=True) for one in PARAMS[:4]]
+    before = [one.token_ids for one in replicas[0].generate(PROMPTS[:4], sampling)]
+    replicas[0].use_target(new, version=version)
+    expected = [one.token_ids for one in replicas[0].generate(PROMPTS[:4], sampling)]
+    replicas[0].use_target(old, version=version)
+    assert expected != before
+
+    async def test() -> list[Completion]:
+        async with ReplicatedLLM([AsyncLLM(one, most_rounds=1) for one in replicas]) as own:
+            counts: list[int] = []
+            under_way = asyncio.create_task(
+                own.generate(PROMPTS[:4], sampling, on_tokens=counts.append)
+            )
+            while len(counts) < 8 or 0 in own.balancer.requests:
+                await asyncio.sleep(0)
+            assert not under_way.done()
+            await own.use_target(new, version=version + 1, in_flight=in_flight)
+            found = await under_way
+            assert sum(counts) > sum(len(one.token_ids) for one in found)  # some were taken back
+            await own.use_target(old)
+            return found
+
+    found = run(test())
+    assert [one.token_ids for one in found] == expected
+    assert {one.version for one in found} == {version + 1}
 
 
 def test_what_one_refuses_ends_the_others(replicas: list[LLM]):
