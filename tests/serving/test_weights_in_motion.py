@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax import Array
 
-from jaxspec import LLM, token_logprobs
+from jaxspec import LLM, SamplingParams, token_logprobs
 from jaxspec.checkpoints.orbax_io import save_pytree
 from jaxspec.models.decoder import Decoder
 from tests.helpers.marks import slow
@@ -76,40 +76,98 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_policy_is_trained_while_it_serves(own: LLM):
-    """In one process: rollouts come from the server, and weights go to it, while others ask."""
-    old = own.params.target
+async def control(server: Served, path: str, body: dict[str, Any] | None = None) -> Any:
+    async with server.http() as admin:
+        answer = await admin.post(path, json=body, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
-    async def test() -> tuple[list[list[Any]], list[Any], Decoder]:
-        target, rollouts, others = old, [], []
+
+async def update_under_way(server: Served, body: dict[str, Any]) -> Any:
+    """Update the weights; no request ends before they are read."""
+    [replica] = server.service.llm.replicas
+    engine, weights = replica.engine, replica.llm.engine.weights
+    version = weights.newest.version
+    await engine.pause()
+    updating = asyncio.create_task(control(server, "/update_weights_from_disk", body))
+    await until(lambda: updating.done() or weights.newest.version > version)
+    await engine.pause(False)
+    return await updating
+
+
+def test_a_policy_is_trained_while_it_serves(own: LLM, tmp_path: Path):
+    """Rollouts come from the server, while others ask. Weights go to it in the process, from disk
+    while requests are under way, and from disk while it is paused."""
+    targets = {"default": own.params.target}
+
+    async def test() -> tuple[list[list[Any]], list[tuple[int, Any]]]:
+        rollouts, others = [], []
         async with Served(own, admin_key="secret") as server, server.http() as http:
             serving: Any = server.service.llm
+            serving.engine._most_rounds = 1
 
             async def ask() -> None:
                 while len(rollouts) < STEPS:
-                    others.append(await completion(http, BODY, seed=1))
+                    body = {**BODY, "seed": 1, "return_token_ids": True}
+                    answer = await http.post("/v1/completions", json=body)
+                    if answer.status_code == 503:  # paused
+                        await asyncio.sleep(0.001)
+                    else:
+                        others.append((1, answer.json()))
 
-            asking = asyncio.create_task(ask())
-            for step in range(1, STEPS + 1):
-                seeds = range(100 * step, 100 * step + 4)
+            async def learn(name: str) -> None:
+                seeds = range(100 * len(targets), 100 * len(targets) + 4)
                 asked = (completion(http, BODY, seed=seed) for seed in seeds)
                 rollouts.append(await asyncio.gather(*asked))
-                target = await asyncio.to_thread(train, target, *batch(rollouts[-1]))
-                await serving.use_target(target, version=1000 + step, in_flight="restart")
-            await asking
-            in_use = await http.get("/weight_info", headers=ADMIN)
-            assert in_use.json() == {"weight_version": str(1000 + STEPS)}
-            return rollouts, others, target
+                last = list(targets.values())[-1]
+                targets[name] = await asyncio.to_thread(train, last, *batch(rollouts[-1]))
 
-    rollouts, others, target = run(test())
+            def on_disk(name: str) -> dict[str, Any]:
+                """The body of an update."""
+                save_pytree(tmp_path / name, targets[name])
+                return {"model_path": str(tmp_path / name), "weight_version": name}
+
+            async def in_use() -> str:
+                return (await http.get("/weight_info", headers=ADMIN)).json()["weight_version"]
+
+            asking = asyncio.create_task(ask())
+            await learn("1001")
+            await serving.use_target(targets["1001"], version=1001, in_flight="restart")
+            assert await in_use() == "1001"
+
+            await learn("s2")
+            running = asyncio.create_task(completion(http, BODY, seed=2))
+            await until(lambda: own.engine.scheduler.num_running == 2)
+            updated = await update_under_way(server, on_disk("s2") | {"in_flight": "repair"})
+            assert updated["weight_version"] == await in_use() == "s2"
+            others.append((2, await running))
+            assert others[-1][1]["weight_version"] == "s2"
+
+            await learn("s3")
+            assert await control(server, "/pause?mode=wait") == {"is_paused": True}
+            await control(server, "/update_weights_from_disk", on_disk("s3"))
+            assert await control(server, "/resume") == {"is_paused": False}
+            assert await in_use() == "s3"
+            await asking
+            others.append((1, await completion(http, BODY, seed=1)))
+            return rollouts, others
+
+    rollouts, others = run(test())
     names = [{answer["weight_version"] for answer in group} for group in rollouts]
-    assert names == [{"default"}, {"1001"}, {"1002"}]
+    assert names == [{"default"}, {"1001"}, {"s2"}]
     assert len({group[0]["system_fingerprint"] for group in rollouts}) == STEPS
-    texts: dict[str, set[str]] = {}
-    for answer in others:
-        texts.setdefault(answer["weight_version"], set()).add(answer["choices"][0]["text"])
-    assert all(len(found) == 1 for found in texts.values()), "a text is of two versions"
-    assert not jnp.array_equal(target.embed, old.embed)
+    found: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    for seed, answer in others:
+        texts = found.setdefault((answer["weight_version"], seed), set())
+        texts.add(tuple(answer["choices"][0]["token_ids"]))
+    assert {("s2", 2), ("s3", 1)} <= found.keys()
+    for (name, seed), texts in found.items():
+        own.use_target(targets[name])
+        sampling = SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True)
+        [fresh] = own.generate([BODY["prompt"]], sampling)
+        assert texts == {tuple(fresh.token_ids)}, (name, seed)
+    first, *_, last = (target.embed for target in targets.values())
+    assert not jnp.array_equal(first, last)
 
 
 # By default requests finish in tests/llm/test_llm_weights.py.
@@ -123,18 +181,10 @@ def test_a_step_on_disk_serves_while_requests_are_taken(own: LLM, in_flight: str
     async def test() -> list[Any]:
         async with Served(own, admin_key="secret") as server, server.http() as http:
             before = await completion(http, LONG, seed=5)
-            engine = server.service.llm.replicas[0].engine
-            engine._most_rounds, version = 1, own.engine.version
+            server.service.llm.replicas[0].engine._most_rounds = 1
             running = asyncio.create_task(completion(http, LONG, seed=5))
             await until(lambda: own.engine.scheduler.num_running)
-            await engine.pause()  # else it might end before the weights are read
-            async with server.http() as admin:
-                path = "/update_weights_from_disk"
-                updating = asyncio.create_task(admin.post(path, json=body, headers=ADMIN))
-                await until(lambda: own.engine.weights.newest.version > version)
-                await engine.pause(False)
-                update = await updating
-            assert update.json()["weight_version"] == "s7", update.text
+            assert (await update_under_way(server, body))["weight_version"] == "s7"
             return [before, await running, await completion(http, LONG, seed=5)]
 
     before, during, after = run(test())
