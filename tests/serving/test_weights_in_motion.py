@@ -95,7 +95,9 @@ async def update_under_way(server: Served, body: dict[str, Any]) -> Any:
     return await updating
 
 
-def test_a_policy_is_trained_while_it_serves(own: LLM, tmp_path: Path):
+# To repair takes programs of its own, which are compiled.
+@pytest.mark.parametrize("in_flight", ["restart", slow("repair")])
+def test_a_policy_is_trained_while_it_serves(own: LLM, in_flight: str, tmp_path: Path):
     """Rollouts come from the server, while others ask. Weights go to it in the process, from disk
     while requests are under way, and from disk while it is paused."""
     targets = {"default": own.params.target}
@@ -136,9 +138,10 @@ def test_a_policy_is_trained_while_it_serves(own: LLM, tmp_path: Path):
             assert await in_use() == "1001"
 
             await learn("s2")
+            body = {**on_disk("s2"), "in_flight": in_flight}
             running = asyncio.create_task(completion(http, BODY, seed=2))
             await until(lambda: own.engine.scheduler.num_running == 2)
-            updated = await update_under_way(server, on_disk("s2") | {"in_flight": "repair"})
+            updated = await update_under_way(server, body)
             assert updated["weight_version"] == await in_use() == "s2"
             others.append((2, await running))
             assert others[-1][1]["weight_version"] == "s2"
