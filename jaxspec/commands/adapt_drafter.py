@@ -104,7 +104,7 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
     prompts = held_out.spread(args.held_out).prompts()
     progress.print(f"measuring acceptance on {len(prompts)} held-out prompts; compiling first")
     before = measure_acceptance(llm, prompts, sampling)
-    served = serve(args, adapter, train, sampling, progress)
+    served = serve(args, llm, adapter, train, sampling, progress)
     progress.print("measuring acceptance again")
     after = measure_acceptance(llm, prompts, sampling)
     return {
@@ -119,6 +119,7 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
 
 def serve(
     args: argparse.Namespace,
+    llm: LLM,
     adapter: HeadAdapter,
     train: Examples,
     sampling: SamplingParams,
@@ -130,7 +131,7 @@ def serve(
     records = []
     for index in track(range(args.batches), "serving and learning", console=progress):
         rows = [order[(index * args.batch + row) % len(order)] for row in range(args.batch)]
-        completions = adapter.llm.generate([prompts[row] for row in rows], sampling)
+        completions = llm.generate([prompts[row] for row in rows], sampling)
         started = time.perf_counter()
         learned = adapter.learn(completions, args.steps_per_batch)
         seconds = time.perf_counter() - started
@@ -169,7 +170,7 @@ def plot_served(results: dict[str, Any], path: Path) -> None:
 def write_files(args: argparse.Namespace, results: dict[str, Any], adapter: HeadAdapter) -> None:
     if args.out is not None:
         head = cast_weights(adapter.state.head, jnp.bfloat16)
-        save_eagle_head(head, args.out, adapter.llm.params.target.config)
+        save_eagle_head(head, args.out, adapter.serving.params.target.config)
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot_served(results, args.plot)

@@ -1,4 +1,4 @@
-"""Online training of a draft head on the completions of the LLM that it serves."""
+"""Online training of a draft head on the texts of the engine that it drafts for."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding.drafters import Drafter, EagleDrafter, MixedDrafter
+from jaxspec.engine.engine import Engine
 from jaxspec.llm.completion import Completion
 from jaxspec.llm.llm import LLM
 from jaxspec.models.heads import DraftHead
@@ -31,11 +32,13 @@ UNLEARNT = (GroupedLinear, Float4Linear, ScaledLinear)  # formats that do not le
 
 
 class HeadAdapter:
-    """Trains the EAGLE head of a running LLM on the LLM's completions, and puts it to use.
+    """Trains the EAGLE head of a running LLM or Engine on what it writes, and puts it to use.
 
     >>> adapter = HeadAdapter(llm, DraftTrainConfig(learning_rate=3e-4), length=256)
     >>> completions = llm.generate(prompts, sampling)
     >>> adapter.learn(completions, steps=4)  # the next generate drafts with the new weights
+
+    An engine's generations have token ids alone: give them to ``learn_ids``.
 
     In float32 the text does not change, only the share of accepted drafts; in bfloat16 near-ties
     may flip. Nothing is compiled again. A head in 8-bit floats learns in float32, and is rounded
@@ -45,19 +48,23 @@ class HeadAdapter:
       config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.
       length: tokens of a row; longer completions are cut.
 
-    Raises ValueError if the LLM does not draft with one head, or is split over devices, for a head
-    that training does not know (see loss.check_unrolled), and for one in integers or 4-bit floats.
+    Raises ValueError if what serves does not draft with one head, or is split over devices, for a
+    head that training does not know (see loss.check_unrolled), and for one in integers or 4-bit
+    floats.
     """
 
-    def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
-        drafter = learning_drafter(llm.params.drafter)
+    def __init__(
+        self, serving: LLM | Engine, config: DraftTrainConfig, *, length: int, memory: int = 256
+    ):
+        params = serving.params
+        drafter = learning_drafter(params.drafter)
         check_unrolled(drafter.head.config)
-        if llm.params.mesh is not None:
+        if params.mesh is not None:
             raise ValueError("a head cannot learn beside a target that is split over devices")
-        self.llm, self._config, self._length = llm, config, length
+        self.serving, self._config, self._length = serving, config, length
         self._drafter = drafter
         state = draft_step.init_state(to_train(drafter.head), config)
-        self.state = committed_beside(llm.params.target, state)
+        self.state = committed_beside(params.target, state)
         self._rows: collections.deque[Answer] = collections.deque(maxlen=memory)
         self._random = np.random.default_rng(config.seed)
 
@@ -72,18 +79,18 @@ class HeadAdapter:
     def learn_ids(
         self, rows: Iterable[tuple[Sequence[int], Sequence[int]]], steps: int
     ) -> dict[str, float]:
-        """The same as learn, from the token ids of prompts and of what the LLM wrote."""
+        """The same as learn, from the token ids of prompts and of what was written."""
         for prompt, ids in rows:
             self._rows.append((len(prompt), [*prompt, *ids][: self._length]))
         if steps < 1 or not self._rows:
             raise ValueError("learning takes at least one step and one completion")
         batches = [self._batch() for _ in range(steps)]
         self.state, metrics = draft_step.train_steps(
-            self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
+            self.state, self.serving.params.target, batches, UNKNOWN_STEPS, self._config
         )
         head = as_served(self.state.head, self._drafter.head)
-        current, drafter = self.llm.params.drafter, self._drafter.replace(head=head)
-        self.llm.use_drafter(
+        current, drafter = self.serving.params.drafter, self._drafter.replace(head=head)
+        self.serving.use_drafter(
             current.replace(model=drafter) if isinstance(current, MixedDrafter) else drafter
         )
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}

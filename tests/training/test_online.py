@@ -92,7 +92,7 @@ def test_a_head_in_integers_is_refused(model, head, bits):
 
 
 def test_learning_needs_a_step_and_texts(model, head):
-    adapter = HeadAdapter(make_llm(model, head), DraftTrainConfig(), length=64)
+    adapter = HeadAdapter(make_llm(model, head).engine, DraftTrainConfig(), length=64)
     for rows, steps in (([], 1), ([([1, 2], [3, 4])], 0)):
         with pytest.raises(ValueError, match="at least one step and one completion"):
             adapter.learn_ids(rows, steps)
@@ -100,13 +100,14 @@ def test_learning_needs_a_step_and_texts(model, head):
 
 @pytest.mark.slow
 def test_a_head_learns_from_token_ids(model, head):
-    """Texts longer than a row are cut, and the head in use is another one after each call."""
+    """Texts longer than a row are cut, and the head in use is another one after each call, be it an
+    LLM's or an engine's."""
     llm = make_llm(model, head)
     config = DraftTrainConfig(
         loss=LossConfig(steps=2), batch_size=4, learning_rate=1e-2, warmup_steps=1,
         compute_dtype="float32",
     )  # fmt: skip
-    adapter = HeadAdapter(llm, config, length=16)
+    adapter = HeadAdapter(llm.engine, config, length=16)
     rows = [([1, 2, 3], [*range(4, 4 + count)]) for count in (5, 40)]
     before = llm.params.drafter
     losses = [adapter.learn_ids(rows, steps=10)["loss"] for _ in range(4)]
