@@ -17,7 +17,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.decoding.functional.checks import check_order
 from jaxspec.decoding.sampling import make_controls
 from jaxspec.decoding.state import ERRORS, Emitted, Ending, EngineState, Status
-from jaxspec.functional import EngineParams
+from jaxspec.functional import EngineParams, verify_prefix
 from jaxspec.parallel.placement import in_place_of
 from tests.helpers.programs import FAST_COMPILE, new_jit
 from tests.helpers.random_models import (
@@ -242,6 +242,7 @@ def test_a_traced_number_of_rounds_needs_the_most_there_can_be():
         ({"counts": [1, 9]}, "counts[1] is 9: it must be 0 to width, 8"),
         ({"counts": [1]}, "counts has 1 entries for 2 rows"),
         ({"counts": 3}, "counts must be integers [B]"),
+        ({"masks": np.ones((2, 3), np.uint32), "policy_logprobs": True}, "cannot be with masks"),
         ({"controls": True}, "init_state(..., controls=True)"),
     ],
 )
@@ -351,6 +352,12 @@ def test_controls_are_checked():
     refused(lambda: make_controls(2, 9, min_tokens=1.5), "min_tokens must be integers, got 1.5")
     refused(lambda: make_controls(2, 9, presence_penalty=np.ones(3)), "a scalar or [2]")
     state, wrong = jit_init(PARAMS, 2, LENGTH, controls=True), cast(Any, 5)
+    told = "policy_logprobs cannot be with controls: they are of temperature, top-k, top-p and min"
+    both: dict[str, Any] = {"controls": True, "policy_logprobs": True}
+    refused(lambda: decode(PARAMS, state, 1, **both), told)
+    refused(lambda: prefill(PARAMS, state, width=WIDTH, **both), told)
+    ids, lens = np.ones((2, 1), np.int32), np.ones(2, np.int32)
+    refused(lambda: verify_prefix(PARAMS, state, None, ids, lens, width=WIDTH, **both), told)
     told = "controls must be what make_controls gives, not int"
     refused(lambda: admit(PARAMS, state, ROWS, PROMPTS, LENS, controls=wrong), told)
     wrong, told = make_controls(3, VOCAB), "must have a bias of [2, 96], not [3, 96]"

@@ -126,6 +126,24 @@ def check_whole_texts(samples: Samples, target: Decoder) -> None:
     np.testing.assert_allclose(samples.logprobs, np.where(samples.mask, raw, 0), atol=1e-4)
 
 
+# By default prompts are read under vmap in test_functional_checks.py.
+@pytest.mark.slow
+def test_samples_of_mapped_seeds_are_the_same():
+    expected = samples_of()
+
+    def of_seeds(params: EngineParams, seeds: Array) -> Samples:
+        how: dict[str, Any] = {"num_samples": SAMPLES, "new_tokens": NEW, "stop_token_ids": STOPS}
+        rules = make_sampling(2 * SAMPLES, seeds=seeds, **POLICY)
+        return sample(params, padded(PROMPTS, 33), LENS, rules, **how)
+
+    mapped = jit(jax.vmap(of_seeds, in_axes=(None, 0)))
+    found = jax.device_get(mapped(make_params("ngram", CHAIN), expected.seeds.reshape(2, -1)))
+    for name in ("tokens", "mask", "lengths", "seeds", "ending", "prompt_lens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    for name in ("logprobs", "policy_logprobs"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-4)
+
+
 def test_tokens_and_log_probabilities_are_those_of_whole_texts():
     samples = samples_of()
     check_whole_texts(samples, make_params("none", CHAIN).target)
