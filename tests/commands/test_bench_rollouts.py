@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.commands.bench.rollouts import ENGINES, main
+from jaxspec.commands.bench.rollouts import ENGINES, main, make_tables
 from tests.helpers.compilations import Compilations
 from tests.helpers.json_lines import joined
 
@@ -39,6 +39,22 @@ def test_all_engines_write_the_same_samples(
     assert plot.stat().st_size > 5_000
     names = [name for name, _ in compilations]  # what learns compiles once, though states change
     assert names.count("jit(grpo_step)") == names.count("jit(train_step)") == 1
+
+
+def test_the_table_names_the_slowest_sample():
+    """Of all steps but the first, which compiles."""
+    row = {
+        **{"engine": "plain", "seconds": 1.0, "speedup": 1.0, "sync_seconds": 0.0, "trees": {}},
+        **{"tokens_per_round": 1.0, "equal": 4, "samples": 4},
+    }
+    rows = [
+        row | {"step": step, "slowest": {"sample": sample, "tokens": 16, "rounds": rounds}}
+        for step, sample, rounds in ((0, 0, 16), (1, 3, 9), (2, 1, 12))
+    ]
+    facts = {"device": "cpu", "jax": "0", "date": "", "command": ""}
+    [table] = make_tables({**facts, "rows": rows})
+    cells = [cell for column in table.columns for cell in column.cells]
+    assert "step 2, sample 1: 16 tokens, 12 rounds" in cells
 
 
 @pytest.mark.parametrize(

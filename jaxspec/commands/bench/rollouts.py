@@ -344,7 +344,7 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
         totals[name] = sum(row["seconds"] for row in rows)
         speedup, (low, high) = median(np.array([row["speedup"] for row in rows]))
         syncs = [row["sync_seconds"] for row in rows]
-        slowest = max((row["slowest"] for row in rows), key=lambda each: each["rounds"])
+        slowest = max(rows, key=lambda row: row["slowest"]["rounds"])
         table.add_row(
             name,
             f"{totals[name]:.2f} s",
@@ -356,7 +356,8 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
                 f"{tree} {np.mean([row['trees'].get(tree, 0) for row in rows]):.0f}"
                 for tree in sorted({tree for row in rows for tree in row["trees"]})
             ),
-            f"{slowest['tokens']} tokens, {slowest['rounds']} rounds",
+            "step {step}, sample {slowest[sample]}: {slowest[tokens]} tokens, {slowest[rounds]} "
+            "rounds".format(**slowest),
             f"{sum(row['equal'] for row in rows)} of {sum(row['samples'] for row in rows)}",
         )
     return [table]
