@@ -139,7 +139,7 @@ def test_a_policy_is_trained_while_it_serves(own: LLM, in_flight: str, tmp_path:
 
             await learn("s2")
             body = {**on_disk("s2"), "in_flight": in_flight}
-            running = asyncio.create_task(completion(http, BODY, seed=2))
+            running = asyncio.create_task(completion(http, LONG, seed=2))
             await until(lambda: own.engine.scheduler.num_running == 2)
             updated = await update_under_way(server, body)
             assert updated["weight_version"] == await in_use() == "s2"
@@ -166,7 +166,8 @@ def test_a_policy_is_trained_while_it_serves(own: LLM, in_flight: str, tmp_path:
     assert {("s2", 2), ("s3", 1)} <= found.keys()
     for (name, seed), texts in found.items():
         own.use_target(targets[name])
-        sampling = SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True)
+        most = (LONG if seed == 2 else BODY)["max_tokens"]
+        sampling = SamplingParams(max_tokens=most, temperature=1.0, seed=seed, ignore_eos=True)
         [fresh] = own.generate([BODY["prompt"]], sampling)
         assert texts == {tuple(fresh.token_ids)}, (name, seed)
     first, *_, last = (target.embed for target in targets.values())
