@@ -106,7 +106,6 @@ def test_a_policy_is_trained_while_it_serves(own: LLM, in_flight: str, tmp_path:
         rollouts, others = [], []
         async with Served(own, admin_key="secret") as server, server.http() as http:
             serving: Any = server.service.llm
-            serving.engine._most_rounds = 1
 
             async def ask() -> None:
                 while len(rollouts) < STEPS:
@@ -139,6 +138,7 @@ def test_a_policy_is_trained_while_it_serves(own: LLM, in_flight: str, tmp_path:
 
             await learn("s2")
             body = {**on_disk("s2"), "in_flight": in_flight}
+            serving.engine._most_rounds = 1
             running = asyncio.create_task(completion(http, LONG, seed=2))
             await until(lambda: own.engine.scheduler.num_running == 2)
             updated = await update_under_way(server, body)
