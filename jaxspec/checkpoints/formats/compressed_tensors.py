@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from jaxspec.checkpoints.formats.eight_bits import BLOCK, GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import E4M3, factor_of, float4_module
@@ -259,7 +261,9 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
         f"{module}.values": packed_integers(words, scheme.bits, 1, inputs_first=False, size=size),
         f"{module}.scale": checked_scales(scales, inputs_first=False),
     }
-    if not scheme.symmetric:
+    if scheme.symmetric:
+        _check_no_zeros(stored.get(f"{module}.weight_zero_point"))
+    else:
         zeros = part_of(stored, module, "weight_zero_point")
         check_words(zeros, (-(-outputs // count), groups))
         zeros_as_stored = packed_integers(zeros, scheme.bits, 0, inputs_first=False, size=outputs)
@@ -268,6 +272,15 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
         tensors[f"{module}.rounds"] = marker(words)
     mixed = mixed_groups(stored.get(f"{module}.weight_g_idx"), size, groups)
     return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
+
+
+def _check_no_zeros(zeros: CheckpointTensor | None) -> None:
+    """Raise ValueError for zero points of a scheme that the config calls symmetric. Some files have
+    them as zeros."""
+    if zeros is not None and np.any(zeros.read()):
+        raise ValueError(
+            f"{zeros.name} has zero points, but quantization_config says symmetric: true"
+        )
 
 
 def _float4(stored: Tensors, module: str) -> dict[str, CheckpointTensor]:

@@ -8,6 +8,7 @@ Mistral (``activation_scheme: static``) has one ``weight_scale_inv`` for a modul
 ``activation_scale``, with which its inputs are rounded.
 
 DeepSeek-V4's experts are 4-bit floats: ``weight`` I8 [out, in / 2], ``scale`` E8M0 [out, in / 32].
+Tensors of all experts: see fused_float8.py.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any
 from jaxspec.checkpoints.formats.eight_bits import BLOCK, GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import E4M3, float4_module
+from jaxspec.checkpoints.formats.fused_float8 import of_each_expert
 from jaxspec.checkpoints.formats.plain import PROJECTION, check_plain
 from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.tensors import CheckpointTensor
@@ -34,11 +36,13 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
     block, is_static = _fields(config)
+    stored = of_each_expert(stored, block)
     tensors = dict(stored)
     for name in stored:
         module, _, scales = name.rpartition(".")
         weight = stored.get(f"{module}.weight")
         if scales in SCALES and (scales == SCALES[0] or _is_quantized(module, weight)):
+            _check_alone(stored, module, scales)
             del tensors[name]
             tensors.pop(f"{module}.weight", None)
             inputs = next((name for name in INPUTS if f"{module}.{name}" in stored), None)
@@ -56,6 +60,15 @@ def _is_quantized(module: str, weight: CheckpointTensor | None) -> bool:
     """Whether a module that has something like scales is quantized. One of those that may be is,
     even if it has lost its weight."""
     return bool(PROJECTION.fullmatch(module)) if weight is None else weight.dtype in QUANTIZED
+
+
+def _check_alone(stored: Tensors, module: str, scales: str) -> None:
+    """Raise ValueError if a module has other scales, too."""
+    others = [name for name in SCALES if name != scales and f"{module}.{name}" in stored]
+    if others:
+        raise ValueError(
+            f"{module} has {scales} and {others[0]}: remove the one that is not its scale"
+        )
 
 
 def _fields(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
