@@ -1,4 +1,4 @@
-"""Quantized checkpoints as published, on every road to a text: speculation changes none."""
+"""Checkpoints on every road to a text, quantized ones as published: speculation changes none."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,22 @@ from jaxspec.commands import generate
 from jaxspec.models.mixers.attention import Attention
 from jaxspec.models.mlps.dense import Dense
 from jaxspec.models.quantized.float8 import Float8Linear
+from tests.helpers.checkpoints import save_byte_tokenizer
+from tests.helpers.families import save_family
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.published_formats import PUBLISHED, publish
 from tests.helpers.served import ask
 
 PROMPT, NUM_TOKENS = "one two one two one", 24
+# A model of each layout of files that is not among the quantized ones.
+FAMILIES = (
+    *("llama3-rope", "qwen2", "mistral-window", "gemma", "gemma2", "gemma3", "phi3", "phi4-mini"),
+    *("olmo2", "olmo3", "smollm3", "granite", "mixtral", "falcon_h1", "kimi_linear"),
+    *("seed_oss", "hunyuan", "granite4", "ernie4_5", "ernie4_5_moe", "exaone4", "deepseek_v32"),
+    *("mistral4", "dots1", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("llama4_text", "llama4", "mistral3", "step3p7", "kimi_k25", "gemma4", "gemma4-experts"),
+    *("gemma4-small", "gemma4_unified"),
+)
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 
 
@@ -54,7 +65,22 @@ def test_a_file_is_read(tmp_path: Path):
 def test_texts_are_those_of_plain_decoding(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    path = publish(name, tmp_path)
+    check_roads(publish(name, tmp_path), capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(LEFT_OUT)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_of_a_family_are_those_of_plain_decoding(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = save_family(tmp_path, name)
+    save_byte_tokenizer(path)
+    check_roads(path, capsys)
+
+
+def check_roads(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command, LLM and the server write the same text, which is that of plain decoding."""
     said = by_command(path, capsys)
     assert said["identical"] is True
     llm = LLM(path, "ngram", speculation=TREE)

@@ -123,6 +123,10 @@ def test_on_a_gpu_it_is_one_launch():
     assert "expert_gate_up_down" in MEETING
     assert program(layer(), step()).count("call @routed_gate_up_down_mosaic") == 1
     assert LAUNCH in program(layer(shared_gate=None), step(rows=8), rows=8)
+
+
+@pytest.mark.slow  # tests/kernels lowers the kernel of both formats
+def test_on_a_gpu_it_is_one_launch_of_4_bits():
     assert LAUNCH in program(layer("mxfp4", 1024, 256), step(2), rows=2, hidden=1024)
 
 

@@ -20,6 +20,7 @@ from jaxspec.models.json.values import shown
 PROJECTION = re.compile(
     r"(?!mtp\.)(?:.*\.)?layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123])"
 )
+UNSCALED = (E4M3, "I8", "U8")  # dtypes that mean nothing without scales
 PLACE = re.compile(r"(?:^|\.)(layers\.\d+\..*)")
 
 
@@ -30,8 +31,8 @@ def check_plain(
     tensors: Tensors,
     is_meant: Callable[[str], bool] = lambda module: True,
 ) -> None:
-    """Raise ValueError for a weight of 8-bit floats that has no scales, and for a projection
-    without them that the config's list does not name, if there is such a list.
+    """Raise ValueError for a weight of 8 bits that has no scales, and for a projection without
+    them that the config's list does not name, if there is such a list.
 
     Args:
       keys: of the list in ``config``; the first that is there counts.
@@ -45,8 +46,10 @@ def check_plain(
         module = name.removesuffix(".weight")
         if module == name or stored.get(name) is not tensor:
             continue
-        if tensor.dtype == E4M3:
-            raise ValueError(f"{tensor.name} is {E4M3}, but the scales of {module} are missing")
+        if tensor.dtype in UNSCALED:
+            raise ValueError(
+                f"{tensor.name} is {tensor.dtype}, but the scales of {module} are missing"
+            )
         if not listed or not PROJECTION.fullmatch(module) or not is_meant(module):
             continue
         # Lists have the names of the file, some of which are others than the package's.

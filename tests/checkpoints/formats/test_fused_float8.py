@@ -97,3 +97,11 @@ def test_zero_points_of_weights_that_are_symmetric_are_named(zero: int, message:
         return
     with pytest.raises(ValueError, match=message):
         read_compressed_tensors(config, stored)
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E4M3"])
+def test_a_weight_of_8_bits_without_scales_is_named(dtype: str):
+    name = f"{EXPERT}.weight"
+    stored = {name: InMemory(name, np.ones((16, 32), np.uint8), dtype)}
+    with pytest.raises(ValueError, match=f"{name} is {dtype}, but the scales of {EXPERT} are mis"):
+        read_float8(CONFIG, stored)
