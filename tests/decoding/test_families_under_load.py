@@ -53,7 +53,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-RECURRENT = ("lfm2", "bamba", "falcon_h1", "kimi_linear")
+RECURRENT = ("lfm2", "bamba", "granite 4", "falcon_h1", "kimi_linear")
 FAMILIES = (
     *(*DENSE, *EXPERTS, *RECURRENT),
     *(name for name in WITH_MTP if name not in (*EXPERTS, *ALIASES)),
@@ -142,6 +142,8 @@ def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
 CASES = (
     *((family, "ngram chain") for family in (*FAMILIES, *ALIASES)),
     *((family, "ngram tree") for family in ("gemma2", "qwen3_next", "lfm2", *RARE)),
+    # A random head of EAGLE-3 guesses nothing of this one.
+    *(("lfm2_moe", f"ngram {shape}") for shape in ("chain", "tree")),
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     ("glm_moe_dsa-shared", "mtp tree"),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
