@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxspec.checkpoints.flax_bridge import Names
 
-PAIRS, HALVES = "maxtext.llama3.1", "maxtext.llama"
+PAIRS, HALVES, QWEN = "maxtext.llama3.1", "maxtext.llama", "maxtext.qwen3"
 
 
 def check_maxtext(names: str | Names, model: nnx.Module) -> None:
@@ -29,7 +29,8 @@ def check_maxtext(names: str | Names, model: nnx.Module) -> None:
     elif rope_type.lower() != "default":
         raise ValueError(f"{says}: there is no layout for it, only for 'default' and 'llama3.1'")
     elif names == PAIRS:
-        raise ValueError(f"{says}: it rotates halves, give names={HALVES!r}")
+        fitting = QWEN if model_name.startswith("qwen3") else HALVES
+        raise ValueError(f"{says}: it rotates halves, give names={fitting!r}")
     if config.logits_via_embedding and config.normalize_embedding_logits:
         raise ValueError(
             "the actor divides its logits by the root of its width: give MaxText "

@@ -31,5 +31,6 @@ def one_seed(value: Any) -> Any:
             "and jax.random.key where that is a raw PRNGKey"
         )
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return int(seeds_of_keys(value))
+        with jax.ensure_compile_time_eval():  # a key that a jitted function closes over is known
+            return int(seeds_of_keys(value))
     return int(value) if jax.numpy.issubdtype(value.dtype, np.integer) else value

@@ -55,6 +55,7 @@ REFUSED = [
     ("maxtext.llama", RopeType.LLAMA, "default", "give names='maxtext.llama3.1'"),
     ("maxtext.llama", RopeType.DEFAULT, "llama3.1-8b", "give names='maxtext.llama3.1'"),
     ("maxtext.llama3.1", RopeType.DEFAULT, "llama3.3-70b", "give names='maxtext.llama'"),
+    ("maxtext.llama3.1", RopeType.DEFAULT, "qwen3-8b", "give names='maxtext.qwen3'"),
     ("maxtext.llama", RopeType.YARN, "default", "rope_type='yarn'.*there is no layout"),
 ]
 

@@ -16,14 +16,13 @@ from typing import Any
 
 from jaxspec.checkpoints.formats.eight_bits import BLOCK, GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
-from jaxspec.checkpoints.formats.four_bits import E4M3, float4_module
+from jaxspec.checkpoints.formats.four_bits import float4_module
 from jaxspec.checkpoints.formats.fused_float8 import of_each_expert
-from jaxspec.checkpoints.formats.plain import PROJECTION, check_plain
+from jaxspec.checkpoints.formats.plain import PROJECTION, QUANTIZED, check_plain
 from jaxspec.checkpoints.formats.views import Tensors
 from jaxspec.models.tensors import CheckpointTensor
 
 PAIRS = ("I8", "U8")  # dtypes of bytes that hold two floats of 4 bits
-QUANTIZED = (E4M3, *PAIRS)
 # DeepSeek-V4 has ``scale``, files of Mistral's own library ``qscale_weight``.
 SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 INPUTS = ("activation_scale", "qscale_act")
@@ -66,9 +65,7 @@ def _check_alone(stored: Tensors, module: str, scales: str) -> None:
     """Raise ValueError if a module has other scales, too."""
     others = [name for name in SCALES if name != scales and f"{module}.{name}" in stored]
     if others:
-        raise ValueError(
-            f"{module} has {scales} and {others[0]}: remove the one that is not its scale"
-        )
+        raise ValueError(f"{module} has {scales} and {others[0]}: keep the one that is its scale")
 
 
 def _fields(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:

@@ -15,10 +15,8 @@ from jaxspec.checkpoints.formats.views import Tensors, check_shape
 from jaxspec.checkpoints.fused_experts import OfExpert
 from jaxspec.models.tensors import CheckpointTensor
 
-SCALE = re.compile(
-    r"(?P<weight>(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj))"
-    r"_scale(_inv)?"
-)
+OF_ALL = r"(?P<weight>(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj))"
+WEIGHT, SCALE = re.compile(OF_ALL), re.compile(OF_ALL + "_scale(_inv)?")
 
 
 def of_each_expert(stored: Tensors, block: tuple[int, int] | None) -> dict[str, CheckpointTensor]:
@@ -31,6 +29,12 @@ def of_each_expert(stored: Tensors, block: tuple[int, int] | None) -> dict[str, 
     several.
     """
     tensors = dict(stored)
+    for name, tensor in stored.items():
+        scales = (f"{name}{end}" for end in ("_scale_inv", "_scale"))
+        if WEIGHT.fullmatch(name) and tensor.dtype == E4M3 and not any(s in stored for s in scales):
+            raise ValueError(
+                f"{tensor.name} is {E4M3}, but its scales, {name}_scale_inv, are missing"
+            )
     for name, scale in stored.items():
         match = SCALE.fullmatch(name)
         whole = stored.get(match["weight"]) if match else None

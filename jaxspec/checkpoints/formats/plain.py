@@ -20,7 +20,7 @@ from jaxspec.models.json.values import shown
 PROJECTION = re.compile(
     r"(?!mtp\.)(?:.*\.)?layers\.\d+\.\w+\.(?:.*\.)?(?:(?<!indexer\.)\w+_proj|w[123])"
 )
-UNSCALED = (E4M3, "I8", "U8")  # dtypes that mean nothing without scales
+QUANTIZED = (E4M3, "I8", "U8")  # dtypes that mean nothing without scales
 PLACE = re.compile(r"(?:^|\.)(layers\.\d+\..*)")
 
 
@@ -46,7 +46,7 @@ def check_plain(
         module = name.removesuffix(".weight")
         if module == name or stored.get(name) is not tensor:
             continue
-        if tensor.dtype in UNSCALED:
+        if tensor.dtype in QUANTIZED:
             raise ValueError(
                 f"{tensor.name} is {tensor.dtype}, but the scales of {module} are missing"
             )

@@ -70,10 +70,12 @@ def routes_by_kernel(
         if not _is_plain(gate):
             return None
         given = SharedGate(rows, gate.weight.reshape(-1))
+    if rule is None:
+        return None
     partials = _logits(rows, router)
     if not has_shared:  # whose index is the number of experts
         partials = _filled_up(partials)
-    if rule is None or routes_misfit(partials, rule, given):
+    if routes_misfit(partials, rule, given):
         return None
     how = step.kernels.implementation("top_k")
     if not step.layout.axes("experts") and not slots_misfit(len(rows), rule):

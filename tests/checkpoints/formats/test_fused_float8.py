@@ -63,6 +63,11 @@ def test_tensors_of_all_experts_that_do_not_fit_are_named():
             of_all_experts(outputs=320),
             "gate_up_proj has 320 outputs of gate and up, whose",
         ),
+        (
+            CONFIG,
+            {n: x for n, x in stored.items() if n != name},
+            "down_proj is F8_E4M3, but its sc",
+        ),
         (whole, stored, r"weight_block_size must be \[128, 128\] for it, not None"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -71,7 +76,7 @@ def test_tensors_of_all_experts_that_do_not_fit_are_named():
 
 def test_scales_by_two_names_are_named():
     stored = module(EXPERT, 160, 192, weight_scale=np.ones((2, 2), np.float32))
-    with pytest.raises(ValueError, match=f"{EXPERT} has weight_scale_inv and weight_scale: remove"):
+    with pytest.raises(ValueError, match=f"{EXPERT} has weight_scale_inv and weight_scale: keep"):
         read_float8(CONFIG, stored)
 
 
