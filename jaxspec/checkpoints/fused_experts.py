@@ -17,9 +17,8 @@ from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.tensors import CheckpointTensor
 
-FUSED = re.compile(
-    r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?P<bias>_bias)?"
-)
+OF_ALL = r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)"
+FUSED = re.compile(OF_ALL + "(?P<bias>_bias)?")
 CORRECTION = ".e_score_correction_bias"
 
 

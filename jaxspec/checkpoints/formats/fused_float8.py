@@ -12,11 +12,10 @@ import re
 from jaxspec.checkpoints.formats.eight_bits import BLOCK
 from jaxspec.checkpoints.formats.four_bits import E4M3
 from jaxspec.checkpoints.formats.views import Tensors, check_shape
-from jaxspec.checkpoints.fused_experts import OfExpert
+from jaxspec.checkpoints.fused_experts import OF_ALL, OfExpert
 from jaxspec.models.tensors import CheckpointTensor
 
-OF_ALL = r"(?P<weight>(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj))"
-WEIGHT, SCALE = re.compile(OF_ALL), re.compile(OF_ALL + "_scale(_inv)?")
+WEIGHT, SCALE = re.compile(OF_ALL), re.compile(f"(?P<weight>{OF_ALL})_scale(_inv)?")
 
 
 def of_each_expert(stored: Tensors, block: tuple[int, int] | None) -> dict[str, CheckpointTensor]:
