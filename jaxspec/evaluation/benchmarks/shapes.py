@@ -86,6 +86,36 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
                 "rope_theta": 10_000_000.0,
             }
         ),
+        "gemma-2-9b": parse_model_config(
+            {
+                "model_type": "gemma2",
+                "vocab_size": 256_000,
+                "hidden_size": 3584,
+                "intermediate_size": 14_336,
+                "num_hidden_layers": 42,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 256,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 8192,
+                "rope_theta": 10_000.0,
+            }
+        ),
+        # What its text_config does not say are the family's defaults: 8 heads of 256, 4 KV heads.
+        "gemma-3-4b": parse_model_config(
+            {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10_240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            }
+        ),
         "deepseek-v3": parse_model_config(
             {
                 "model_type": "deepseek_v3",
