@@ -3,8 +3,8 @@
 A slot is an expert and W lanes, each with a row. The weights of a slot's expert are read once for
 all its lanes. How many slots and lanes there are depends on shapes only; slots may stay empty.
 
-There is no sort and no running sum, which a GPU would do in several launches: every pair is
-compared with all others.
+Of few pairs there is no sort and no running sum, which a GPU would do in several launches: every
+pair is compared with all others. Many are sorted.
 """
 
 from typing import NamedTuple, Self
@@ -12,9 +12,11 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array
 
+MOST_ROWS = 4096  # of a product
 LEAST_LANES = 8  # what the tensor cores take
 MOST_LANES = 64
 MOST_SHARED = LEAST_LANES  # rows: of no more, every slot has all of them
+MOST_COMPARED = 4096  # pairs: the comparisons grow with their square
 
 
 class Slots(NamedTuple):
@@ -69,7 +71,9 @@ def make_slots(experts: Array, num_experts: int) -> Slots:
     rows, k = experts.shape
     if rows <= MOST_SHARED:
         return _shared(experts, num_experts)
-    return _grouped(experts, num_experts, num_lanes(rows, k, num_experts))
+    lanes = num_lanes(rows, k, num_experts)
+    grouped = _grouped if experts.size <= MOST_COMPARED else _sorted
+    return grouped(experts, num_experts, lanes)
 
 
 def _shared(experts: Array, num_experts: int) -> Slots:
@@ -85,7 +89,7 @@ def _shared(experts: Array, num_experts: int) -> Slots:
 def _grouped(experts: Array, num_experts: int, lanes: int) -> Slots:
     """Each expert has the slots that its pairs fill, in order; the last may have empty lanes."""
     flat, pairs = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
-    size = min(experts.size, num_experts + experts.size // lanes)  # slots that may be filled
+    size = _most_slots(experts, num_experts, lanes)
     same = flat[:, None] == flat
     rank = jnp.sum(same & (pairs < pairs[:, None]), axis=1, dtype=jnp.int32)  # in its expert
     begins = rank % lanes == 0  # a slot
@@ -99,3 +103,27 @@ def _grouped(experts: Array, num_experts: int, lanes: int) -> Slots:
     rows = jnp.maximum(pair, 0) // experts.shape[1]
     last = size * lanes - 1
     return Slots(expert_of_slot, rows, jnp.minimum(places, last).reshape(experts.shape))
+
+
+def _sorted(experts: Array, num_experts: int, lanes: int) -> Slots:
+    """``_grouped`` of many pairs."""
+    flat, size = experts.reshape(-1), _most_slots(experts, num_experts, lanes)
+    counts = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    filled = -(-counts // lanes)  # slots of each expert
+    ends = jnp.cumsum(filled)
+    pairs = jnp.arange(flat.size, dtype=jnp.int32)
+    keys = jnp.sort(flat * flat.size + pairs)  # alone they are sorted faster than with pairs
+    by_expert, order = keys // flat.size, keys % flat.size
+    first_lane = (ends - filled) * lanes - (jnp.cumsum(counts) - counts)
+    first_lane = jnp.append(first_lane, size * lanes)  # pairs without an expert come last
+    lane = first_lane[by_expert] + pairs
+    rows = jnp.zeros(size * lanes, jnp.int32).at[lane].set(order // experts.shape[1], mode="drop")
+    places = jnp.zeros_like(flat).at[order].set(jnp.minimum(lane, size * lanes - 1))
+    slot = jnp.arange(size, dtype=jnp.int32)
+    expert_of_slot = jnp.sum(slot[:, None] >= ends, axis=1, dtype=jnp.int32)
+    return Slots(expert_of_slot, rows.reshape(size, lanes), places.reshape(experts.shape))
+
+
+def _most_slots(experts: Array, num_experts: int, lanes: int) -> int:
+    """Slots that may be filled."""
+    return min(experts.size, num_experts + experts.size // lanes)

@@ -70,7 +70,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "gated_norm": (1,),
         "o_gate_up_down": (1,),
         "expert_gate_up_down": (1,),
-        "attention_sinks": (),  # compiled and interpreted, not run yet
+        "attention_sinks": (1,),
         "float8_layers": (1,),
         "float8_group_layers": (),  # right on one machine, not timed by itself yet
         "float8_pages": (1, 2),

@@ -8,11 +8,10 @@ from jax import Array
 
 from pallas_kernels.activations import Gating
 from pallas_kernels.expert_product.reference import expert_product_reference
-from pallas_kernels.expert_slots import SlotProducts, Slots, make_slots
+from pallas_kernels.expert_slots import MOST_ROWS, SlotProducts, Slots, make_slots
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.selection import Implementation, kernel_module
 
-MOST_ROWS = 512
 LEAST_UNITS = 64  # and inputs and outputs: they are multiples of it
 
 
@@ -37,7 +36,7 @@ def expert_product(
       bias: of gate and up [E, 2, F].
       clamp: of the hidden units; None: SwiGLU.
       implementation: see selection.Implementation; the Hopper kernel takes all bfloat16, at most
-        512 rows, H and F multiples of 64.
+        4096 rows, H and F multiples of 64.
 
     Returns float32 [N, k, H]; anything for pairs without an expert. Hidden units are rounded to
     x's dtype. What a row gets does not depend on other rows.

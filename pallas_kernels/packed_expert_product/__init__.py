@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.activations import Gating
-from pallas_kernels.expert_product import LEAST_UNITS, MOST_ROWS
-from pallas_kernels.expert_slots import SlotProducts, Slots, make_slots
+from pallas_kernels.expert_product import LEAST_UNITS
+from pallas_kernels.expert_slots import MOST_ROWS, SlotProducts, Slots, make_slots
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_expert_product.reference import packed_expert_product_reference
 from pallas_kernels.packed_experts import PackedExperts

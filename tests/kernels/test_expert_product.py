@@ -29,7 +29,7 @@ from pallas_kernels.expert_product.cases import (
 )
 from pallas_kernels.expert_product.mosaic_gpu import expert_product_mosaic
 from pallas_kernels.expert_product.tuning import ExpertTuning
-from pallas_kernels.expert_slots import make_slots, num_lanes
+from pallas_kernels.expert_slots import MOST_ROWS, make_slots, num_lanes
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.helpers.expert_products import assert_exact
 from tests.helpers.kernels import interpreted, lowered
@@ -123,8 +123,12 @@ def test_variants_lower_for_cuda(config: ExpertTuning):
     lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
 
 
+# Of prompts: pairs of the second are sorted.
+MANY_ROWS = (Case(512, 8, 32, 128, 64), Case(MOST_ROWS, 2, 32, 128, 64))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES], ids=str)
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES, *MANY_ROWS], ids=str)
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: ExpertTuning | None):
     arguments = arguments_of(case)
@@ -154,7 +158,16 @@ def test_on_the_device_a_row_is_the_same_whatever_others_choose(rows: int):
 
 @pytest.mark.parametrize(
     ("rows", "k", "num_experts", "missing"),
-    [(1, 8, 128, 0), (8, 3, 4, 2), (9, 2, 6, 3), (33, 4, 8, 0), (200, 8, 16, 0), (64, 2, 2, 5)],
+    [
+        (1, 8, 128, 0),
+        (8, 3, 4, 2),
+        (9, 2, 6, 3),
+        (33, 4, 8, 0),
+        (200, 8, 16, 0),
+        (64, 2, 2, 5),
+        (4096, 8, 256, 0),  # so many pairs are sorted
+        (700, 6, 12, 9),
+    ],
 )
 def test_every_pair_has_a_lane_with_its_row_and_expert(
     rows: int, k: int, num_experts: int, missing: int
@@ -293,7 +306,7 @@ def test_a_mixture_takes_the_kernel_where_it_fits():
 
 def test_unsupported_arguments_are_named():
     for case, message in [
-        (Case(513, 2, 4, 64, 64), "513 rows: at most 512"),
+        (Case(4097, 2, 4, 64, 64), "4097 rows: at most 4096"),
         (Case(2, 2, 4, 96, 64), "96 inputs and 64 hidden units: multiples of 64"),
     ]:
         with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.expert_product.cases import chosen_experts
+from pallas_kernels.expert_slots import MOST_ROWS
 from pallas_kernels.four_bits import ScaleCode, widened_pairs, widened_scales
 from pallas_kernels.packed_expert_product import misfit, packed_expert_product, widening
 from pallas_kernels.packed_expert_product.cases import (
@@ -198,9 +199,13 @@ def test_it_lowers_for_cuda(case: Case):
     lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
 
 
+# Of prompts: pairs are sorted.
+MANY_ROWS = tuple(Case(MOST_ROWS, 2, 32, 128, 64, form=form) for form in ("fp8", "mxfp4", "int4"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@pytest.mark.parametrize("case", [*TEST_CASES, *MANY_ROWS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: PackedExpertTuning | None):
     arguments = arguments_of(case)
     kernel = functools.partial(packed_expert_product_mosaic, clamp=case.clamp, config=config)

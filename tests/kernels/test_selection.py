@@ -39,9 +39,9 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 FOR_EIGHT = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-NEW = {"packed_float_product", "float8_group_layers", "attention_sinks"}
+NEW = {"packed_float_product", "float8_group_layers"}
 OF_ONE = {"packed_expert_product", "delta_inputs", "gated_norm"}
-OF_ONE |= {"o_gate_up_down", "float8_layers", "expert_gate_up_down"}
+OF_ONE |= {"o_gate_up_down", "float8_layers", "expert_gate_up_down", "attention_sinks"}
 AUTO = Kernels(frozenset(OPERATIONS) - NEW - {"reduce_add_rms_norm", "partial_attention"})
 FOR_TWO = Kernels(frozenset(OPERATIONS) - NEW - OF_ONE)
 FOR_FOUR = Kernels(

@@ -28,9 +28,11 @@ from jaxspec.models.mlps.routing import Routes
 from jaxspec.models.mlps.slots import slot_products
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.chosen_products import ChosenProducts
+from pallas_kernels.expert_slots import MOST_ROWS as KERNEL_ROWS
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
+MOST_PRODUCTS = 1 << 26  # numbers of a kernel's products [rows, k, H] at a time, likewise
 # Of these values where no state is kept, as in training: there are many rows, and small experts
 # would take shorter for 512 of them than their kernels take to launch.
 MOST_VALUES = 1 << 26
@@ -116,11 +118,12 @@ def products_by_kernel(
 
 
 def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) -> Array | None:
-    """On Hopper GPUs: a kernel reads the chosen experts, each once for up to MOST_ROWS rows.
-    Float32 [N, H]; None where it does not run.
+    """On Hopper GPUs: a kernel reads the chosen experts. Float32 [N, H]; None where it does not
+    run.
 
-    More rows are multiplied so many at a time, if experts are of 4 or 8 bits: there is no faster
-    way for these.
+    More than MOST_ROWS rows are multiplied so many at a time in passes of an engine, and always if
+    experts are of 4 or 8 bits: there is no faster way for these. Training takes no kernel for
+    more, as the gradient would gather weights for each row.
     """
     multiply = _product_by_kernel(local, step)
     if multiply is None:
@@ -144,11 +147,21 @@ def by_kernel(local: LocalExperts, x: Array, routes: Routes, step: ForwardPass) 
         if (found := slot_products(x, routes, *how)) is not None:
             return total(found.by_pair, index, here, routes.weights)
     rows = x, index, here, routes.weights
-    if local.gate_up.packed is None or len(x) <= MOST_ROWS:
+    if len(x) <= MOST_ROWS:
         return added(rows)
-    if jax.eval_shape(added, tuple(each[:MOST_ROWS] for each in rows)) is None:
+    if local.gate_up.packed is None and not isinstance(step.attend, PagedAttend):
         return None
-    return in_parts(lambda part: jnp.asarray(added(part)), rows, MOST_ROWS)
+    most_rows = _rows_of_kernel(routes.experts.shape[1] * x.shape[1])
+    if jax.eval_shape(added, tuple(each[:most_rows] for each in rows)) is None:
+        return None
+    if len(x) <= most_rows:
+        return added(rows)
+    return in_parts(lambda part: jnp.asarray(added(part)), rows, most_rows)
+
+
+def _rows_of_kernel(products: int) -> int:
+    """Rows that a kernel multiplies at a time, each of which has so many ``products``."""
+    return min(KERNEL_ROWS, max(MOST_ROWS, MOST_PRODUCTS // products // ROW_STEP * ROW_STEP))
 
 
 def _is_token(step: ForwardPass, num_rows: int) -> Array | bool:

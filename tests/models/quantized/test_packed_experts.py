@@ -14,6 +14,8 @@ from jaxspec.models.mlps import mix
 from jaxspec.models.quantized.float8_experts import Float8Experts
 from jaxspec.models.quantized.four_bit_experts import FourBitExperts
 from jaxspec.models.quantized.packed_experts import PackedExpertLinear, packed_experts
+from pallas_kernels.expert_product import expert_product
+from pallas_kernels.expert_slots import MOST_ROWS as KERNEL_ROWS
 from pallas_kernels.expert_slots import SlotProducts, make_slots
 from pallas_kernels.packed_expert_product import packed_expert_product
 from pallas_kernels.packed_expert_product.mosaic_gpu import (
@@ -99,6 +101,19 @@ def packed_own(form: str) -> tuple[Any, Any]:
     return stored, stored.replace(gate_up=packed[0], down=packed[1])
 
 
+def one_row(nodes: int, tokens: int) -> PagedAttend:
+    """Of consecutive tokens of a sequence; the others are padding."""
+    lens = jnp.zeros(1, jnp.int32)
+    return PagedAttend(
+        rows=lens,
+        page_table=lens[None],
+        context_lens=lens,
+        slots=jnp.zeros((1, nodes), jnp.int32),
+        positions=lens,
+        kv_lens=lens + tokens,
+    )
+
+
 @pytest.mark.parametrize("form", ["nvfp4", *map(slow, sorted({*FORMATS} - {"nvfp4"}))])
 def test_experts_of_a_file_are_the_same_as_the_kernel_reads_them(form: str):
     stored, packed = packed_own(form)
@@ -147,15 +162,7 @@ def test_in_an_engine_products_of_experts_are_not_added_up_yet(monkeypatch: pyte
         return found._replace(products=jnp.nan_to_num(found.products, nan=1e30))
 
     monkeypatch.setattr(mix, "slot_products", by_interpreter)
-    lens = jnp.zeros(1, jnp.int32)
-    attend = PagedAttend(
-        rows=lens,
-        page_table=lens[None],
-        context_lens=lens,
-        slots=jnp.zeros((1, 5), jnp.int32),
-        positions=lens,
-        kv_lens=lens + 4,
-    )
+    attend = one_row(nodes=5, tokens=4)
     step: Any = SimpleNamespace(attend=attend, kernels=NO_KERNELS)
     found = mix.products_by_kernel(packed, x, routes, step)
     assert found is not None
@@ -169,7 +176,7 @@ def test_in_an_engine_products_of_experts_are_not_added_up_yet(monkeypatch: pyte
 def test_many_rows_are_multiplied_so_many_at_a_time():
     """In parts of equal size, and as together."""
     _, packed = packed_own("int4")
-    x, routes = random_rows(1300, 128, 6, 2, seed=1)
+    x, routes = random_rows(KERNEL_ROWS + 100, 128, 6, 2, seed=1)
     sizes = []
 
     class Reference:
@@ -183,8 +190,33 @@ def test_many_rows_are_multiplied_so_many_at_a_time():
     step: Any = Reference()
     found = mix.by_kernel(packed, jnp.asarray(x, jnp.float32), routes, step)
     wanted = mix.blocks_of_experts(packed, jnp.asarray(x, jnp.float32), routes)
-    assert found is not None and max(sizes) <= mix.MOST_ROWS
+    assert found is not None and mix.MOST_ROWS < max(sizes) <= KERNEL_ROWS
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-2 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [True, False])
+def test_prompts_go_through_the_kernel_of_wide_experts(paged: bool):
+    """In parts, and as together; training, whose gradient would gather weights, does not."""
+    rows, sizes = KERNEL_ROWS + 100, []
+    own, (x, routes) = random_own(6, 64, 8, None), random_rows(rows, 64, 6, 2, seed=1)
+
+    class Reference:
+        attend = one_row(nodes=rows, tokens=rows - 1) if paged else None
+
+        def expert_product(self, *arguments: Any) -> Any:
+            *arrays, _ = arguments
+            sizes.append(len(arrays[0]))
+            return expert_product(*arrays)
+
+    step: Any = Reference()
+    found = mix.by_kernel(own, jnp.asarray(x), routes, step)
+    assert (found is not None) == paged
+    if found is not None:
+        assert mix.MOST_ROWS < max(sizes) <= KERNEL_ROWS
+        wanted = np.array(mix.blocks_of_experts(own, jnp.asarray(x), routes))
+        wanted[-1] = 0
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
 
 
 def test_experts_of_other_formats_stay_as_they_are():
