@@ -262,7 +262,7 @@ def test_on_the_device_a_row_is_the_same_whatever_others_choose(form: str, rows:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"rows": 513}, "513 rows: at most 512"),
+        ({"rows": 4097}, "4097 rows: at most 4096"),
         ({"hidden": 96}, "96 inputs and 64 outputs: multiples of 64"),
         ({"code": "e4m3", "block": (128, 64)}, "blocks of 128 outputs and 64 inputs"),
         ({"block": (1, 16)}, "groups of 16 of 128 inputs"),
