@@ -24,12 +24,19 @@ class Limit(NamedTuple):
     limit: float
 
 
+class Bound(NamedTuple):
+    """SwiGLU of limited inputs: the gate is at most ``limit``, and up is between plus and minus
+    ``limit``."""
+
+    limit: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Gelu:
     """GELU of the gate in place of its SiLU, by the approximation with tanh (arXiv 1606.08415)."""
 
 
-Gating = Clamp | Limit | Gelu
+Gating = Clamp | Limit | Bound | Gelu
 
 
 def units_of(
@@ -47,3 +54,6 @@ def units_of(
             return (up + 1) * gate * sigmoid(alpha * gate)
         case Limit(limit):
             return jnp.minimum(gate * sigmoid(gate), limit) * up
+        case Bound(limit):
+            gate = jnp.minimum(gate, limit)
+            return gate * sigmoid(gate) * up

@@ -86,12 +86,25 @@ class LimitedSwiglu:
 
 
 @dataclasses.dataclass(frozen=True)
+class BoundedSwiglu:
+    """silu(gate) * up, where gate is at most ``limit`` and up is between plus and minus ``limit``
+    (GLM-5-Next)."""
+
+    limit: float
+
+    def __post_init__(self):
+        check_positive(limit=self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
 class SquaredRelu:
     """relu(up) squared, without a gate (Nemotron-H)."""
 
 
 # What experts make of gate and up, where it is not SwiGLU. gelu_tanh: as Activation has it.
-ExpertActivation = ClampedSwiglu | LimitedSwiglu | SquaredRelu | Literal["gelu_tanh"]
+ExpertActivation = (
+    ClampedSwiglu | LimitedSwiglu | BoundedSwiglu | SquaredRelu | Literal["gelu_tanh"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +146,7 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     activation: ExpertActivation | None = None
-    shared_activation: LimitedSwiglu | SquaredRelu | None = None
+    shared_activation: LimitedSwiglu | BoundedSwiglu | SquaredRelu | None = None
     shared_fused: bool = False
     bias: bool = False
     weighs_input: bool = False

@@ -17,6 +17,9 @@ class IndexerConfig:
         these entries 2 i and 2 i + 1 are a pair; else i and i + R / 2.
       shared: the layer has no weights of an indexer. It attends to what the last layer before it
         chose that has some (arXiv 2603.12201).
+      pool: so many consecutive tokens have one key together, and are chosen together; those of an
+        unfinished pool always are (see pallas_kernels/latent_attention/pools.py). 1: each token
+        has a key.
     """
 
     top_k: int
@@ -24,10 +27,25 @@ class IndexerConfig:
     head_dim: int
     interleaved: bool
     shared: bool = False
+    pool: int = 1
 
     def __post_init__(self):
         check_positive(index_topk=self.top_k, index_n_heads=self.num_heads)
-        check_positive(index_head_dim=self.head_dim)
+        check_positive(index_head_dim=self.head_dim, index_kpool=self.pool)
+        if self.top_k % self.pool:
+            raise ValueError(
+                f"index_topk ({self.top_k}) must be a multiple of index_kpool ({self.pool})"
+            )
+
+    @property
+    def stored_dim(self) -> int:
+        """Entries that are kept of a token: a key, and with pools a gate beside it."""
+        return self.head_dim if self.pool == 1 else 2 * self.head_dim
+
+    @property
+    def most(self) -> int:
+        """The most positions that a token attends to."""
+        return self.top_k + self.pool - 1
 
     @property
     def scale(self) -> float:

@@ -13,6 +13,7 @@ from jaxspec.config.mixers import (
 )
 from jaxspec.config.mlps import DenseAndExpertsConfig, MlpConfig
 from jaxspec.config.recurrent import RecurrentConfig
+from jaxspec.config.streams import StreamsConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LayerConfig:
         MLP (see models/token_inputs.py); 0: none.
       centred: norms subtract the mean first, as LayerNorm without a bias does.
       residual_scale: what mixer and MLP give is multiplied by it.
+      streams: there are several residual streams (see models/streams.py); None: there is one.
     """
 
     mixer: MixerConfig | None
@@ -37,6 +39,7 @@ class LayerConfig:
     centred: bool = False
     rescaled: bool = False
     token_input: int = 0
+    streams: StreamsConfig | None = None
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)
@@ -44,6 +47,12 @@ class LayerConfig:
             raise ValueError("a layer has a mixer or an MLP")
         if (self.mixer is None or self.mlp is None) and self.norms != "before":
             raise ValueError("a layer of one block has a norm before it, and none after it")
+        besides = self.residual_scale, self.centred, self.rescaled, self.token_input
+        if self.streams and (self.norms != "before" or besides != (1, False, False, 0)):
+            raise ValueError("layers of several residual streams have norms before their blocks, "
+                "which do not subtract the mean, and nothing besides")  # fmt: skip
+        if self.streams and (self.mixer is None or self.mlp is None):
+            raise ValueError("a layer of several residual streams has a mixer and an MLP")
 
     @property
     def mixers(self) -> tuple[SingleMixerConfig, ...]:

@@ -156,6 +156,7 @@ class LatentConfig:
 
     Attributes:
       rope: of the part of queries and keys that is rotated. That of keys is shared by all heads.
+        None: there is no such part.
       latent: entries of the vector, besides the rotated ones.
       key_dim, value_dim: of a head's keys that are not rotated, and of its values.
       query_latent: entries of a vector that queries are projections of; None: of the input itself.
@@ -163,10 +164,11 @@ class LatentConfig:
       interleaved: rotated entries 2 i and 2 i + 1 are a pair; else i and i + D / 2.
       bias: of the projections of the input, and of the output's.
       indexer: tokens attend to the positions that it chooses; None: to all that they see.
+      norm_eps: of the norms of latents.
     """
 
     num_heads: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     latent: int
     key_dim: int
     value_dim: int
@@ -175,41 +177,50 @@ class LatentConfig:
     interleaved: bool
     bias: bool = False
     indexer: IndexerConfig | None = None
+    norm_eps: float = 1e-6
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, kv_lora_rank=self.latent, scale=self.scale)
         check_positive(qk_nope_head_dim=self.key_dim, v_head_dim=self.value_dim)
+        check_positive(norm_eps=self.norm_eps)
         if self.query_latent is not None:
             check_positive(q_lora_rank=self.query_latent)
         if self.indexer is None:
             return
         if self.query_latent is None:
             raise ValueError("an indexer reads the queries' latent: q_lora_rank must not be null")
-        if self.indexer.head_dim < self.rope.head_dim:
+        if self.indexer.head_dim < self.rotated_dim:
             raise ValueError(
                 f"index_head_dim ({self.indexer.head_dim}) must be at least qk_rope_head_dim "
-                f"({self.rope.head_dim})"
+                f"({self.rotated_dim})"
             )
 
     @property
+    def rotated_dim(self) -> int:
+        """Entries of queries and keys that are rotated."""
+        return 0 if self.rope is None else self.rope.head_dim
+
+    @property
     def index_dim(self) -> int:
-        """Entries of an indexer's key that are kept of a token; 0: the layer has no indexer."""
-        return 0 if self.indexer is None or self.indexer.shared else self.indexer.head_dim
+        """Entries that are kept of a token for an indexer; 0: the layer has no indexer."""
+        return 0 if self.indexer is None or self.indexer.shared else self.indexer.stored_dim
 
     @property
     def stored_dim(self) -> int:
         """Entries that are kept of a token, besides an indexer's."""
-        return self.latent + self.rope.head_dim
+        return self.latent + self.rotated_dim
 
     def entries_read(self, context: float) -> float:
         """Entries that are read of so many tokens: a vector of each that is attended to, and a key
-        of each that the layer's indexer scores."""
-        attended = min(context, self.indexer.top_k) if self.indexer else context
-        return context * self.index_dim + attended * self.stored_dim
+        of each, or of each pool, that the layer's indexer scores."""
+        if self.indexer is None:
+            return context * self.stored_dim
+        keys = context / self.indexer.pool * self.indexer.head_dim if self.index_dim else 0
+        return keys + min(context, self.indexer.most) * self.stored_dim
 
     @property
     def query_dim(self) -> int:
-        return self.key_dim + self.rope.head_dim
+        return self.key_dim + self.rotated_dim
 
     def expands(self, num_tokens: int, num_slots: int) -> bool:
         """Whether so many tokens of a sequence attend to so many slots with fewer multiplications
@@ -229,7 +240,7 @@ class LatentConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rope configs that this mixer uses."""
-        return (self.rope,)
+        return () if self.rope is None else (self.rope,)
 
     def check_tree_depth(self, max_depth: int) -> None:
         """Any tree fits: every node sees all its ancestors."""

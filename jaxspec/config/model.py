@@ -53,6 +53,8 @@ class ModelConfig:
             raise ValueError("the norms of all layers subtract the mean, or those of none")
         if len({layer.token_input for layer in self.layers}) > 1:
             raise ValueError("all layers read as many entries of a token, or none does")
+        if len({layer.streams for layer in self.layers}) > 1:
+            raise ValueError("all layers have the same residual streams")
         for index, layer in enumerate(self.layers):
             if layer.source is not None and not self._has_keys_before(layer.source, index):
                 raise ValueError(f"layer {index} reads keys and values of layer {layer.source}, "
@@ -84,6 +86,11 @@ class ModelConfig:
     def token_input(self) -> int:
         """Entries that each layer reads of its token besides the residual stream."""
         return self.layers[0].token_input
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it has several residual streams."""
+        return self.layers[0].streams is not None
 
     @property
     def sources(self) -> frozenset[int]:

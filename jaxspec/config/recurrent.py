@@ -65,15 +65,22 @@ class KimiDeltaConfig:
       head_dim: of keys and of values, of which each head has one.
       taps: width of the convolution before it.
       folded: tokens that are folded into the state at once (see cache/recurrent.py).
+      lowest: logs of decays are sigmoids times this number, which is below 0; None: minus a
+        softplus times the head's rate.
+      flat_rates: checkpoints have the heads' rates as a vector.
     """
 
     num_heads: int
     head_dim: int
     taps: int = 4
     folded: int = 32
+    lowest: float | None = None
+    flat_rates: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, head_dim=self.head_dim, folded=self.folded)
+        if self.lowest is not None and not self.lowest < 0:
+            raise ValueError(f"the lower bound of decays must be below 0, got {self.lowest}")
         if self.taps < 2:
             raise ValueError(f"taps must be at least 2, got {self.taps}")
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config.experts import ClampedSwiglu, LimitedSwiglu, SquaredRelu
+from jaxspec.config.experts import BoundedSwiglu, ClampedSwiglu, LimitedSwiglu, SquaredRelu
 from jaxspec.config.mlps import Activation
-from pallas_kernels.activations import Clamp, Gating, Gelu, Limit, units_of
+from pallas_kernels.activations import Bound, Clamp, Gating, Gelu, Limit, units_of
 
 
 @jax.named_scope("activation")
@@ -23,7 +23,9 @@ def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
     return function(gate) * up
 
 
-def clamp_of(activation: ClampedSwiglu | LimitedSwiglu | Literal["gelu_tanh"]) -> Gating:
+def clamp_of(
+    activation: ClampedSwiglu | LimitedSwiglu | BoundedSwiglu | Literal["gelu_tanh"],
+) -> Gating:
     """An activation in the words of kernels."""
     match activation:
         case "gelu_tanh":
@@ -32,3 +34,5 @@ def clamp_of(activation: ClampedSwiglu | LimitedSwiglu | Literal["gelu_tanh"]) -
             return Clamp(alpha, limit)
         case LimitedSwiglu(limit):
             return Limit(limit)
+        case BoundedSwiglu(limit):
+            return Bound(limit)

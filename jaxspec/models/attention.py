@@ -15,11 +15,12 @@ from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
 from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import Heads, IndexHeads, LatentHeads, PassKV, QueryHeads
+from jaxspec.models.sparse_choice import chosen_slots, dense_choice, written_keys
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.latent_attention.chosen import best_slots, choose_slots, chosen_attention
+from pallas_kernels.latent_attention.chosen import chosen_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.partial import partial_attention
@@ -120,20 +121,10 @@ class PagedAttend(Pytree):
         """The positions that the tokens attend to; None where the table has no more of them than
         are chosen."""
         assert state.index_keys is not None
-        pages = write_rows(state.index_keys, heads.keys, self.slots)
+        where = self.context, self.first_slot
+        pages = written_keys(state.index_keys, heads, self.slots, *where)
         state = state.replace(index_keys=pages)
-        if self.page_table.shape[1] * pages.shape[2] <= heads.top_k:
-            return None, state
-        chosen = choose_slots(
-            heads.queries,
-            heads.weights,
-            pages,
-            self.context,
-            top_k=heads.top_k,
-            first_slot=self.first_slot,
-            order_invariant=self.order_invariant,
-        )
-        return chosen, state
+        return chosen_slots(pages, heads, *where, order_invariant=self.order_invariant), state
 
     def _latent(self, state: PagedLatent, heads: LatentHeads) -> tuple[Array, PagedLatent]:
         pages = write_rows(state.pages, heads.stored, self.slots)
@@ -264,7 +255,7 @@ def dense_causal_attend(
     """An Attend function over the pass's own T tokens, without a cache. Keys and values are kept
     for layers that read those of another one: in a PassKV."""
     if isinstance(heads, IndexHeads):
-        return _dense_choice(heads), state
+        return dense_choice(heads), state
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
     if isinstance(heads, Heads) and heads.chunk is not None:
@@ -303,15 +294,6 @@ def _dense_latent_attention(
         jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (heads.queries, k, v)
     )
     return attend(q, k, v_wide)[..., : v.shape[-1]]
-
-
-def _dense_choice(heads: IndexHeads) -> Array | None:
-    """The positions int32 [B, T, k] that tokens attend to; None: all before them."""
-    batch, size = heads.queries.shape[:2]
-    if size <= heads.top_k:
-        return None
-    seen = jnp.broadcast_to(jnp.tri(size, dtype=bool), (batch, size, size))
-    return best_slots(heads.queries, heads.weights, heads.keys[:, :, 0], seen, heads.top_k)
 
 
 def _dense_chosen_attention(heads: LatentHeads, chosen: Array) -> Array:

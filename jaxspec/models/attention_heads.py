@@ -194,3 +194,36 @@ class IndexHeads:
     keys: Array
     weights: Array
     top_k: int
+
+    @property
+    def kept(self) -> Array:
+        """What is kept of the tokens: [B, T, 1, ...]."""
+        return self.keys
+
+    @property
+    def most(self) -> int:
+        """The most positions that a token attends to."""
+        return self.top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledIndexHeads(IndexHeads):
+    """IndexHeads of an indexer that scores pools of tokens (see latent_attention/pools.py).
+
+    Attributes:
+      gates: [B, T, 1, D], of the keys.
+      places: [N, D], what is added to gates by a token's place in its pool.
+    """
+
+    gates: Array
+    places: Array
+
+    @property
+    def kept(self) -> Array:
+        """[B, T, 1, 2 * D], keys and gates."""
+        return jnp.concatenate([self.keys, self.gates], axis=-1)
+
+    @property
+    def most(self) -> int:
+        """The most positions that a token attends to, its unfinished pool's included."""
+        return self.top_k + len(self.places) - 1

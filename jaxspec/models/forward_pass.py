@@ -1,8 +1,9 @@
 """What the layers of a model share during one forward pass.
 
-Of model code only this file, attention.py, readers.py, one_launch.py and mlps/slots.py call kernels
-by operation name. Here are those of norms, activations, experts and the search for the largest
-scores; attention.py calls those that read or write pages, readers.py norms that round,
+Of model code only this file, attention.py, sparse_choice.py, readers.py, one_launch.py and
+mlps/slots.py call kernels by operation name. Here are those of norms, activations, experts and the
+search for the largest scores; attention.py calls those that read or write pages, sparse_choice.py
+what stands for them where positions are chosen (it is jnp so far), readers.py norms that round,
 one_launch.py those of several blocks of a layer, and mlps/slots.py those of experts in an engine.
 Mixers and MLPs name none: they hand Products to the methods of a ForwardPass, and the heads of
 attention_heads.py to its ``attend``. (A Linear has a product of its own, which may be a kernel: see

@@ -20,6 +20,7 @@ from jaxspec.models.mlps import Dense, Mlp, mlp_shape
 from jaxspec.models.one_launch import layer_launch
 from jaxspec.models.readers import OneReader
 from jaxspec.models.shapes import vector
+from jaxspec.models.streams import Streams, joined, joined_norm, spread, streams_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.models.token_inputs import TokenInput, token_input_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
@@ -39,6 +40,7 @@ class Layer(Pytree):
       token_input: adds what the layer reads of its token, after the MLP; None: nothing.
       source: index in the model of the layer whose keys and values the mixer reads, or None.
       rescale: what the residual stream is multiplied by after the layer; None: by nothing.
+      streams: the layer has several residual streams; None: one.
       parallel: the MLP reads what the mixer reads.
       recomputed: a gradient keeps the hidden states around it only, and computes it again.
     """
@@ -51,6 +53,7 @@ class Layer(Pytree):
     mlp_norm: Array | None = array("hidden", default=None)
     token_input: TokenInput | None = None
     rescale: Array | None = array("features", default=None)  # [1]
+    streams: Streams | None = None
     source: int | None = static(default=None)
     residual_scale: float = static(default=1.0)
     parallel: bool = static(default=False)
@@ -87,6 +90,7 @@ class Layer(Pytree):
             mlp_norm=norm("post_feedforward", self.mlp_norm),
             token_input=self.token_input and self.token_input.mapped(prefix, tensor_map),
             rescale=tensor_map.array(f"{prefix}layer_scalar", self.rescale),
+            streams=self.streams and self.streams.mapped(prefix, tensor_map),
         )
 
 
@@ -105,11 +109,14 @@ def run_layers(
     The input of each mixer and MLP is the residual stream, normed where the layer has a norm for
     it. That norm is computed together with the addition before it. ``beside``: rows that each mixer
     reads after the norm, as it reads them in ``mixer_input``; it gives those of x only.
-    ``token_inputs``: see models/token_inputs.py.
+    ``token_inputs``: see models/token_inputs.py. Layers of several residual streams begin with
+    copies of x, and norm what they read by themselves; their mean is the residual stream after.
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
-    inputs = [(layer.input_norm, layer.reader, beside) for layer in layers]
+    inputs = [
+        None if layer.streams else (layer.input_norm, layer.reader, beside) for layer in layers
+    ]
     following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
     residuals, new_states, normed, chosen = [], [], mixer_input, None
     given = token_inputs or (None,) * len(layers)
@@ -123,14 +130,14 @@ def run_layers(
             source: Any = layers[layer.source].mixer
             state = source.lent(new_states[layer.source])
         x, normed, state, chosen = run_layer(layer, x, normed, state, of_token, chosen)
-        residuals.append(x)
+        residuals.append(joined(x) if layer.streams else x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
 
 
 def _run_layer(
     step: ForwardPass,
-    following: tuple[Any, ...],
+    following: tuple[Any, ...] | None,
     layer: Layer,
     x: Array,
     normed: Any,
@@ -141,14 +148,15 @@ def _run_layer(
     """The residual stream after a layer, what reads it next, the layer's state, and the positions
     that its indexer chose, else those that an earlier layer's did (see mixers/latent.py).
 
-    ``following``: the norm of that input, its reader, and rows beside it.
+    ``following``: the norm of that input, its reader, and rows beside it; None: a layer of several
+    residual streams follows, which reads these.
     """
+    if layer.streams is not None:
+        return _run_streams(step, following, layer, layer.streams, x, state, chosen)
+    assert following is not None, "all layers of a model have as many residual streams"
     added: Addend | None = None
-    if isinstance(layer.mixer, LatentAttention):
-        mixed, state, chosen = layer.mixer.choosing(normed, state, step, chosen)
-        added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-    elif layer.mixer is not None:
-        mixed, state = layer.mixer(normed, state, step)
+    if layer.mixer is not None:
+        mixed, state, chosen = _mixed(layer.mixer, normed, state, step, chosen)
         added = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
     launched = None if added is None else _in_one_launch(layer, x, added, step)
     if launched is not None:
@@ -166,6 +174,37 @@ def _run_layer(
         added = step.scaled(x, product, layer.token_input.norm, 1)
     x, added = step.rescaled(x, added, layer.rescale)
     return *step.add_norm(x, added, *following), state, chosen
+
+
+def _mixed(
+    mixer: Mixer, normed: Any, state: Any, step: ForwardPass, chosen: Array | None
+) -> tuple[Addend, Any, Array | None]:
+    """What a mixer adds, its state, and the positions that the next layer gets."""
+    if isinstance(mixer, LatentAttention):
+        return mixer.choosing(normed, state, step, chosen)
+    return *mixer(normed, state, step), chosen
+
+
+def _run_streams(
+    step: ForwardPass,
+    following: tuple[Any, ...] | None,
+    layer: Layer,
+    streams: Streams,
+    x: Array,
+    state: Any,
+    chosen: Array | None,
+) -> tuple[Array, Any, Any, Array | None]:
+    """_run_layer of a layer of several residual streams, x [B, T, N, H]; before the first of them
+    [B, T, H]."""
+    assert layer.mixer is not None and layer.mlp is not None
+    x = spread(x, streams.count)
+    connection, normed = streams.mixer.read(x, layer.input_norm, step)
+    mixed, state, chosen = _mixed(layer.mixer, normed, state, step, chosen)
+    x = connection.after(mixed, step)
+    connection, normed = streams.mlp.read(x, layer.post_norm, step)
+    x = connection.after(layer.mlp(normed, step), step)
+    last = None if following is None else joined_norm(x, following[0], step)
+    return x, last, state, chosen
 
 
 def _in_one_launch(
@@ -207,6 +246,7 @@ def layer_shape(
         else None,
         source=config.source,
         rescale=vector(1, dtype, when=config.rescaled),
+        streams=streams_shape(config.streams, hidden_size) if config.streams else None,
         residual_scale=config.residual_scale,
         parallel=config.norms == "shared",
     )

@@ -34,13 +34,14 @@ def pipeline_shapes(
 
     Raises ValueError for sizes that cannot be split evenly, and for recurrent layers: they keep the
     nodes of one tree at a time, and the rounds of several groups are under way in a pipeline. Also
-    for layers that read what no stage before them sends: keys and values, and tokens.
+    for layers that read what no stage before them sends: keys and values, tokens, and several
+    residual streams.
     """
     if config.is_recurrent:
         raise ValueError("recurrent layers cannot be split into stages: take pp 1")
-    if config.sources or config.token_input:
+    if config.sources or config.token_input or config.has_streams:
         raise ValueError(
-            "layers that read keys and values of another layer, or more of a token than the "
+            "layers that read keys and values of another layer, or more of a token than one "
             "residual stream, cannot be split into stages: take pp 1"
         )
     stages, first = [], 0

@@ -80,17 +80,26 @@ def best_slots(
         block = BLOCK_BYTES // (4 * len(q) * q.shape[2] * num_slots)
 
     def chosen(q: Array, weights: Array, seen: Array) -> Array:
-        if order_invariant:
-            scores = _scores_f64(q, weights, keys)
-        else:
-            products = jax.nn.relu(einsum_f32("bthd,bsd->bths", q, keys))
-            scores = weighted_sum_f32(weights[:, :, None], products)[:, :, 0]
-        scores = jnp.where(scores == 0, 0, scores)  # -0 is not less than 0
-        scores = jnp.where(seen, scores, -jnp.inf)
-        best, slots = lax.top_k(scores, top_k)
-        return jnp.sort(jnp.where(best > -jnp.inf, slots, num_slots), axis=-1)
+        return best_of(index_scores(q, weights, keys, order_invariant), seen, top_k)
 
-    return _in_blocks(chosen, (q, weights, seen), block)
+    return in_blocks(chosen, (q, weights, seen), block)
+
+
+def index_scores(q: Array, weights: Array, keys: Array, order_invariant: bool) -> Array:
+    """The scores [B, T, S] of best_slots, of its arguments."""
+    if order_invariant:
+        scores = _scores_f64(q, weights, keys)
+    else:
+        products = jax.nn.relu(einsum_f32("bthd,bsd->bths", q, keys))
+        scores = weighted_sum_f32(weights[:, :, None], products)[:, :, 0]
+    return jnp.where(scores == 0, 0, scores)  # -0 is not less than 0
+
+
+def best_of(scores: Array, seen: Array, count: int) -> Array:
+    """The places of the ``count`` largest of scores [B, T, S] that are ``seen``: int32 [B, T,
+    count] in ascending order, S where fewer are."""
+    best, places = lax.top_k(jnp.where(seen, scores, -jnp.inf), count)
+    return jnp.sort(jnp.where(best > -jnp.inf, places, scores.shape[-1]), axis=-1)
 
 
 # jit: traced and lowered once for all layers of a program.
@@ -142,7 +151,7 @@ def chosen_attention(
         out = softmax_times_values(scores, rows[..., :latent], order_invariant)
         return out.astype(q.dtype)
 
-    return _in_blocks(attend, (q, chosen), block)
+    return in_blocks(attend, (q, chosen), block)
 
 
 def _scores_f64(q: Array, weights: Array, keys: Array) -> Array:
@@ -153,7 +162,7 @@ def _scores_f64(q: Array, weights: Array, keys: Array) -> Array:
         return jnp.einsum("bth,bths->bts", weights, products).astype(jnp.float32)
 
 
-def _in_blocks(function: Callable[..., Array], arrays: Sequence[Array], block: int) -> Array:
+def in_blocks(function: Callable[..., Array], arrays: Sequence[Array], block: int) -> Array:
     """A function of arrays [B, T, ...] that treats each of the T tokens alike, a block of tokens
     after the other; at least a token at a time."""
     batch, num_tokens = arrays[0].shape[:2]

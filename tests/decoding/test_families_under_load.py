@@ -35,10 +35,10 @@ EXPERTS = tuple(test_experts.FAMILIES)
 ALIASES = tuple(alias_checkpoints.VARIANTS)
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
 # gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
-# positions that an indexer chooses, chunks.
+# positions that an indexer chooses, or pools of these, chunks, several residual streams.
 RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
-    *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text"),
+    *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text", "glm5_next"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
@@ -50,10 +50,11 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layout": "qwen"},
     "qwen3_5_moe_text": {"layout": "qwen"},
     "deepseek_v32": {},
+    "glm5_next": {},
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-RECURRENT = ("lfm2", "bamba", "granite 4", "falcon_h1", "kimi_linear")
+RECURRENT = ("lfm2", "bamba", "granite 4", "falcon_h1", "kimi_linear", "glm5_next_text")
 FAMILIES = (
     *(*DENSE, *EXPERTS, *RECURRENT),
     *(name for name in WITH_MTP if name not in (*EXPERTS, *ALIASES)),

@@ -146,11 +146,33 @@ KIMI = {
         "short_conv_kernel_size": 4,
     },
 }
+GLM = {  # recurrences that forget slowly, and many more pools than are chosen
+    "layer_types": ["linear_attention", "deepseek_sparse_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "swiglu_limit": 0.5,
+    "index_topk": 8,
+    "index_kpool": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "linear_lower_bound": -0.3,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+}
 # Of MTP layers that are not Qwen's.
 MTP: dict[str, Any] = {"nemotron_h": {"layout": "nemotron", "context": 0.05}}
 WITHOUT_MTP = (
     *("bamba", "one group", "two groups", "granite 4", "falcon_h1", "kimi_linear"),
-    *("lfm2", "lfm2_moe"),
+    *("glm5_next_text", "lfm2", "lfm2_moe"),
 )
 CONFIGS = {
     "bamba": BAMBA,
@@ -160,6 +182,7 @@ CONFIGS = {
     "falcon_h1": FALCON,
     "nemotron_h": NEMOTRON,
     "kimi_linear": KIMI,
+    "glm5_next_text": GLM,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
@@ -267,6 +290,8 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("falcon_h1", "ngram", TREE),
         slow("kimi_linear", "ngram", CHAIN),
         slow("kimi_linear", "ngram", TREE),
+        slow("glm5_next_text", "ngram", CHAIN),
+        slow("glm5_next_text", "ngram", TREE),
         slow("nemotron_h", "ngram", TREE),
         slow("nemotron_h", "mtp", CHAIN),
         slow("lfm2", "ngram", CHAIN),
@@ -290,6 +315,7 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
         ("bamba", "ngram", TREE),
         ("falcon_h1", "ngram", TREE),
         ("kimi_linear", "ngram", TREE),
+        ("glm5_next_text", "ngram", TREE),
         ("nemotron_h", "mtp", TREE),
         ("lfm2", "none", CHAIN),
         ("lfm2", "ngram", TREE),
@@ -329,6 +355,9 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("falcon_h1", {"data_parallel": 2}, CHAIN),
         slow("kimi_linear", {"tensor_parallel": 2}, TREE),
         slow("kimi_linear", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("glm5_next_text", {"tensor_parallel": 2}, TREE),
+        slow("glm5_next_text", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("glm5_next_text", {"data_parallel": 2}, CHAIN),
         slow("nemotron_h", {"tensor_parallel": 2}, TREE),
         slow("nemotron_h", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
@@ -374,6 +403,7 @@ def test_caches_of_eight_bits(checkpoint):
         ("bamba", ("ngram",)),
         ("falcon_h1", ("ngram",)),
         ("kimi_linear", ("ngram",)),
+        ("glm5_next_text", ("ngram",)),
         ("nemotron_h", ("mtp",)),
         ("lfm2", ("ngram",)),
     ],
@@ -391,7 +421,11 @@ def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", "bamba", "falcon_h1", "kimi_linear", "nemotron_h", "lfm2"]
+    "family",
+    [
+        *("qwen3_5_text", "bamba", "falcon_h1", "kimi_linear", "glm5_next_text", "nemotron_h"),
+        "lfm2",
+    ],
 )
 def test_the_recurrences_matter(checkpoint, family: str):
     """Else the other tests would test little."""

@@ -34,7 +34,7 @@ FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe")
 FAST_PAGED = (
     *("qwen3-biases-windows", "gemma2", "phi4-mini", "olmo3", "smollm3-windows", "granite"),
     *("gpt_oss", "glm_moe_dsa-shared", "minimax_m2"),
-    *("lfm2", "gemma4-small", "llama4_text"),
+    *("lfm2", "gemma4-small", "llama4_text", "glm5_next"),
 )
 FAST = {
     *((name, None) for name in (*FAST_DENSE, *FAST_ALIASES)),

@@ -61,6 +61,10 @@ UNUSED_IN = {
     # transformers puts another head_dim in place of this one.
     "glm-5-saved-by-transformers": words("first_k_dense_replace head_dim"),
     "glm-5.2-fp8": words("first_k_dense_replace head_dim index_share_for_mtp_iteration"),
+    "glm-5.3-flash": words(  # nothing is rotated, and lists say what the others do
+        """first_k_dense_replace full_attn_layers kda_layers index_share_for_mtp_iteration
+        indexer_rope_interleave"""
+    ),
     "granite-4.0-micro": words(
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
@@ -157,6 +161,7 @@ EXPECTED = {
     "glm-4.7-flash": Facts(47, 154880, 202752, 20, 1, 256, "default", (64, 4)),
     "glm-5.2-fp8": Facts(78, 154880, 1048576, 64, 1, 256, "default", (256, 8)),
     "glm-5-saved-by-transformers": Facts(78, 154880, 202752, 64, 1, 256, "default", (256, 8)),
+    "glm-5.3-flash": Facts(45, 154880, 1048576, 64, 1, 256, "default", (288, 8), recurrent=34),
     "bamba-9b": Facts(32, 128256, 262144, 32, 8, 128, "default", recurrent=29),
     "falcon-h1-0.5b-instruct": Facts(36, 32784, 16384, 8, 2, 64, "default", recurrent=36),
     "nemotron-3-nano-30b-a3b": Facts(
@@ -204,6 +209,7 @@ def facts(config: ModelConfig) -> Facts:
     mixers = [one.attention if isinstance(one, SharedAttentionConfig) else one for one in mixers]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]
+    rope = full.ropes[0] if full.ropes else None
     mlps = [layer.mlp for layer in config.layers if layer.mlp is not None]
     experts = experts_of(mlps[-1])
     routing = experts and experts.routing
@@ -213,8 +219,8 @@ def facts(config: ModelConfig) -> Facts:
         positions=config.max_position,
         heads=full.num_heads,
         kv_heads=1 if isinstance(full, LatentConfig) else full.num_kv_heads,
-        head_dim=full.rope.head_dim + (full.key_dim if isinstance(full, LatentConfig) else 0),
-        rope=KINDS[type(full.rope.scaling)],
+        head_dim=full.query_dim if isinstance(full, LatentConfig) else full.head_dim,
+        rope=KINDS[type(rope and rope.scaling)],
         experts=(routing.num_experts, routing.top_k) if routing else (0, 0),
         windows=sum(window is not None for window in windows),
         recurrent=recurrent,

@@ -18,7 +18,7 @@ KINDS = ("indexed_attention", "deepseek_sparse_attention")  # both names of tran
 _LETTERS = {"F": "full", "S": "shared"}
 
 
-def _shared_layers(hf: Keys) -> list[bool]:
+def shared_layers(hf: Keys) -> list[bool]:
     """Whether the indexer of an earlier layer counts, for each layer. Three keys may say so.
 
     Raises ValueError for what is no list of the model's layers, for a first layer that shares, and
@@ -81,7 +81,7 @@ def _read_indexed(hf: Keys) -> ModelConfig:
         hf["index_head_dim"],
         check_flag("indexer_rope_interleave", hf["indexer_rope_interleave"]),
     )
-    model, shared_layers = read_deepseek(hf), _shared_layers(hf)
+    model, shared = read_deepseek(hf), shared_layers(hf)
 
     def changed(layer: LayerConfig, shared: bool) -> LayerConfig:
         assert isinstance(layer.mixer, LatentConfig)
@@ -90,7 +90,7 @@ def _read_indexed(hf: Keys) -> ModelConfig:
             layer, mixer=dataclasses.replace(layer.mixer, indexer=changed_indexer)
         )
 
-    layers, mtp = tuple(map(changed, model.layers, shared_layers)), model.mtp
+    layers, mtp = tuple(map(changed, model.layers, shared)), model.mtp
     if mtp is not None:  # its layers have indexers, whatever the last layer has
         mtp = dataclasses.replace(mtp, layers=(changed(layers[-1], False),) * mtp.num_layers)
     return dataclasses.replace(model, layers=layers, mtp=mtp)

@@ -67,15 +67,22 @@ class KimiDelta(Pytree):
         channels = qkvb[..., :-1]
         where, read = convolved(self, channels, state, step)
         q, k, v = jnp.split(jax.nn.silu(read), 3, axis=-1)
-        steps = jax.nn.softplus(decays.astype(jnp.float32) + self.dt_bias)
         inputs = ChannelInputs(
             k=unit_length(k),
             v=v[..., None, :],
-            g=-jnp.exp(self.a_log)[:, None] * steps,
+            g=self._log_decays(decays),
             beta=jax.nn.sigmoid(qkvb[..., -1:].astype(jnp.float32)),
         )
         q = unit_length(q) / self.config.head_dim**0.5
         return where.read(state, q, DeltaNodes(inputs=inputs, channels=channels), step.kernels)
+
+    def _log_decays(self, decays: Array) -> Array:
+        """Logs float32 [B, T, G, D] of the channels' decays, of their projections."""
+        steps, rates = decays.astype(jnp.float32) + self.dt_bias, jnp.exp(self.a_log)[:, None]
+        lowest = self.config.lowest
+        if lowest is None:
+            return -rates * jax.nn.softplus(steps)
+        return lowest * jax.nn.sigmoid(rates * steps)
 
     def _gated(self, out: Array, gates: Array, eps: float) -> Array:
         """The normed outputs times a sigmoid of their gates: float32 [B, T, G, D]."""
@@ -102,6 +109,7 @@ class KimiDelta(Pytree):
         inside = f"{module}."
         parts = [Part(f"{inside}{name}_proj", size) for name in "qkv"]
         taps = Grouped(tuple(Part(f"{inside}{name}_conv1d", size) for name in "qkv"))
+        rates = One(module) if self.config.flat_rates else OfHeads(One(module))
         return self.replace(
             qkvb=tensor_map.linear(self.qkvb, Grouped((*parts, Part(f"{inside}b_proj", 1)))),
             fg_in=tensor_map.linear(
@@ -111,7 +119,7 @@ class KimiDelta(Pytree):
             g=tensor_map.linear(self.g, Grouped((Part(f"{inside}g_b_proj", size),))),
             taps=tensor_map.of_source(Depthwise(taps), "weight", self.taps),
             dt_bias=tensor_map.of_source(Grouped((Part(module, size),)), "dt_bias", self.dt_bias),
-            a_log=tensor_map.of_source(OfHeads(One(module)), "A_log", self.a_log),
+            a_log=tensor_map.of_source(rates, "A_log", self.a_log),
             norm=tensor_map.array(f"{inside}o_norm.weight", self.norm),
             o=tensor_map.linear(self.o, One(f"{inside}o_proj")),
         )

@@ -36,8 +36,6 @@ from jaxspec.models.tensors import HeadPart, One, TensorMap
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
-NORM_EPS = 1e-6  # of the norms of latents, in all published models
-
 
 @pytree
 class LatentAttention(Pytree):
@@ -86,14 +84,14 @@ class LatentAttention(Pytree):
             chosen, state = step.attend(state, index, None)
         queries = self.q.product(source, "q").result(step.layout, step.kernels)
         queries = queries.reshape(*x.shape[:2], -1, config.query_dim)
-        queries = step.scaled_queries(queries, config.rope)
+        if config.rope is not None:
+            queries = step.scaled_queries(queries, config.rope)
         plain, rotary = jnp.split(queries, [config.key_dim], axis=-1)
         kept = self.kv_in.product(x, "kv").result(step.layout, step.kernels)
         latent, key = jnp.split(kept, [config.latent], axis=-1)
         with jax.named_scope("norm"):
-            latent = rms_norm(latent, self.kv_norm, NORM_EPS)
-        rotary, key = (step.rotated(self._paired(part), config.rope) for part in
-                       (rotary, key[:, :, None]))  # fmt: skip
+            latent = rms_norm(latent, self.kv_norm, config.norm_eps)
+        rotary, key = (self._rotated(part, step) for part in (rotary, key[:, :, None]))
         heads = LatentHeads(
             plain=plain,
             rotary=rotary,
@@ -114,11 +112,14 @@ class LatentAttention(Pytree):
             return x
         latent = self.q_in.product(x, "q").result(step.layout, step.kernels)
         with jax.named_scope("norm"):
-            return rms_norm(latent, self.q_norm, NORM_EPS)
+            return rms_norm(latent, self.q_norm, self.config.norm_eps)
 
-    def _paired(self, x: Array) -> Array:
-        """x [..., R] in an order in which entries i and i + R / 2 are a pair."""
-        return halves_of_pairs(x) if self.config.interleaved else x
+    def _rotated(self, x: Array, step: ForwardPass) -> Array:
+        """Heads [B, T, n, R], rotated, in an order in which entries i and i + R / 2 are a pair."""
+        rope = self.config.rope
+        if rope is None:  # R is 0
+            return x
+        return step.rotated(halves_of_pairs(x) if self.config.interleaved else x, rope)
 
     reader = None  # several projections read the input
 

@@ -1,0 +1,25 @@
+"""The config of several residual streams."""
+
+import dataclasses
+
+from jaxspec.config.checks import check_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamsConfig:
+    """Several residual streams that each block reads as one and writes as one, and that are mixed
+    between (manifold-constrained hyper-connections, arXiv 2512.24880).
+
+    Attributes:
+      count: of the streams.
+      iterations: of Sinkhorn and Knopp, which bring sums of rows and columns of a mixing matrix to
+        1.
+      eps: what keeps its divisors, and the weights of reading, above 0.
+    """
+
+    count: int
+    iterations: int
+    eps: float
+
+    def __post_init__(self):
+        check_positive(hc_mult=self.count, hc_sinkhorn_iters=self.iterations, hc_eps=self.eps)

@@ -1,0 +1,211 @@
+"""Several residual streams (manifold-constrained hyper-connections, arXiv 2512.24880; the streams
+of arXiv 2409.19606).
+
+A token has N streams of H entries. A block reads a weighted sum of them. Each stream after it is a
+weighted sum of the streams before it, plus a multiple of what the block gives. All these weights
+are numbers of the token: a projection of all its streams, normed together. The matrix of the sums
+is made doubly stochastic, so that streams do not grow from layer to layer.
+
+What follows the layers, or a head that reads hidden states, gets the mean of the streams.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxspec.config.streams import StreamsConfig
+from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.linear import Addend
+from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.tensors import Piece, Split, TensorMap, Tensors
+from jaxspec.parallel import Axes
+from jaxspec.parallel.collectives import all_reduce
+from jaxspec.parallel.pytree import Pytree, array, pytree, static
+
+
+def spread(x: Array, count: int) -> Array:
+    """So many streams [B, T, N, H] of a residual stream [B, T, H]; streams stay as they are."""
+    if x.ndim == 4:
+        return x
+    return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], count, x.shape[-1]))
+
+
+def joined(streams: Array) -> Array:
+    """The mean [B, T, H] of streams [B, T, N, H]."""
+    return jnp.mean(streams.astype(jnp.float32), axis=2).astype(streams.dtype)
+
+
+def joined_norm(streams: Array, norm: Array | None, step: ForwardPass) -> Array:
+    """The mean of streams [B, T, N, H] after the last layer, normed: [B, T, H]."""
+    if not step.isolate_blocks:
+        return step.norm(joined(streams), norm)
+    streams = lax.optimization_barrier(streams)
+    return lax.optimization_barrier(step.norm(joined(streams), norm))
+
+
+class Connection(NamedTuple):
+    """How a block is connected to the streams of each token.
+
+    Attributes:
+      streams: [B, T, N, H], before the block.
+      read: float32 [B, T, N], the streams' weights in what the block reads.
+      written: float32 [B, T, N], what its output is multiplied by in each stream.
+      kept: float32 [B, T, N, N], of a stream before the block (first) in a stream after it (last).
+    """
+
+    streams: Array
+    read: Array
+    written: Array
+    kept: Array
+
+    @property
+    def input(self) -> Array:
+        """What the block reads, not normed: [B, T, H]."""
+        x = self.streams
+        return jnp.sum(self.read[..., None] * x, axis=2).astype(x.dtype)
+
+    @jax.named_scope("streams")
+    def after(self, addend: Addend, step: ForwardPass) -> Array:
+        """The streams after a block that gives what ``addend`` stands for."""
+        x, precision = self.streams, lax.Precision.HIGHEST
+        output = step.normed(x, addend, None)  # [B, T, H]
+        kept = jnp.einsum("btmn,btmh->btnh", self.kept, x.astype(jnp.float32), precision=precision)
+        written = self.written[..., None] * output.astype(jnp.float32)[:, :, None]
+        return (kept + written).astype(x.dtype)
+
+
+@pytree
+class HyperConnection(Pytree):
+    """Weights of one block's connection: of M = (2 + N) * N numbers, which are those of ``read``,
+    of ``written`` and of ``kept``. All float32.
+
+    ``weight``: projects streams; ``scale`` and ``base``: the three kinds are multiplied, all added.
+    """
+
+    weight: Array = array("group", "hidden", "features")  # [N, H, M]
+    scale: Array = array("features")  # [3]
+    base: Array = array("features")  # [M]
+    config: StreamsConfig = static()
+
+    def read(
+        self, streams: Array, norm: Array | None, step: ForwardPass
+    ) -> tuple[Connection, Array]:
+        """The connection of tokens with streams [B, T, N, H], and what the block reads, normed."""
+        if step.isolate_blocks:
+            streams = lax.optimization_barrier(streams)
+        connection = self(streams, step.eps, step.layout.hidden)
+        both = connection, step.norm(connection.input, norm)
+        return lax.optimization_barrier(both) if step.isolate_blocks else both
+
+    @jax.named_scope("streams")
+    def __call__(self, streams: Array, eps: float, axes: Axes) -> Connection:
+        """The connection of tokens with streams [B, T, N, H]. ``eps``: of the norm before the
+        projection; ``axes``: mesh axes that H is split over."""
+        count, wide = self.config.count, streams.astype(jnp.float32)
+        product = jnp.einsum("btnh,nhm->btm", wide, self.weight, precision=lax.Precision.HIGHEST)
+        squares = jnp.mean(wide * wide, axis=(2, 3))[..., None]
+        if axes:  # all devices have as many entries
+            squares = lax.pmean(squares, axes)
+        numbers = all_reduce(product, axes) * lax.rsqrt(squares + eps)
+        kinds = np.repeat(np.arange(3), (count, count, count * count))
+        numbers = numbers * self.scale[kinds] + self.base
+        read, written, kept = jnp.split(numbers, [count, 2 * count], axis=-1)
+        kept = kept.reshape(*kept.shape[:2], count, count)
+        return Connection(
+            streams=streams,
+            read=jax.nn.sigmoid(read) + self.config.eps,
+            written=2 * jax.nn.sigmoid(written),
+            kept=doubly_stochastic(kept, self.config),
+        )
+
+    def mapped(self, prefix: str, block: str, tensor_map: TensorMap) -> "HyperConnection":
+        """The same, with the map's result for ``<prefix>hc_<block>_*`` in place of every array."""
+        module, size = prefix.removesuffix("."), self.weight.shape[1]
+        name = f"hc_{block}_"
+        return self.replace(
+            weight=tensor_map.of_source(OfStreams(module, size), f"{name}fn", self.weight),
+            scale=tensor_map.array(f"{prefix}{name}scale", self.scale),
+            base=tensor_map.array(f"{prefix}{name}base", self.base),
+        )
+
+
+@pytree
+class Streams(Pytree):
+    """Connections of a layer's two blocks."""
+
+    mixer: HyperConnection
+    mlp: HyperConnection
+
+    @property
+    def count(self) -> int:
+        """How many streams there are."""
+        return self.mixer.config.count
+
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Streams":
+        """The same, with the map's result for layer ``prefix`` in place of every array."""
+        return self.replace(
+            mixer=self.mixer.mapped(prefix, "attn", tensor_map),
+            mlp=self.mlp.mapped(prefix, "ffn", tensor_map),
+        )
+
+
+def doubly_stochastic(scores: Array, config: StreamsConfig) -> Array:
+    """Matrices [..., N, N] of a softmax of each row, whose columns and rows are then divided by
+    their sums in turn, columns first and last."""
+
+    def divided(matrix: Array, axis: int) -> Array:
+        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + config.eps)
+
+    def step(_: Array, matrix: Array) -> Array:
+        return divided(divided(matrix, -1), -2)
+
+    first = divided(jax.nn.softmax(scores, axis=-1) + config.eps, -2)
+    return lax.fori_loop(0, config.iterations - 1, step, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfStreams:
+    """The source of a projection of streams [N, H, M], whose tensor is [M, N * H].
+
+    ``size``: H, of all devices.
+    """
+
+    name: str
+    size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def split(self, kind: str) -> Split:
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            stream, entry, row = start
+            return [
+                Piece(f"{self.name}.{kind}", view.T, row, (stream + i) * self.size + entry)
+                for i, view in enumerate(block)
+            ]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        return tensors[f"{self.name}.{kind}"].T.reshape(shape)
+
+
+def streams_shape(config: StreamsConfig, hidden_size: int) -> Streams:
+    """Streams of ShapeDtypeStructs."""
+    count = config.count
+    numbers = (2 + count) * count
+
+    def connection() -> HyperConnection:
+        return HyperConnection(
+            weight=array_shape(count, hidden_size, numbers, dtype=jnp.float32),
+            scale=vector(3, jnp.float32),
+            base=vector(numbers, jnp.float32),
+            config=config,
+        )
+
+    return Streams(mixer=connection(), mlp=connection())
