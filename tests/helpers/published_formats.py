@@ -88,6 +88,12 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def is_of_glm5_next(name: str) -> bool:
+    """Neither of its recurrences and its indexers, nor what makes keys and values of latents."""
+    plain = (".visual.", ".layers.0.self_attn.", ".indexer.", ".kv_b_proj.")
+    return is_projection(name) and not any(part in name for part in plain)
+
+
 def as_images_and_text(own: Contents) -> Contents:
     """As Qwen 3.5 has it."""
     tensors, inner = own
@@ -125,6 +131,14 @@ LISTED_BY_QWEN_3_5 = [
     *(f"model.language_model.layers.{i}.linear_attn.{x}" for i in (0, 2) for x in ("conv1d",)),
     *(f"model.language_model.layers.{i}.linear_attn.in_proj_{x}" for i in (0, 2) for x in "ab"),
     *("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"),
+]
+LISTED_BY_GLM5_NEXT = [
+    *("lm_head", "model.visual", "model.language_model.embed_tokens"),
+    *(f"model.language_model.layers.0.self_attn.{x}_proj" for x in ("q", "k", "v", "o", "b")),
+    *(f"model.language_model.layers.0.self_attn.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")),
+    *(f"model.language_model.layers.{i}.mlp.gate" for i in (1, 2)),
+    *(f"model.language_model.layers.{i}.self_attn.kv_b_proj" for i in (1, 2)),
+    "model.language_model.layers.1.self_attn.indexer",
 ]
 BLOCKS, INT4, NVFP4 = float8_blocks(), compressed(4, 32), four_bits.nvfp4()
 MODELOPT = four_bits.modelopt()
@@ -200,6 +214,12 @@ PUBLISHED = MappingProxyType(
             BLOCKS,
             lambda name: is_projection(name) and "weights_proj" not in name,
             {"scale_fmt": "ue8m0"},
+        ),
+        "GLM-5-Next, FP8": Published(
+            of_family("glm5_next"),
+            BLOCKS,
+            is_of_glm5_next,
+            {"modules_to_not_convert": LISTED_BY_GLM5_NEXT},
         ),
         "DeepSeek-V3, experts as those of V4": Published(
             of_family("deepseek_v3", **EXPERTS),
