@@ -147,7 +147,7 @@ def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Tensors that a checkpoint may have, and that are not read. ``config``: as with_stored_head
     gives it, which has compared an LM head of a tied model with the embeddings."""
     head = {HEAD} if config.tie_word_embeddings else set()
-    return head | mtp_tensors(config, names) | _keys_of_none(config)
+    return head | mtp_tensors(config, names) | _keys_of_none(config) | _norms_of_none(config)
 
 
 def _keys_of_none(config: ModelConfig) -> set[str]:
@@ -156,6 +156,15 @@ def _keys_of_none(config: ModelConfig) -> set[str]:
     layers = (index for index, layer in enumerate(config.layers) if layer.source is not None)
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     return {f"model.layers.{layer}.self_attn.{name}.weight" for layer in layers for name in names}
+
+
+def _norms_of_none(config: ModelConfig) -> set[str]:
+    """Norms of what dense MLPs give, where only experts have one. Published files have them."""
+    layers = enumerate(layer.norms for layer in config.layers)
+    if not any(layer.norms == "both_of_mlp" for layer in config.layers):
+        return set()
+    dense = (index for index, norms in layers if norms == "before")
+    return {f"model.layers.{layer}.post_feedforward_layernorm.weight" for layer in dense}
 
 
 def save_decoder(

@@ -23,6 +23,7 @@ class LayerConfig:
     Attributes:
       mixer, mlp: None: there is none. A layer has one of them at least.
       norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
+        ``both_of_mlp``: of what both read, and of what the MLP gives.
         ``shared``: both read the same norm, and both are added at the end.
       rescaled: the residual stream after the layer is multiplied by a number of the checkpoint.
       token_input: entries that the layer reads of its token besides the residual stream, after the
@@ -34,7 +35,7 @@ class LayerConfig:
 
     mixer: MixerConfig | None
     mlp: MlpConfig | None
-    norms: Literal["before", "after", "both", "shared"] = "before"
+    norms: Literal["before", "after", "both", "both_of_mlp", "shared"] = "before"
     residual_scale: float = 1.0
     centred: bool = False
     rescaled: bool = False
@@ -75,7 +76,7 @@ class LayerConfig:
     def norms_for_mlp(self) -> bool:
         """Whether the MLP reads a norm of the layer: not that of the mixer, and not the residual
         stream itself, which it norms by its own norms."""
-        of_layer = self.norms in ("before", "both")
+        of_layer = self.norms in ("before", "both", "both_of_mlp")
         return of_layer and not isinstance(self.mlp, DenseAndExpertsConfig)
 
     @property

@@ -240,7 +240,7 @@ def layer_shape(
         post_norm=vector(hidden_size, dtype, when=two_blocks and config.norms_for_mlp),
         mlp=None if mlp is None else mlp_shape(mlp, *sizes),
         mixer_norm=vector(hidden_size, dtype, when=after),
-        mlp_norm=vector(hidden_size, dtype, when=after),
+        mlp_norm=vector(hidden_size, dtype, when=after or config.norms == "both_of_mlp"),
         token_input=token_input_shape(config.token_input, hidden_size, dtype)
         if config.token_input
         else None,

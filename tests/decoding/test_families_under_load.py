@@ -51,6 +51,8 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"layout": "qwen"},
     "deepseek_v32": {},
     "glm5_next": {},
+    "exaone_moe": {"layout": "qwen"},
+    "mellum": {"layout": "qwen"},
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}

@@ -214,6 +214,28 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Exaone4Config,
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        QWEN_EXPERTS
+        | {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3}
+        | {"head_dim": 32, "n_group": 4, "topk_group": 2},
+    ),
+    "youtu": (transformers.YoutuConfig, LATENT | {"attention_bias": True}),
+    "axk1": (
+        transformers.AXK1Config,
+        LATENT | EXPERTS | {"n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+    ),
+    "solar_open": (
+        transformers.SolarOpenConfig,
+        EXPERTS | {"head_dim": 32, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
+    "mellum": (
+        transformers.MellumConfig,
+        QWEN_EXPERTS
+        | {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 7}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteConfig,
         LATENT | EXPERTS | {"routed_scaling_factor": 1.8, "q_lora_rank": 16},
@@ -248,6 +270,25 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ernie4_5_moe": (
         transformers.Ernie4_5_MoeConfig,
         {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48},
+    ),
+    "ministral": (
+        transformers.MinistralConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "arcee": (transformers.ArceeConfig, {"attention_bias": True, "mlp_bias": True}),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},
+    ),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
+        | {"residual_multiplier": 0.3, "attention_multiplier": 0.4},
     ),
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,
@@ -290,6 +331,19 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "step3p7": (
         transformers.Step3p7Config,
         _with_images({"width": 32, "layers": 1, "heads": 2, "image_size": 28}, **STEP),
+    ),
+    "glm4v_moe": (
+        transformers.Glm4vMoeConfig,
+        _with_images(VISION, head_dim=32, **SHARED, **_mrope(2, 3, 3)),
+    ),
+    "exaone4_5": (
+        transformers.Exaone4_5_Config,
+        _with_images(
+            VISION | {"fullatt_block_indexes": [0]},
+            model_type="exaone4",
+            sliding_window=7,
+            sliding_window_pattern=2,
+        ),
     ),
     "kimi_k25": (
         transformers.Kimi_K25Config,

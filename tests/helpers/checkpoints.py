@@ -156,7 +156,7 @@ def add_mtp_layer(
     tensors = load_file(directory / "model.safetensors")
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     embed_norm, hidden_norm, fc, norm = MTP_NAMES[layout]
-    last = f"model.layers.{layers - 1}."
+    last, of_qwen = f"model.layers.{layers - 1}.", config["model_type"].startswith("qwen3")
     for index in range(count):
         own = mtp_prefix(layout, layers, index)
         block = f"{own}layers.0." if layout == "qwen" else own
@@ -165,11 +165,11 @@ def add_mtp_layer(
             values = rng.permutation(like) + noise * rng.standard_normal(like.shape)
             tensors[name.replace(last, block)] = values.astype(np.float32)
         for name in (embed_norm, hidden_norm, norm):
-            tensors[f"{own}{name}.weight"] = near_one(rng, hidden) - (layout == "qwen")
+            tensors[f"{own}{name}.weight"] = near_one(rng, hidden) - of_qwen
         tensors[f"{own}{fc}.weight"] = normal(rng, hidden, 2 * hidden)
         if layout == "deepseek":
             tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    key = "mtp_num_hidden_layers" if layout == "qwen" else "num_nextn_predict_layers"
+    key = "mtp_num_hidden_layers" if of_qwen else "num_nextn_predict_layers"
     config[key] = count
     if layout == "qwen":
         return save_tensors(directory, tensors, config)

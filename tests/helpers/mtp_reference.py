@@ -14,13 +14,20 @@ from jaxspec.config.mtp import MtpStates
 from tests.helpers.checkpoints import MTP_NAMES, mtp_prefix
 from tests.helpers.hybrid_checkpoints import with_fused_experts
 
+# By model_type: names of tensors in files, and what transformers' modules call them.
+RENAMED = {
+    "exaone_moe": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+}
+
 
 def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, MtpModel]:
     """The model in float32, and its ``count`` MTP layers; ``kind`` is the config's class."""
     config = kind(**json.loads((path / "config.json").read_text()))
     config.num_mtp_layers = count
     if layout != "deepseek" or getattr(config, "layer_types", None):
-        config.mtp_layer_types = ["full_attention"] * count
+        *_, last = getattr(config, "layer_types", None) or [None]
+        kind = "sliding_attention" if last == "sliding_attention" else "full_attention"
+        config.mtp_layer_types = [kind] * count
     if getattr(config, "mlp_layer_types", None):  # as the last layer
         config.mtp_mlp_layer_types = config.mlp_layer_types[-1:] * count
     config.mtp_hidden_states_first = layout == "mimo"
@@ -29,6 +36,9 @@ def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, 
         for name, one in with_fused_experts(load_file(path / "model.safetensors")).items()
     }
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name in [*stored]:
+        for old, new in RENAMED.get(config.model_type, {}).items():
+            stored[name.replace(old, new)] = stored.pop(name)
     model.load_state_dict(stored, strict=False)
     mtp, state = MtpModel(model, count), {}
     names = dict(zip(MTP_NAMES[layout], ("enorm", "hnorm", "eh_proj", "post_norm"), strict=True))

@@ -29,6 +29,7 @@ from tests.helpers.alias_checkpoints import YARN, raw_config
 from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
+from tests.helpers.sampling_reference import plain_logits
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
 NARROW_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -103,6 +104,23 @@ def test_a_correction_that_is_missing_is_named(checkpoint, tmp_path: Path):
     changed_copy(checkpoint("minimax_m2")[0], tmp_path, **{name: None})
     with pytest.raises(ValueError, match=r"gate\.e_score_correction_bias is missing"):
         load(tmp_path)
+
+
+def test_published_files_of_axk1_have_other_tensors(checkpoint, tmp_path: Path):
+    """No correction where the method is not DeepSeek-V3's, and a norm after dense MLPs that nothing
+    reads."""
+    directory, _, _ = checkpoint("axk1")
+    tensors = load_file(directory / "model.safetensors")
+    corrections = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    zeros: dict[str, Any] = {name: np.zeros_like(tensors[name]) for name in corrections}
+    expected = load(changed_copy(directory, tmp_path / "zeros", **zeros))
+    changes: dict[str, Any] = dict.fromkeys(corrections)
+    changes["model.layers.0.post_mlp_layernorm.weight"] = np.full(64, 7, np.float32)
+    own = {"topk_method": "greedy", "model_type": "AXK1"}
+    found = load(changed_copy(directory, tmp_path / "published", own, **changes))
+    tokens = np.arange(24).reshape(2, 12)
+    assert len(corrections) == 1
+    np.testing.assert_array_equal(plain_logits(found, tokens), plain_logits(expected, tokens))
 
 
 def test_two_names_of_one_tensor_are_refused(checkpoint, tmp_path: Path):
@@ -246,6 +264,17 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
         ("granite4", {"position_embedding_type": "x"}, "position_embedding_type 'x' is not"),
         ("granite4", {"normalization_function": "layernorm"}, "normalization_function = 'layern"),
         ("exaone4", {"sliding_window_pattern": "LGLG"}, "sliding_window_pattern 'LGLG' is not"),
+        ("exaone_moe", {"is_moe_layer": [1]}, "is_moe_layer must be a list of true and false, got"),
+        ("exaone_moe", {"is_moe_layer": [True] * 3}, "is_moe_layer contradicts mlp_layer_types"),
+        (
+            "exaone_moe",
+            {"num_nextn_predict_layers": 1, "mtp_layer_types": []},
+            "mtp_layer_types must be 1 of full_attention and sliding_attention, got []",
+        ),
+        ("mellum", {"rope_parameters": {}}, "rope_parameters must have full_attention and sliding"),
+        ("mellum", {"mtp_layer_types": ["full_attention"]}, "only ['sliding_attention']"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported, only None"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported, only 'relu2'"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported"),
         ("ernie4_5_moe", {"moe_layer_end_index": "x"}, "moe_layer_end_index must be an integer"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list = [1, 0] is not supported"),

@@ -319,8 +319,10 @@ def test_declared_keys_are_the_fields_of_the_config_class(kind: str):
 
 
 # Where transformers' own defaults are of a model that is not read: heads do not divide the hidden
-# size, or layers are recurrent.
+# size, layers are recurrent, or a text ends at what is no token.
 GIVEN: dict[str, dict[str, Any]] = {
+    "arcee": {"eos_token_id": 2},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
     "glm4_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
 }

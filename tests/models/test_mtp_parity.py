@@ -48,6 +48,8 @@ BODIES: dict[str, tuple[str, str, MtpStates]] = {
     "deepseek_v32": ("deepseek_v32", "deepseek", AFTER),
     "glm4_moe": ("glm4_moe", "deepseek", AFTER),
     "glm4_moe-qk-norm": ("glm4_moe-qk-norm", "deepseek", AFTER),
+    "exaone_moe": ("exaone_moe", "qwen", AFTER),
+    "mellum": ("mellum", "qwen", AFTER),
     "qwen3_next": ("qwen3_next", "qwen", AFTER),
     "qwen3_5_text": ("qwen3_5_text", "qwen", AFTER),
     "qwen3_5_text-tied": ("qwen3_5_text-tied", "qwen", AFTER),
@@ -62,6 +64,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     def make(name: str, count: int = 1) -> tuple[Path, Any, Any]:
         variant, layout, _ = BODIES[name]
         changes = {"first_k_dense_replace": 1} if "halves" in name else {}
+        if name == "exaone_moe":  # whose MTP layer has a dense MLP
+            changes |= {"mlp_layer_types": ["dense", "sparse", "dense"]}
         changes |= {"index_topk": 5} if name == "deepseek_v32" else {}  # of up to 13 tokens
         path = save_family(tmp_path_factory.mktemp("mtp"), variant, **changes)
         # Little noise: rounding grows from layer to layer, in transformers' float32 as in ours.
@@ -193,6 +197,8 @@ def draft_after(
         slow("glm4_moe", AFTER, 1, 1, 0),
         slow("glm4_moe", AFTER, COUNT, 5, 2),
         slow("glm4_moe-qk-norm", AFTER, 1, 32, 3),
+        slow("exaone_moe", AFTER, 1, 5, 2),
+        slow("mellum", AFTER, 1, 5, 2),
         slow("qwen3_5_text", AFTER, 1, 1, 0),
         slow("qwen3_5_text", AFTER, 1, 7, 3),
         slow("qwen3_next", AFTER, 1, 1, 0),

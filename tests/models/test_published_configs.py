@@ -88,6 +88,10 @@ UNUSED_IN = {
         mscale_all_dim"""
     ),
     "llama-4-scout-17b-16e-instruct": words("intermediate_size_mlp"),  # no layer is dense
+    # The kinds of the layers are given.
+    "exaone-4.5-33b-saved-by-transformers": words("sliding_window_pattern"),
+    "k-exaone-236b-a23b": words("first_last_k_dense_replace"),
+    "youtu-llm-2b-saved-by-transformers": words("embedding_initializer_range"),
     "minimax-m2": words("use_mtp num_mtp_modules mtp_transformer_layers"),  # not published
     "ministral-3-8b-instruct": words("type"),  # beside rope_type
     # The latter inside the rope parameters: transformers does not read it there.
@@ -194,6 +198,30 @@ EXPECTED = {
     "seed-oss-36b-instruct": Facts(64, 155136, 524288, 80, 8, 128, "default"),
     "step-3.5-flash": Facts(45, 128896, 262144, 64, 8, 128, "llama3", (288, 8), windows=33),
     "step-3.7-flash": Facts(45, 128896, 262144, 64, 8, 128, "llama3", (288, 8), windows=33),
+    "a.x-k1": Facts(61, 163840, 131072, 64, 1, 192, "default", (192, 8)),
+    "a.x-k1-saved-by-transformers": Facts(61, 163840, 32768, 64, 1, 192, "default", (192, 8)),
+    "afm-4.5b-saved-by-transformers": Facts(36, 128005, 65536, 20, 4, 128, "default"),
+    "exaone-4.5-33b-saved-by-transformers": Facts(
+        64, 153600, 262144, 40, 8, 128, "default", windows=48
+    ),
+    "glm-4.5v-saved-by-transformers": Facts(46, 151424, 65536, 96, 8, 128, "default", (128, 8)),
+    "granite-3.0-3b-a800m-saved-by-transformers": Facts(
+        32, 49155, 4096, 24, 8, 64, "default", (40, 8)
+    ),
+    "k-exaone-236b-a23b": Facts(48, 153600, 262144, 64, 8, 128, "default", (128, 8), windows=36),
+    "mellum2-12b-a2.5b-saved-by-transformers": Facts(
+        28, 98304, 131072, 32, 4, 128, "default", (64, 8), windows=21
+    ),
+    "ministral-8b-instruct-2410-saved-by-transformers": Facts(
+        36, 131072, 32768, 32, 8, 128, "default", windows=27
+    ),
+    "olmoe-1b-7b-0924-saved-by-transformers": Facts(
+        16, 50304, 4096, 16, 16, 128, "default", (64, 8)
+    ),
+    "solar-open-100b-saved-by-transformers": Facts(
+        48, 196608, 131072, 64, 8, 128, "default", (128, 8)
+    ),
+    "youtu-llm-2b-saved-by-transformers": Facts(32, 128256, 131072, 16, 1, 192, "default"),
     "smollm3-3b": Facts(36, 128256, 65536, 16, 4, 128, "default"),
 }
 

@@ -1,12 +1,13 @@
 """Families without experts whose layers are those of others under other names.
 
-They are Seed-OSS, the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, Ministral 3, ERNIE 4.5
-and EXAONE 4. A family here is a row: what it is like,
-transformers' defaults of absent keys, and what is rewritten.
+They are Seed-OSS, the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, Ministral 8B, Ministral 3,
+AFM of Arcee, ERNIE 4.5 and Youtu-LLM. A family here is a row: what it is like, transformers'
+defaults of absent keys, and what is rewritten.
 """
 
 import dataclasses
 
+from jaxspec.config.experts import SquaredRelu
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.families.dense import MISTRAL, QWEN2, QWEN3
@@ -17,11 +18,10 @@ from jaxspec.models.families.rope import (
     rope_of,
     with_scaled_queries,
     without_image_positions,
-    without_rope,
 )
+from jaxspec.models.families.routed import DEEPSEEK_V3, latent_of
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
 from jaxspec.models.json.keys import words
-from jaxspec.models.json.values import shown
 
 
 def _alike(hf: Keys, attention: AttentionConfig) -> ModelConfig:
@@ -62,6 +62,38 @@ QWEN3_VL_TEXT = Family(
     rewrite=without_image_positions,
 )
 
+
+def _read_ministral(hf: Keys) -> ModelConfig:
+    """A Mistral whose layers differ in their windows."""
+    default = FULL if window_of(hf) is None else SLIDING
+    windows = windows_by_kind(hf, [default] * hf["num_hidden_layers"])
+    mixers = (attention_of(hf, rope_of(hf), window) for window in windows)
+    return model_of(hf, [LayerConfig(mixer, dense_of(hf)) for mixer in mixers])
+
+
+MINISTRAL = Family(
+    "MinistralForCausalLM",
+    _read_ministral,
+    defaults=dict(MISTRAL.defaults) | {"layer_types": None},
+)
+
+
+def _read_arcee(hf: Keys) -> ModelConfig:
+    """A Llama whose MLPs have no gate."""
+    mlp = dataclasses.replace(dense_of(hf), activation=SquaredRelu())
+    layer = LayerConfig(attention_of(hf, rope_of(hf)), mlp)
+    return model_of(hf, [layer] * hf["num_hidden_layers"])
+
+
+ARCEE = Family(
+    "ArceeForCausalLM",
+    _read_arcee,
+    keys=words("attention_bias mlp_bias"),
+    defaults=sizes(32000, 2560, 18432, 32, 32, 32, 4096)
+    | {"num_key_value_heads": None, "rms_norm_eps": 1e-5, "eos_token_id": 128001},
+    fixed={"hidden_act": ("relu2",)},
+)
+
 MINISTRAL3 = Family(
     "Ministral3ForCausalLM",
     MISTRAL.read,
@@ -93,37 +125,18 @@ ERNIE4_5 = Family(
 )
 
 
-def _pattern_in_numbers(raw: Keys) -> Keys:
-    """EXAONE's config, where a pattern such as LLLG is the number of its letters: all layers but
-    the last of so many have windows. Raises ValueError for other patterns."""
-    pattern = raw.get("sliding_window_pattern")
-    if isinstance(pattern, str):
-        if set(pattern[:-1]) - {"L"} or not pattern.endswith("G"):
-            raise ValueError(f"sliding_window_pattern {shown(pattern)} is not supported, only LLLG")
-        return {**raw, "sliding_window_pattern": len(pattern)}
-    # What transformers writes for a model without windows.
-    unused = raw.get("sliding_window", 0) is None and pattern in (0, None)
-    return {**raw, "sliding_window_pattern": 1} if unused else raw
+def _read_youtu(hf: Keys) -> ModelConfig:
+    """DeepSeek-V3's attention, and dense MLPs."""
+    return model_of(hf, [LayerConfig(latent_of(hf), dense_of(hf))] * hf["num_hidden_layers"])
 
 
-def _read_exaone4(hf: Keys) -> ModelConfig:
-    """Norms after mixer and MLP. Layers without windows do not rotate, beside layers with them."""
-    rope, window, every = rope_of(hf), window_of(hf), hf["sliding_window_pattern"]
-    count = range(1, hf["num_hidden_layers"] + 1)
-    kinds = [SLIDING if window and index % every else FULL for index in count]
-    layers = []
-    for size in windows_by_kind(hf, kinds):
-        rotated = rope if size or window is None else without_rope(rope)
-        attention = dataclasses.replace(attention_of(hf, rotated, size), qk_norm=True)
-        layers.append(LayerConfig(attention, dense_of(hf), norms="after"))
-    return model_of(hf, layers)
-
-
-EXAONE4 = Family(
-    "Exaone4ForCausalLM",
-    _read_exaone4,
-    defaults=sizes(102400, 4096, 16384, 32, 32, 32, 2048)
-    | {"rms_norm_eps": 1e-5, "sliding_window": 4096}
-    | {"sliding_window_pattern": 4, "layer_types": None},
-    rewrite=_pattern_in_numbers,
+_OF_LATENTS = words("kv_lora_rank q_lora_rank qk_head_dim rope_interleave")
+YOUTU = Family(
+    "YoutuForCausalLM",
+    _read_youtu,
+    keys=words("attention_bias embedding_initializer_range"),
+    defaults={key: value for key, value in DEEPSEEK_V3.defaults.items() if key in _OF_LATENTS}
+    | sizes(128256, 2048, 6144, 32, 16, 16, 131072)
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"eos_token_id": 128001, "tie_word_embeddings": True},
 )

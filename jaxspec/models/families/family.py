@@ -56,6 +56,7 @@ class Family:
         an expression and what it is replaced by, one after the other.
       left_out: expressions of names of tensors that the model does not need, such as MTP layers
         that are not read. ``{layers}`` in them is the number of the model's layers.
+      published_as: the name of the class in published files, where it is another.
       writes: the keys that its written configs have besides those that all families share. None:
         configs of this family are not written.
     """
@@ -70,12 +71,14 @@ class Family:
     class_of: str | None = None
     renames: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
+    published_as: str | None = None
     writes: frozenset[str] | None = None
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Names of the classes whose files are read: the family's, and that without an LM head."""
-        return self.architecture, self.architecture.replace("ForCausalLM", "Model")
+        without_head = self.architecture.replace("ForCausalLM", "Model")
+        return self.architecture, without_head, *filter(None, [self.published_as])
 
     def text_family(self, raw: Keys) -> "Family":
         """The family of the text model, which is this one."""

@@ -19,6 +19,7 @@ from jaxspec.models.families.family import (
     sizes,
 )
 from jaxspec.models.families.rope import rope_of, without_rope
+from jaxspec.models.families.softmax_routed import OF_GRANITE
 from jaxspec.models.families.windows import FULL
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import is_integer, is_positive_integer, shown
@@ -178,8 +179,6 @@ GRANITE4 = Family(
     renames=(
         (r"\.shared_mlp\.input_linear\.", ".mlp.gate_up_proj."),
         (r"\.shared_mlp\.output_linear\.", ".mlp.down_proj."),
-        (r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),
-        (r"\.block_sparse_moe\.output_linear\.weight$", ".mlp.experts.down_proj"),
-        (r"\.block_sparse_moe\.router\.layer\.", ".mlp.gate."),
+        *OF_GRANITE,
     ),
 )

@@ -67,6 +67,20 @@ def every_few(hf: Keys) -> Callable[[int], bool]:
     return lambda layer: layer not in dense and (layer + 1) % step == 0
 
 
+def map_experts(
+    config: ModelConfig, change: Callable[[ExpertsConfig], ExpertsConfig]
+) -> ModelConfig:
+    """The same with other experts."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        mlp = layer.mlp
+        if not isinstance(mlp, ExpertsConfig):
+            return layer
+        return dataclasses.replace(layer, mlp=change(mlp))
+
+    return config.map_layers(changed)
+
+
 def sigmoid_routing(hf: Keys, num_experts: int) -> RoutingConfig:
     """A router of so many experts as DeepSeek-V3 has it."""
     return RoutingConfig(

@@ -1,7 +1,7 @@
 """Families with experts whose layers are those of others under other names.
 
-They are GLM-4.7-Flash, Kimi K2, Mistral Small 4, dots.llm1, MiniMax-M2, Hy3, ERNIE 4.5, Qwen2-MoE,
-and the text model of Qwen3-VL with experts. A family here is a row: what it is like, transformers'
+They are GLM-4.7-Flash, Kimi K2, A.X-K1, Mistral Small 4, Solar Open, the text model of GLM-4.5V,
+dots.llm1, MiniMax-M2, Hy3 and ERNIE 4.5. A family here is a row: what it is like, transformers'
 defaults of absent keys, and what is rewritten.
 """
 
@@ -22,33 +22,17 @@ from jaxspec.models.families.rope import (
 )
 from jaxspec.models.families.routed import (
     DEEPSEEK_V3,
-    QWEN3_MOE,
+    GLM4_MOE,
     after_dense,
     by_kind,
-    every_few,
+    map_experts,
     read_deepseek,
     sigmoid_experts,
-    under_either_name,
     with_experts,
 )
-from jaxspec.models.families.windows import FULL, SLIDING, optional_windows, windows_by_kind
+from jaxspec.models.families.windows import optional_windows
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import is_integer, is_positive_integer, shown
-
-
-def _map_experts(
-    config: ModelConfig, change: Callable[[ExpertsConfig], ExpertsConfig]
-) -> ModelConfig:
-    """The same with other experts."""
-
-    def changed(layer: LayerConfig) -> LayerConfig:
-        mlp = layer.mlp
-        if not isinstance(mlp, ExpertsConfig):
-            return layer
-        return dataclasses.replace(layer, mlp=change(mlp))
-
-    return config.map_layers(changed)
-
 
 # Latent attention, as DeepSeek-V3's.
 
@@ -93,7 +77,7 @@ def _read_mistral4(hf: Keys) -> ModelConfig:
         routing = dataclasses.replace(mlp.routing, scores="softmax", correction=False)
         return dataclasses.replace(mlp, routing=routing, fused="stacked")
 
-    return _map_experts(read_deepseek({**hf, "num_local_experts": None}), changed)
+    return map_experts(read_deepseek({**hf, "num_local_experts": None}), changed)
 
 
 MISTRAL4 = dataclasses.replace(
@@ -110,7 +94,62 @@ MISTRAL4 = dataclasses.replace(
     rewrite=_latent_rope,
 )
 
+
+def _read_axk1(hf: Keys) -> ModelConfig:
+    """What experts give is normed. They are chosen without a correction where the method is not
+    DeepSeek-V3's: published files have none."""
+    corrected = hf["topk_method"] in (None, "noaux_tc")
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        mlp = layer.mlp
+        if not isinstance(mlp, ExpertsConfig):
+            return layer
+        routing = dataclasses.replace(mlp.routing, correction=corrected)
+        mlp = dataclasses.replace(mlp, routing=routing)
+        return dataclasses.replace(layer, mlp=mlp, norms="both_of_mlp")
+
+    return read_deepseek({**hf, "num_local_experts": None}).map_layers(changed)
+
+
+AXK1 = dataclasses.replace(
+    DEEPSEEK_V3,
+    architecture="AXK1ForCausalLM",
+    read=_read_axk1,
+    defaults=_ONE_NAME
+    | sizes(163840, 7168, 18432, 61, 64, 64, 32768)
+    | {"eos_token_id": 163691, "mlp_layer_types": None, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 192, "num_nextn_predict_layers": 0, "topk_method": None},
+    fixed={"scoring_func": (None, "sigmoid"), "moe_layer_freq": (None, 1)},
+    renames=((r"\.post_mlp_layernorm\.", ".post_feedforward_layernorm."),),
+)
+
+AXK1_PUBLISHED = dataclasses.replace(AXK1, class_of="axk1")
+
 # Grouped heads.
+
+_GLM_WITHOUT_NORMS = {name: v for name, v in GLM4_MOE.defaults.items() if name != "use_qk_norm"}
+SOLAR_OPEN = dataclasses.replace(
+    GLM4_MOE,
+    architecture="SolarOpenForCausalLM",
+    keys=GLM4_MOE.keys | words("intermediate_size"),  # no layer is dense
+    defaults=_GLM_WITHOUT_NORMS
+    | {"vocab_size": 196608, "num_hidden_layers": 48, "num_attention_heads": 64, "head_dim": 128}
+    | {"moe_intermediate_size": 1280, "rope_theta": 1e6, "partial_rotary_factor": None}
+    | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0},
+    read=lambda hf: GLM4_MOE.read({**hf, "use_qk_norm": False}),
+    fixed={"use_qk_norm": (None, False)},
+)
+
+GLM4V_MOE_TEXT = dataclasses.replace(
+    GLM4_MOE,
+    architecture="Glm4vMoeForCausalLM",
+    defaults=_GLM_WITHOUT_NORMS
+    | {"vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True}
+    | {"num_nextn_predict_layers": 0},
+    read=SOLAR_OPEN.read,
+    fixed=SOLAR_OPEN.fixed,
+    rewrite=without_image_positions,
+)
 
 
 def _read_dots1(hf: Keys) -> ModelConfig:
@@ -269,69 +308,4 @@ ERNIE4_5_MOE = Family(
     },
     renames=((r"\.moe_statics\.e_score_correction_bias$", ".gate.e_score_correction_bias"),),
     left_out=(r"^model\.mtp_",),
-)
-
-
-def _read_qwen2_moe(hf: Keys) -> ModelConfig:
-    """Biases of q, k and v, and an expert that all tokens go through, with a gate."""
-    routing = RoutingConfig(
-        under_either_name(hf, "num_experts", "num_local_experts", 60),
-        hf["num_experts_per_tok"],
-        normalize=hf["norm_topk_prob"],
-    )
-    experts = ExpertsConfig(
-        hf["moe_intermediate_size"],
-        routing,
-        shared_size=hf["shared_expert_intermediate_size"],
-        shared_gate=True,
-        names=ExpertNames(shared="shared_expert"),
-    )
-    plain = dataclasses.replace(attention_of(hf, rope_of(hf)), qkv_bias=hf["qkv_bias"])
-    first, has_experts = hf["max_window_layers"], every_few(hf)
-    used = hf["use_sliding_window"]
-    kinds = [
-        SLIDING if used and i % 2 == 0 and i < first else FULL
-        for i in range(hf["num_hidden_layers"])
-    ]
-    return model_of(
-        hf,
-        [
-            LayerConfig(
-                dataclasses.replace(plain, window=window),
-                experts if has_experts(i) else dense_of(hf),
-            )
-            for i, window in enumerate(windows_by_kind(hf, kinds))
-        ],
-    )
-
-
-QWEN2_MOE = Family(
-    "Qwen2MoeForCausalLM",
-    _read_qwen2_moe,
-    defaults=dict(QWEN3_MOE.defaults)
-    | sizes(151936, 2048, 5632, 24, 16, 16, 32768)
-    | {"max_window_layers": 28, "layer_types": None, "qkv_bias": True}
-    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
-    | {"num_experts_per_tok": 4},
-)
-
-
-def _read_qwen3_vl(hf: Keys) -> ModelConfig:
-    """A Qwen3-MoE; weights of experts are normalized, and a tensor holds all of a layer."""
-    count = under_either_name(hf, "num_experts", "num_local_experts", 60)
-    counts = {"num_experts": count, "num_local_experts": count}
-    config = QWEN3_MOE.read({**hf, **counts, "norm_topk_prob": True})
-    return _map_experts(config, lambda mlp: dataclasses.replace(mlp, fused="halves"))
-
-
-QWEN3_VL_MOE_TEXT = Family(
-    "Qwen3VLMoeForCausalLM",
-    _read_qwen3_vl,
-    keys=words("attention_bias"),
-    defaults=dict(QWEN3_MOE.defaults)
-    | sizes(151936, 2048, 5632, 24, 16, 16, 128000)
-    | {"rope_theta": 500_000.0, "tie_word_embeddings": True, "moe_intermediate_size": 1408}
-    | {"num_experts_per_tok": 4},
-    fixed={"norm_topk_prob": (None, True), "use_sliding_window": (None, False)},
-    rewrite=without_image_positions,
 )

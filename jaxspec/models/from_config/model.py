@@ -112,7 +112,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"{raw['model_type']!r}; it must be ['{family.architecture}']"
         )
     model = family.model(raw)
-    without_head = "ForCausalLM" in family.architecture and named != [family.architecture]
+    bare = family.architecture.replace("ForCausalLM", "Model")
+    without_head = named == [bare] != [family.architecture]
     if without_head and not model.tie_word_embeddings:
         raise ValueError(
             f"architectures {shown(named)} is a model without an LM head, and tie_word_embeddings "
