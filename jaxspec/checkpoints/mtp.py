@@ -42,7 +42,7 @@ from jaxspec.models.tensors import CheckpointTensor, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
 
 # Ends of the names of what joins an MTP layer's inputs.
-_JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
+_JOINS = (".eh_proj.weight", ".input_proj.weight", ".linear_proj.weight", "mtp.fc.weight")
 # The target's tensors that DeepSeek's layers have copies of.
 _COPIED = MappingProxyType({"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": HEAD})
 
@@ -190,7 +190,7 @@ def load_mtp_head(
     copies = {name: stored[copy] for name, copy in named.items() if copy in stored}
     warn_of_changed_copies(copies, stored, are_read=False, stacklevel=3)
     tensors = unfused(tensors, head.model)
-    if not tensors:
+    if not tensors.keys() - {head.mtp.norm_name}:
         raise ValueError(
             f"{directory} has no tensors {head.mtp.prefix}*, though its config.json says that it "
             "has layers for multi-token prediction: choose another drafter"

@@ -51,6 +51,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"layout": "qwen"},
     "deepseek_v32": {},
     "glm5_next": {},
+    "ernie4_5_moe": {"layout": "ernie"},
     "exaone_moe": {"layout": "qwen"},
     "mellum": {"layout": "qwen"},
 }

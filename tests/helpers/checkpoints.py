@@ -141,6 +141,8 @@ def tiny_eagle1_head(
 
 MTP_NAMES = {
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "ernie": ("emb_norm.0", "hidden_norm.0", "linear_proj.0", None),  # the model's norm
+    "hy3": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
@@ -157,18 +159,21 @@ def add_mtp_layer(
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     embed_norm, hidden_norm, fc, norm = MTP_NAMES[layout]
     last, of_qwen = f"model.layers.{layers - 1}.", config["model_type"].startswith("qwen3")
+    last = "model.layers.0." if layout == "ernie" else last  # which is dense
     for index in range(count):
         own = mtp_prefix(layout, layers, index)
-        block = f"{own}layers.0." if layout == "qwen" else own
+        block = {"qwen": f"{own}layers.0.", "ernie": f"{own}block.0."}.get(layout, own)
         for name in [name for name in tensors if name.startswith(last)]:  # like the last layer
             like = tensors[name]
             values = rng.permutation(like) + noise * rng.standard_normal(like.shape)
             tensors[name.replace(last, block)] = values.astype(np.float32)
-        for name in (embed_norm, hidden_norm, norm):
+        for name in filter(None, (embed_norm, hidden_norm, norm)):
             tensors[f"{own}{name}.weight"] = near_one(rng, hidden) - of_qwen
         tensors[f"{own}{fc}.weight"] = normal(rng, hidden, 2 * hidden)
         if layout == "deepseek":
             tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        if layout == "hy3":
+            tensors[f"{own}shared_head.weight"] = tensors["lm_head.weight"]
     key = "mtp_num_hidden_layers" if of_qwen else "num_nextn_predict_layers"
     config[key] = count
     if layout == "qwen":
@@ -181,8 +186,9 @@ def add_mtp_layer(
 
 def mtp_prefix(layout: str, layers: int, index: int = 0) -> str:
     """What the tensors of MTP layer ``index`` of a model of so many layers are called."""
-    names = {"deepseek": f"layers.{layers + index}", "mimo": f"mtp_layers.{index}"}
-    return "mtp." if layout == "qwen" else f"model.{names[layout]}."
+    if layout in ("qwen", "ernie"):
+        return {"qwen": "mtp.", "ernie": "model.mtp_"}[layout]
+    return f"model.mtp_layers.{index}." if layout == "mimo" else f"model.layers.{layers + index}."
 
 
 def save_tensors(

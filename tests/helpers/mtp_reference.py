@@ -1,6 +1,7 @@
 """transformers' MTP layers for a checkpoint of tests/helpers/checkpoints.py."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from jaxspec.config.mtp import MtpStates
 from tests.helpers.checkpoints import MTP_NAMES, mtp_prefix
 from tests.helpers.hybrid_checkpoints import with_fused_experts
 
+# Of MTP layers: tensors of the model.
+COPIES = ("embed_tokens.weight", "shared_head.weight")
 # By model_type: names of tensors in files, and what transformers' modules call them.
 RENAMED = {
+    "ernie4_5_moe": {".mlp.moe_statics.": ".mlp.gate.moe_statics."},
+    "hy_v3": {
+        ".mlp.expert_bias": ".mlp.e_score_correction_bias",
+        ".router.gate.": ".gate.",
+        ".shared_mlp.": ".shared_experts.",
+    },
     "exaone_moe": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
 }
 
@@ -36,19 +45,20 @@ def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, 
         for name, one in with_fused_experts(load_file(path / "model.safetensors")).items()
     }
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    for name in [*stored]:
-        for old, new in RENAMED.get(config.model_type, {}).items():
-            stored[name.replace(old, new)] = stored.pop(name)
+    for old, new in RENAMED.get(config.model_type, {}).items():
+        stored = {name.replace(old, new): one for name, one in stored.items()}
     model.load_state_dict(stored, strict=False)
     mtp, state = MtpModel(model, count), {}
     names = dict(zip(MTP_NAMES[layout], ("enorm", "hnorm", "eh_proj", "post_norm"), strict=True))
     for index in range(count):
         own = mtp_prefix(layout, config.num_hidden_layers, index)
         for name, tensor in stored.items():
-            if name.startswith(own) and "embed_tokens" not in name:
+            if name.startswith(own) and not name.endswith(COPIES):
                 rest, _, kind_of = name.removeprefix(own).rpartition(".")
-                block = f"mtp_block.{rest.removeprefix('layers.0.')}"
+                block = f"mtp_block.{re.sub(r'^(layers|block)[.]0[.]', '', rest)}"
                 state[f"layers.{index}.{names.get(rest, block)}.{kind_of}"] = tensor
+        if layout == "ernie":
+            state[f"layers.{index}.post_norm.weight"] = stored["model.norm.weight"]
     missing, surplus = mtp.load_state_dict(state, strict=False)
     assert not surplus and not [name for name in missing if name.startswith("layers.")]
     return model, mtp

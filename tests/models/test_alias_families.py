@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoints.checkpoint_files import scan
-from jaxspec.checkpoints.mtp import has_mtp_layers
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.rope import QueryScaling, RopeConfig
@@ -26,7 +25,7 @@ from jaxspec.models.rope import query_factors
 from jaxspec.models.tensors import joining, splitting
 from jaxspec.quantize.checkpoint import Checkpoint
 from tests.helpers.alias_checkpoints import YARN, raw_config
-from tests.helpers.checkpoints import changed_copy, save_tensors
+from tests.helpers.checkpoints import changed_copy
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
 from tests.helpers.sampling_reference import plain_logits
@@ -70,20 +69,6 @@ def test_one_warning_names_what_is_left_out(checkpoint):
     assert all(name.startswith("model.") for name in names)  # the LM head is tied
     [warning] = caught
     assert str(warning.message).endswith("left out, as texts are written without them: visual.*")
-
-
-@pytest.mark.parametrize(
-    ("name", "mtp"),
-    [
-        ("hy_v3", "model.layers.2.final_layernorm.weight"),
-        ("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"),
-    ],
-)
-def test_mtp_layers_of_other_kinds_are_left_out(name: str, mtp: str, tmp_path: Path):
-    raw = raw_config(name) | {"num_nextn_predict_layers": 1}
-    save_tensors(tmp_path, {mtp: np.ones(64, np.float32)}, raw)
-    with pytest.warns(UserWarning, match="1 tensors are left out"):
-        assert not has_mtp_layers(tmp_path, load_model_config(tmp_path))
 
 
 def test_models_of_text_and_images_are_not_quantized(checkpoint):

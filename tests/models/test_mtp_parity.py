@@ -1,7 +1,7 @@
 """MTP layers of every layout: transformers' logits, in one pass, in drafting and in training.
 
-transformers reads no checkpoints in the layouts of MiMo and Qwen: its MTP layers are given their
-tensors, and the hidden states that each family reads.
+transformers reads no checkpoints in the layouts of ERNIE, Hy3, MiMo and Qwen: its MTP layers are
+given their tensors, and the hidden states that each family reads.
 """
 
 import functools
@@ -48,6 +48,9 @@ BODIES: dict[str, tuple[str, str, MtpStates]] = {
     "deepseek_v32": ("deepseek_v32", "deepseek", AFTER),
     "glm4_moe": ("glm4_moe", "deepseek", AFTER),
     "glm4_moe-qk-norm": ("glm4_moe-qk-norm", "deepseek", AFTER),
+    "hy_v3": ("hy_v3", "hy3", AFTER),
+    "ernie4_5": ("ernie4_5", "ernie", AFTER),
+    "ernie4_5_moe": ("ernie4_5_moe", "ernie", AFTER),
     "exaone_moe": ("exaone_moe", "qwen", AFTER),
     "mellum": ("mellum", "qwen", AFTER),
     "qwen3_next": ("qwen3_next", "qwen", AFTER),
@@ -121,7 +124,7 @@ def test_logits_are_those_of_transformers(checkpoint, name: str, states: MtpStat
     config = load_model_config(path)
     target = load_decoder(path, config, FLOAT32)
     head = load_mtp_head(path, config, FLOAT32, states=states)
-    assert head.config.layers == config.layers[-1:]
+    assert head.config.layers == (config.layers[:1] if "ernie" in name else config.layers[-1:])
     assert head.capture == ((FINAL_NORM,) if states.target_normed else (config.num_layers,))
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -198,6 +201,9 @@ def draft_after(
         slow("glm4_moe", AFTER, COUNT, 5, 2),
         slow("glm4_moe-qk-norm", AFTER, 1, 32, 3),
         slow("exaone_moe", AFTER, 1, 5, 2),
+        slow("hy_v3", AFTER, 1, 5, 2),
+        slow("ernie4_5", AFTER, 1, 5, 2),
+        slow("ernie4_5_moe", AFTER, 1, 5, 2),
         slow("mellum", AFTER, 1, 5, 2),
         slow("qwen3_5_text", AFTER, 1, 1, 0),
         slow("qwen3_5_text", AFTER, 1, 7, 3),

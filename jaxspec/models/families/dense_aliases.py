@@ -1,7 +1,7 @@
 """Families without experts whose layers are those of others under other names.
 
 They are Seed-OSS, the text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, Ministral 8B, Ministral 3,
-AFM of Arcee, ERNIE 4.5 and Youtu-LLM. A family here is a row: what it is like, transformers'
+AFM of Arcee, and Youtu-LLM. A family here is a row: what it is like, transformers'
 defaults of absent keys, and what is rewritten.
 """
 
@@ -101,27 +101,6 @@ MINISTRAL3 = Family(
     | {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, **SCALES_QUERIES},
     fixed=BETA_INSIDE,
     rewrite=lambda raw: with_scaled_queries(raw, factor=16.0, original=16384, theta=1e6),
-)
-
-
-def with_all_biases(raw: Keys) -> Keys:
-    """ERNIE's one key for the biases of attention and MLPs, as two."""
-    bias = raw.get("use_bias", False)
-    return {**raw, "attention_bias": bias, "mlp_bias": bias}
-
-
-def _read_ernie(hf: Keys) -> ModelConfig:
-    return _alike(hf, dataclasses.replace(attention_of(hf, rope_of(hf)), interleaved=True))
-
-
-ERNIE4_5 = Family(
-    "Ernie4_5ForCausalLM",
-    _read_ernie,
-    keys=words("use_bias"),
-    defaults=sizes(103424, 1024, 3072, 18, 16, 2, 131072)
-    | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
-    | {"tie_word_embeddings": True},
-    rewrite=with_all_biases,
 )
 
 

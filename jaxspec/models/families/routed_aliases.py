@@ -1,12 +1,11 @@
 """Families with experts whose layers are those of others under other names.
 
 They are GLM-4.7-Flash, Kimi K2, A.X-K1, Mistral Small 4, Solar Open, the text model of GLM-4.5V,
-dots.llm1, MiniMax-M2, Hy3 and ERNIE 4.5. A family here is a row: what it is like, transformers'
+dots.llm1, MiniMax-M2 and Hy3. A family here is a row: what it is like, transformers'
 defaults of absent keys, and what is rewritten.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from jaxspec.config.experts import ExpertNames, ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
@@ -32,7 +31,7 @@ from jaxspec.models.families.routed import (
 )
 from jaxspec.models.families.windows import optional_windows
 from jaxspec.models.json.keys import words
-from jaxspec.models.json.values import is_integer, is_positive_integer, shown
+from jaxspec.models.json.values import is_positive_integer, shown
 
 # Latent attention, as DeepSeek-V3's.
 
@@ -264,48 +263,8 @@ HY_V3 = Family(
         (r"\.mlp\.router\.gate\.", ".mlp.gate."),
         (r"\.mlp\.(expert_bias|e_score_correction_bias)$", ".mlp.gate.e_score_correction_bias"),
         (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+        # Of its MTP layer.
+        (r"\.final_layernorm\.", ".shared_head.norm."),
+        (r"\.shared_head\.weight$", ".shared_head.head.weight"),
     ),
-    left_out=(r"^model\.layers\.{layers}\.",),  # an MTP layer with a norm that no other has
-)
-
-
-def _few(hf: Keys) -> Callable[[int], bool]:
-    """Which layers have experts in ERNIE: every few from a first one to a last one. Raises
-    ValueError for what is no layer."""
-    names = ("moe_layer_start_index", "moe_layer_end_index")
-    for name in names:
-        if not is_integer(hf[name]) or hf[name] < -1:
-            raise ValueError(f"{name} must be an integer from -1 on, got {shown(hf[name])}")
-    first, last = (hf[name] for name in names)
-    last = hf["num_hidden_layers"] - 1 if last == -1 else last
-    return lambda i: first <= i <= last and (i + 1) % hf["moe_layer_interval"] == 0
-
-
-def _read_ernie(hf: Keys) -> ModelConfig:
-    """A softmax router with a correction for the choice."""
-    routing = RoutingConfig(
-        hf["moe_num_experts"], hf["moe_k"], "softmax", normalize=True, correction=True
-    )
-    width = hf["moe_intermediate_size"]
-    experts = ExpertsConfig(width, routing, shared_size=hf["moe_num_shared_experts"] * width)
-    attention = dataclasses.replace(attention_of(hf, rope_of(hf)), interleaved=True)
-    return with_experts(hf, attention, experts, _few(hf))
-
-
-ERNIE4_5_MOE = Family(
-    "Ernie4_5_MoeForCausalLM",
-    _read_ernie,
-    keys=words("moe_capacity moe_norm_min"),
-    defaults=sizes(103424, 2560, 12288, 28, 20, 4, 131072)
-    | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
-    | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
-    | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
-    | {"moe_layer_interval": 1},
-    fixed={
-        "use_bias": (None, False),
-        "moe_gate": (None, "topk"),
-        "moe_use_aux_free": (None, True),
-    },
-    renames=((r"\.moe_statics\.e_score_correction_bias$", ".gate.e_score_correction_bias"),),
-    left_out=(r"^model\.mtp_",),
 )

@@ -66,7 +66,7 @@ class MtpFront(Pytree):
 
     @property
     def norm_name(self) -> str:
-        return f"{self.names.prefix}{self.names.norm}.weight"
+        return self.names.norm_name
 
     @property
     def lm_head_name(self) -> str:

@@ -7,8 +7,11 @@ from collections.abc import Collection
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig
 
+NORM = "model.norm.weight"  # the model's final norm
+
 _JOINED = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 _OF_MIMO = re.compile(r"(model\.mtp_layers\.\d+\.)input_proj\.weight")
+_OF_ERNIE = re.compile(r"(model\.mtp\.\d+\.)linear_proj\.weight")
 _OF_NEMOTRON = re.compile(r"(mtp\.)layers\.0\.eh_proj\.weight")
 
 
@@ -19,7 +22,8 @@ class MtpNames:
     Attributes:
       prefix: of all its tensors.
       layer: prefix of those of the transformer layer.
-      embed_norm, hidden_norm, fc, norm: the rest of the others' names, without ``weight``.
+      embed_norm, hidden_norm, fc, norm: the rest of the others' names, without ``weight``. ``norm``
+        None: the layer's last norm is the model's.
       hidden_first: the projection reads the hidden state before the embedding.
       copies: tensors that repeat the target's embeddings and LM head. They are not read.
       lm_head: the rest of the name of an LM head that may have other values than the target's, and
@@ -31,13 +35,20 @@ class MtpNames:
     embed_norm: str
     hidden_norm: str
     fc: str
-    norm: str
+    norm: str | None
     hidden_first: bool = False
     copies: tuple[str, ...] = ()
     lm_head: str | None = None
 
+    @property
+    def norm_name(self) -> str:
+        """The whole name of the layer's last norm."""
+        return NORM if self.norm is None else f"{self.prefix}{self.norm}.weight"
+
     def have(self, name: str) -> bool:
         """Whether a tensor is of this layer, and not of another MTP layer."""
+        if name == self.norm_name:
+            return True
         others = name.startswith(f"{self.prefix}layers.") and not name.startswith(self.layer)
         return name.startswith(self.prefix) and not others
 
@@ -72,6 +83,16 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 norm="final_layernorm",
                 hidden_first=True,
             )
+        case "ernie":
+            prefix = f"model.mtp.{index}."
+            return MtpNames(
+                prefix,
+                layer=f"{prefix}block.",
+                embed_norm="emb_norm",
+                hidden_norm="hidden_norm",
+                fc="linear_proj",
+                norm=None,
+            )
         case "nemotron":
             return MtpNames(
                 prefix="mtp.",
@@ -102,10 +123,10 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Those of MTP layers, which are no part of the model: those that the config names, layers
-    after the model's own that have an ``eh_proj``, and MiMo's and Nemotron's even if the config
-    counts none."""
+    after the model's own that have an ``eh_proj``, and ERNIE's, MiMo's and Nemotron's even if the
+    config counts none."""
     prefixes = set() if config.mtp is None else {*mtp_prefixes(config.mtp, config.num_layers)}
-    for joined in (_JOINED, _OF_MIMO, _OF_NEMOTRON):
+    for joined in (_JOINED, _OF_ERNIE, _OF_MIMO, _OF_NEMOTRON):
         prefixes |= {match[1] for name in names if (match := joined.fullmatch(name))}
     prefixes -= {f"model.layers.{index}." for index in range(config.num_layers)}
     return {name for name in names if name.startswith(tuple(prefixes))}
