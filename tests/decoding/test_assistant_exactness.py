@@ -48,6 +48,8 @@ def saved(directory: Path, family: str, *, ordered: bool) -> tuple[Path, Path]:
         ("gemma4", False, {"mesh": {"tensor_parallel": 2}}),
         ("gemma4", False, {"mesh": {"tensor_parallel": 4}}),  # KV heads are repeated
         ("gemma4", False, {"mesh": {"sequence_parallel": 2}}),
+        ("gemma4-experts", False, {}),
+        ("gemma4-experts", True, {"mesh": {"tensor_parallel": 2}}),
         ("gemma4-small", True, {"mesh": {"tensor_parallel": 2}}),
         ("gemma4-small", True, {"mesh": {"tensor_parallel": (2, 2)}}),
         ("gemma4-small", True, {"drafter_bits": 4}),

@@ -153,6 +153,8 @@ CASES = (
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
     *((family, "draft_model tree") for family in DENSE),
     *(("gemma4", f"assistant {shape}") for shape in ("chain", "tree", "wide tree")),
+    *(("gemma4-experts", f"assistant {shape}") for shape in ("chain", "tree")),
+    ("gemma4-experts", "ordered tree"),
     *(("gemma4-small", f"{kind} tree") for kind in ("assistant", "ordered")),
     *((family, "eagle1 tree") for family in ("gemma", "olmo2")),
     *(

@@ -19,7 +19,7 @@ from jaxspec.models.from_config.assistant import assistant_config
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.heads.assistant import Assistant, OrderedConfig
 from tests.helpers.checkpoints import changed_copy, save_random_model
-from tests.helpers.gemma4_checkpoints import ASSISTANT, DENSE, SMALL
+from tests.helpers.gemma4_checkpoints import ASSISTANT, DENSE, EXPERTS, SMALL
 from tests.helpers.parity import load
 
 LENGTH, PAGE = 24, 5  # of the text, which is longer than the window, and of pages
@@ -102,7 +102,7 @@ def ours(target: Decoder, assistant: Assistant, tokens: list[int]) -> list[np.nd
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("sizes", [DENSE, SMALL], ids=["dense", "small"])
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS, SMALL], ids=["dense", "experts", "small"])
 def test_steps_are_those_of_transformers(tmp_path: Path, sizes: dict[str, Any], ordered: bool):
     big = save_random_model(tmp_path / "target", transformers.Gemma4TextConfig(**sizes))
     keys = KEYS | {"use_ordered_embeddings": ordered, "text_config": text(sizes)}

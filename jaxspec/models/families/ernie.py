@@ -1,5 +1,5 @@
-"""ERNIE 4.5, dense and with experts: Llama's layers, which rotate neighbours in a head together, and
-MTP layers."""
+"""ERNIE 4.5, dense and with experts: layers as Llama has them, which rotate neighbours in a head
+together, and MTP layers."""
 
 import dataclasses
 from collections.abc import Callable
