@@ -107,6 +107,7 @@ def read_compressed_tensors(
     schemes = read_schemes(config)
 
     def packed(module: str) -> dict[str, CheckpointTensor]:
+        _check_not_of_all(part_of(stored, module, PARTS[0]))
         if part_of(stored, module, PARTS[0]).dtype == "U8":
             _scheme_of(schemes, module, "4-bit floats")
             return _float4(stored, module)
@@ -272,6 +273,15 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
         tensors[f"{module}.rounds"] = marker(words)
     mixed = mixed_groups(stored.get(f"{module}.weight_g_idx"), size, groups)
     return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
+
+
+def _check_not_of_all(packed: CheckpointTensor) -> None:
+    """Raise ValueError for a tensor of all experts."""
+    if len(packed.shape) == 3:
+        raise ValueError(
+            f"{packed.name} is {list(packed.shape)}, of all experts: tensors of each expert are "
+            "read of compressed-tensors, and of all experts those of ModelOpt"
+        )
 
 
 def _check_no_zeros(zeros: CheckpointTensor | None) -> None:

@@ -6,9 +6,10 @@
 - FP8_PER_CHANNEL_PER_TOKEN: ``weight_scale`` [out].
 - MXFP8: ``weight_scale`` U8 [out, in / 32], exponents.
 
-Files of several (MIXED_PRECISION) are read, too: tensors say which a module has. Scales of 8-bit
-caches (``k_scale``, ``v_scale``) are not read. What is said of the quantization stands in
-config.json, or under ``quantization`` in hf_quant_config.json.
+Tensors of all experts: see fused_modelopt.py. Files of several formats (MIXED_PRECISION) are read,
+too: tensors say which a module has. Scales of 8-bit caches (``k_scale``, ``v_scale``) are not read.
+What is said of the quantization stands in config.json, or under ``quantization`` in
+hf_quant_config.json.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any
 from jaxspec.checkpoints.formats.eight_bits import GROUP, float8_module
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import E4M3, factor_of, float4_module
+from jaxspec.checkpoints.formats.fused_modelopt import of_each_expert
 from jaxspec.checkpoints.formats.plain import check_plain
 from jaxspec.checkpoints.formats.views import Tensors, part_of, with_modules
 from jaxspec.models.json.values import shown
@@ -39,6 +41,7 @@ def read_modelopt(config: Mapping[str, Any], stored: Tensors) -> dict[str, Check
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
     content = _checked(config)
+    stored = of_each_expert(stored)
 
     def nvfp4(module: str) -> dict[str, CheckpointTensor]:
         codes, scale, whole = (part_of(stored, module, part) for part in NVFP4)
