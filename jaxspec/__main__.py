@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench together": "compare many requests together with plain decoding, and one at a time",
         "compare-runs": "set the figures of benchmarks side by side, of any devices",
         "profile-round": "show where the time of one round goes",
+        "profile-prompt": "show where the time of reading prompts goes",
         "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",
     }
 )

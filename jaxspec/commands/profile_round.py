@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.checkpoints.load import with_kv_dtype
 from jaxspec.commands.shared.option_types import number
 from jaxspec.commands.shared.run_facts import config_facts, run_facts
+from jaxspec.commands.shared.shape_bench import shape_bench
 from jaxspec.commands.shared.shape_options import add_shape_options, check_head_options
 from jaxspec.commands.shared.shell import (
     command_parser,
@@ -36,7 +35,7 @@ from jaxspec.commands.shared.shell import (
     show_results,
 )
 from jaxspec.evaluation.benchmarks.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
-from jaxspec.evaluation.benchmarks.modes import make_params, parse_mode
+from jaxspec.evaluation.benchmarks.modes import parse_mode
 from jaxspec.evaluation.benchmarks.profile import (
     Cost,
     Profile,
@@ -45,13 +44,10 @@ from jaxspec.evaluation.benchmarks.profile import (
     record,
     summarize,
 )
-from jaxspec.evaluation.benchmarks.random_params import random_decoder, random_head
-from jaxspec.evaluation.benchmarks.rounds import Bench, Workload
-from jaxspec.evaluation.benchmarks.shapes import model_shape
+from jaxspec.evaluation.benchmarks.rounds import Bench
 from jaxspec.evaluation.benchmarks.timing import timed
 from jaxspec.evaluation.number_format import or_blank
-from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
-from pallas_kernels.selection import Kernels
+from jaxspec.parallel import check_divides
 
 NUM_CALLS = 2  # calls under the profiler
 LONG_CALL = 5  # a long call has so many times the rounds of a short one
@@ -84,40 +80,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"no directory {args.plot.parent}")
 
 
-def make_bench(args: argparse.Namespace, progress: Console) -> Bench:
-    """The compiled programs, with random weights."""
-    [mesh] = replica_meshes(1, args.tp, args.sp)
-    mode = parse_mode(args.mode)
-    kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
-    config, dtype = model_shape(args.shape, args.layers), jnp.dtype(args.dtype)
-    workload = Workload(
-        batch=args.batch,
-        context=args.context,
-        rounds=max(1 + LONG_CALL, NUM_CALLS) * args.rounds,
-        page_size=args.page_size,
-        repeats=1,
-    )
-    workload.check_fits(mode, config)
-    progress.print(f"making random weights of {args.shape}")
-    schemes = args.quantization, args.lm_head_quantization
-    experts = args.expert_format
-    target, head = random_decoder(config, dtype, mesh, 0, *schemes, experts), None
-    if mode.speculation:
-        scheme = args.drafter_quantization
-        head = random_head(
-            config,
-            dtype,
-            mesh,
-            1,
-            kind=args.draft_head,
-            quantization=scheme,
-            expert_format=experts,
-        )
-    params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
-    progress.print("compiling")
-    return Bench(mode, params, workload)
-
-
 def profiled(bench: Bench, rounds: int) -> Profile:
     states = [bench.fill(bench.new_state())]
 
@@ -139,7 +101,7 @@ def unprofiled_round_us(bench: Bench, rounds: int) -> float:
 def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
     """The profile, and results for the table and JSON."""
     check(args)
-    bench = make_bench(args, progress)
+    bench = shape_bench(args, max(1 + LONG_CALL, NUM_CALLS) * args.rounds, progress)
     progress.print("warming up")
     jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
     unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))

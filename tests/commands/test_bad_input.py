@@ -18,6 +18,7 @@ DEFAULTS = {
     "bench serving": f"{TINY} --page-size 8",
     "eval-drafter": "--data {sources} --prompt-tokens 16 --prompts 2",
     "profile-round": f"{TINY} --page-size 16",
+    "profile-prompt": f"{TINY} --page-size 16",
 }
 CASES = [
     ("bench adaptive", "--new-tokens 1", "--new-tokens must be at least 2"),
@@ -105,6 +106,8 @@ CASES = [
     ("profile-round", "--sp 0", "parallel sizes must be >= 1"),
     ("profile-round", "--sp 3", "--page-size 16 cannot be split over 3 devices; it can over 1, 2"),
     ("profile-round", "--kernels all", "the kernels are for Hopper GPUs"),
+    ("profile-prompt", "--mode plain --draft-head dspark", "--draft-head would do nothing"),
+    ("profile-prompt", "--sp 3", "--page-size 16 cannot be split over 3 devices; it can over"),
     ("profile-round", "--plot /no/such/folder/plot.png", "no directory /no/such/folder"),
 ]
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 # Names given with jax.named_scope: phases of a round, and parts of a model's work.
 PHASES = ("draft", "verify", "accept", "compact")
 ROPE_PARTS = ("rope", "kv_write", "rope_kv_write")
-LAYER_PARTS = ("norm", "qkv", *ROPE_PARTS, "attention", "o", "mlp", "activation")
+MIXER_PARTS = ("indexer", "attention", "delta_rule", "state_space", "short_conv")
+LAYER_PARTS = ("norm", "qkv", *ROPE_PARTS, *MIXER_PARTS, "o", "mlp", "activation", "streams")
 PARTS = ("embed", "fc", *LAYER_PARTS, "lm_head", "sample")
 OTHER = "other"
 

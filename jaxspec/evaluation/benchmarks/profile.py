@@ -114,7 +114,7 @@ def profile_rounds(
     for index, (start, stop) in enumerate(itertools.pairwise(starts), 1):
         inside, end_ns = events[start:stop], events[stop].start_ns
         if index % rounds_per_call:
-            spans = tuple(_spans(inside, loop.scopes(inside)))
+            spans = tuple(spans_of(inside, loop.scopes(inside)))
             length_us = 1e-3 * (end_ns - inside[0].start_ns)
             rounds.append(Round(spans, length_us, _longest_gap(inside, end_ns)))
         else:
@@ -229,7 +229,8 @@ def _runs(indices: Sequence[int]) -> list[list[int]]:
     return [[index for _, index in run] for _, run in by_offset]
 
 
-def _spans(events: Sequence[Event], scopes: Sequence[Scope]) -> Iterator[Span]:
+def spans_of(events: Sequence[Event], scopes: Sequence[Scope]) -> Iterator[Span]:
+    """The spans of events, in order of their start, from the first one's start on."""
     origin = done = events[0].start_ns
     for event, scope in zip(events, scopes, strict=True):
         end = event.start_ns + event.duration_ns

@@ -219,6 +219,10 @@ class Bench:
         """The text of the compiled decode program."""
         return self._decode.as_text() or ""
 
+    def prompt_program_text(self) -> str:
+        """The text of the compiled program that reads prompts."""
+        return self._prefill.as_text() or ""
+
     def new_state(self, repeat: int = 0) -> EngineState:
         """A state with the prompts admitted, with the shardings of the programs' results.
 

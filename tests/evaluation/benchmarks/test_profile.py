@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.evaluation.benchmarks.hlo import Program, Scope, count_by_scope, parse_scope
 from jaxspec.evaluation.benchmarks.profile import Event, profile_rounds, summarize
+from jaxspec.evaluation.benchmarks.prompt_profile import kind_of, profile_prompt
 
 # Two equal products (draft, verify) run one kernel; that of `o` was split by XLA, which left it
 # without a name; the attention is a library's; the copy has no name at all.
@@ -170,3 +171,40 @@ def test_lines_are_counted_by_their_scope():
     assert named == {f"dot {scope}": 1 for scope in dots} | {"multiply verify/norm": 2}
     assert list(named) == sorted(named)
     assert count_by_scope(HLO, re.compile("all-reduce")) == {}
+
+
+def test_the_reading_of_prompts_is_divided_by_kernels():
+    """Kernels outside of CUDA graphs say which instruction launched them."""
+    launched = [
+        ("gemm_fusion_dot_1", "gemm_fusion_dot.1"),
+        ("flash_kernel", "attention.7"),
+        ("flash_kernel", "attention.7"),
+        ("gemm_fusion_dot_2", ""),
+        ("memset", ""),
+        ("while.4", "while.4"),
+    ]
+    events = [Event(name, op, 12_000 * i, 10_000) for i, (name, op) in enumerate(launched)]
+    profile = profile_prompt(events, Program(HLO))
+    found = {(k.part, k.kernel): (k.us, k.launches) for k in profile.kernels}
+    assert found == {
+        ("mlp", "gemm_fusion_dot"): (20, 2),
+        ("attention", "flash_kernel"): (20, 2),
+        ("other", "memset"): (10, 1),
+    }
+    assert (profile.length_us, profile.gaps_us) == (58, 8)
+    with pytest.raises(ValueError, match="no events of the device"):
+        profile_prompt(events[-1:], Program(HLO))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("loop_fusion_12", "loop_fusion"),
+        ("wrapped_add.3", "wrapped_add"),
+        ("sort_19_1__2", "sort"),
+        ("nvjet_sm90_tst_64x8", "nvjet_sm90_tst_64x8"),
+        ("expert_product_kernel", "expert_product_kernel"),
+    ],
+)
+def test_kinds_of_kernels_have_no_numbers_of_xla(kernel: str, kind: str):
+    assert kind_of(kernel) == kind

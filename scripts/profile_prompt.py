@@ -1,0 +1,8 @@
+"""The command `jaxspec profile-prompt`."""
+
+import sys
+
+from jaxspec.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(["profile-prompt", *sys.argv[1:]]))
