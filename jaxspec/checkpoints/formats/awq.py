@@ -1,7 +1,8 @@
 """AutoAWQ's format GEMM: 4 bits, packed along the outputs in an order of their own.
 
 A module has ``qweight`` int32 [in, out / 8], ``qzeros`` int32 [in / group, out / 8] and ``scales``
-[in / group, out]; w = (q - zero) * scale.
+[in / group, out]; w = (q - zero) * scale. Where the config says ``zero_point: false``, as
+AutoRound's symmetric files do, all zeros are the middle, 8.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ def read_awq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoint
     fields = Fields("quantization_config", config)
     _check_version(fields)
     fields.must_be("bits", BITS, aliases=("w_bit",))
-    fields.must_be("zero_point", True, default=True)
+    has_zeros = fields.flag("zero_point", True)
     fields.must_be("desc_act", False, default=False)
     group = fields.group_size("group_size", aliases=("q_group_size",))
     fields.ignored("quant_method", LIST, "backend", "do_fuse", "exllama_config")
@@ -40,11 +41,23 @@ def read_awq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoint
     fields.check_all_read()
 
     def module_of(module: str) -> dict[str, CheckpointTensor]:
-        return inputs_first_module(stored, module, BITS, group, axis=1, order=ORDER)
+        tensors = inputs_first_module(stored, module, BITS, group, axis=1, order=ORDER)
+        if not has_zeros:
+            _check_middle(tensors.pop(f"{module}.zero"))
+        return tensors
 
     tensors = with_modules(stored, "qweight", INPUTS_FIRST, module_of, ("qzeros",))
     check_plain(config, (LIST,), stored, tensors)
     return tensors
+
+
+def _check_middle(zero: CheckpointTensor) -> None:
+    """Raise ValueError for zeros other than the middle of the range."""
+    if zero.read().any():
+        raise ValueError(
+            f"{zero.file}: {zero.name} has zeros other than the middle, but quantization_config "
+            "says zero_point: false"
+        )
 
 
 def _check_version(fields: Fields) -> None:

@@ -263,7 +263,8 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
         f"{module}.scale": checked_scales(scales, inputs_first=False),
     }
     if scheme.symmetric:
-        _check_no_zeros(stored.get(f"{module}.weight_zero_point"))
+        zeros = stored.get(f"{module}.weight_zero_point")
+        _check_no_zeros(zeros, (outputs, groups), scheme.bits)
     else:
         zeros = part_of(stored, module, "weight_zero_point")
         check_words(zeros, (-(-outputs // count), groups))
@@ -284,12 +285,24 @@ def _check_not_of_all(packed: CheckpointTensor) -> None:
         )
 
 
-def _check_no_zeros(zeros: CheckpointTensor | None) -> None:
-    """Raise ValueError for zero points of a scheme that the config calls symmetric. Some files have
-    them as zeros."""
-    if zeros is not None and np.any(zeros.read()):
+def _check_no_zeros(zeros: CheckpointTensor | None, shape: tuple[int, int], bits: int) -> None:
+    """Raise ValueError for zero points of a scheme that the config calls symmetric, unless all are
+    the middle of the range, which some files store: packed plus 2^(bits - 1) as others are, as
+    numbers plus that, or as zeros.
+
+    ``shape``: outputs and groups.
+    """
+    if zeros is None or not np.any(zeros.read()):
+        return
+    outputs, groups = shape
+    if zeros.dtype == "I32" and zeros.shape == (-(-outputs // per_word(bits)), groups):
+        off = packed_integers(zeros, bits, 0, inputs_first=False, size=outputs).read()
+    else:
+        off = zeros.read().astype(np.int64) - 2 ** (bits - 1)
+    if np.any(off):
         raise ValueError(
-            f"{zeros.name} has zero points, but quantization_config says symmetric: true"
+            f"{zeros.name} has zero points other than the middle, but quantization_config says "
+            "symmetric: true"
         )
 
 

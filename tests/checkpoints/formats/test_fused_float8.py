@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec.checkpoints.formats.compressed_tensors import read_compressed_tensors
 from jaxspec.checkpoints.formats.float8 import read_float8
 from tests.checkpoints.formats.test_float8_experts import CONFIG, EXPERT, InMemory, codes, module
 
@@ -78,30 +77,6 @@ def test_scales_by_two_names_are_named():
     stored = module(EXPERT, 160, 192, weight_scale=np.ones((2, 2), np.float32))
     with pytest.raises(ValueError, match=f"{EXPERT} has weight_scale_inv and weight_scale: keep"):
         read_float8(CONFIG, stored)
-
-
-@pytest.mark.parametrize("zero, message", [(0, None), (1, "zero_point has zero points, but quant")])
-def test_zero_points_of_weights_that_are_symmetric_are_named(zero: int, message: str | None):
-    """Some files have them, all zeros."""
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-    group = {"targets": ["Linear"], "weights": weights | {"symmetric": True}}
-    config = {"format": "pack-quantized", "config_groups": {"group_0": group}}
-    arrays: dict[str, Any] = {
-        "weight_packed": np.ones((16, 4), np.int32),
-        "weight_scale": np.ones((16, 1), np.float32),
-        "weight_shape": np.array([16, 32]),
-        "weight_zero_point": np.full((2, 1), zero, np.int32),
-    }
-    dtypes = {"int32": "I32", "int64": "I64", "float32": "F32"}
-    stored = {
-        f"{EXPERT}.{name}": InMemory(f"{EXPERT}.{name}", array, dtypes[array.dtype.name])
-        for name, array in arrays.items()
-    }
-    if message is None:
-        assert f"{EXPERT}.values" in read_compressed_tensors(config, stored)
-        return
-    with pytest.raises(ValueError, match=message):
-        read_compressed_tensors(config, stored)
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E4M3"])
