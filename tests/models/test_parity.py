@@ -29,7 +29,7 @@ FAST_DENSE = (
     *("qwen3_next", "step3p7"),  # in pages they take many times as long
 )
 # Names and orders of tensors that other families do not have.
-FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe")
+FAST_ALIASES = ("ernie4_5_moe", "qwen3_vl_moe", "axk1")
 # In pages: every kind of norm, rope, scale, cap and mixer, and both ways of naming tensors.
 FAST_PAGED = (
     *("qwen3-biases-windows", "gemma2", "phi4-mini", "olmo3", "smollm3-windows", "granite"),
