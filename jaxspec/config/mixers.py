@@ -165,6 +165,8 @@ class LatentConfig:
       bias: of the projections of the input, and of the output's.
       indexer: tokens attend to the positions that it chooses; None: to all that they see.
       norm_eps: of the norms of latents.
+      gated: what a head attends to is multiplied by a sigmoid of a number of the token, of a
+        projection ``g_proj``.
     """
 
     num_heads: int
@@ -178,6 +180,7 @@ class LatentConfig:
     bias: bool = False
     indexer: IndexerConfig | None = None
     norm_eps: float = 1e-6
+    gated: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, kv_lora_rank=self.latent, scale=self.scale)

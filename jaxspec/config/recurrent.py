@@ -68,6 +68,8 @@ class KimiDeltaConfig:
       lowest: logs of decays are sigmoids times this number, which is below 0; None: minus a
         softplus times the head's rate.
       flat_rates: checkpoints have the heads' rates as a vector.
+      direct: decays and gates are projections of the layer's input; else of vectors of ``head_dim``
+        entries that all heads share.
     """
 
     num_heads: int
@@ -76,6 +78,7 @@ class KimiDeltaConfig:
     folded: int = 32
     lowest: float | None = None
     flat_rates: bool = False
+    direct: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, head_dim=self.head_dim, folded=self.folded)

@@ -168,11 +168,29 @@ GLM = {  # recurrences that forget slowly, and many more pools than are chosen
     "hc_mult": 2,
     "hc_sinkhorn_iters": 3,
 }
+LING: dict[str, Any] = {  # recurrences that forget slowly, and a limit that counts
+    "layer_group_size": 2,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "kda_lower_bound": -0.3,
+    "expert_swiglu_limit_list": [0, 0.1, 0.2],
+    "share_expert_swiglu_limit_list": [0, 0, 0.3],
+}
 # Of MTP layers that are not Qwen's.
 MTP: dict[str, Any] = {"nemotron_h": {"layout": "nemotron", "context": 0.05}}
 WITHOUT_MTP = (
     *("bamba", "one group", "two groups", "granite 4", "falcon_h1", "kimi_linear"),
-    *("glm5_next_text", "lfm2", "lfm2_moe"),
+    *("glm5_next_text", "bailing_hybrid", "lfm2", "lfm2_moe"),
 )
 CONFIGS = {
     "bamba": BAMBA,
@@ -183,6 +201,7 @@ CONFIGS = {
     "nemotron_h": NEMOTRON,
     "kimi_linear": KIMI,
     "glm5_next_text": GLM,
+    "bailing_hybrid": LING,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
     "qwen3_next": EXPERTS,
@@ -292,6 +311,8 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("kimi_linear", "ngram", TREE),
         slow("glm5_next_text", "ngram", CHAIN),
         slow("glm5_next_text", "ngram", TREE),
+        slow("bailing_hybrid", "ngram", CHAIN),
+        slow("bailing_hybrid", "ngram", TREE),
         slow("nemotron_h", "ngram", TREE),
         slow("nemotron_h", "mtp", CHAIN),
         slow("lfm2", "ngram", CHAIN),
@@ -316,6 +337,7 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
         ("falcon_h1", "ngram", TREE),
         ("kimi_linear", "ngram", TREE),
         ("glm5_next_text", "ngram", TREE),
+        ("bailing_hybrid", "ngram", TREE),
         ("nemotron_h", "mtp", TREE),
         ("lfm2", "none", CHAIN),
         ("lfm2", "ngram", TREE),
@@ -358,6 +380,8 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("glm5_next_text", {"tensor_parallel": 2}, TREE),
         slow("glm5_next_text", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("glm5_next_text", {"data_parallel": 2}, CHAIN),
+        slow("bailing_hybrid", {"tensor_parallel": 2}, TREE),
+        slow("bailing_hybrid", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("nemotron_h", {"tensor_parallel": 2}, TREE),
         slow("nemotron_h", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
@@ -404,6 +428,7 @@ def test_caches_of_eight_bits(checkpoint):
         ("falcon_h1", ("ngram",)),
         ("kimi_linear", ("ngram",)),
         ("glm5_next_text", ("ngram",)),
+        ("bailing_hybrid", ("ngram",)),
         ("nemotron_h", ("mtp",)),
         ("lfm2", ("ngram",)),
     ],
@@ -423,8 +448,8 @@ def test_texts_are_deterministic_in_bfloat16(checkpoint, family: str, drafters: 
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3_5_text", "bamba", "falcon_h1", "kimi_linear", "glm5_next_text", "nemotron_h"),
-        "lfm2",
+        *("qwen3_5_text", "bamba", "falcon_h1", "kimi_linear", "glm5_next_text", "bailing_hybrid"),
+        *("nemotron_h", "lfm2"),
     ],
 )
 def test_the_recurrences_matter(checkpoint, family: str):

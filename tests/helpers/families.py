@@ -60,6 +60,23 @@ KIMI: dict[str, Any] = {
     "num_experts_per_token": 3,
     "moe_intermediate_size": 48,
 }
+LING: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_group_size": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 16,
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+}
 RECURRENT = ("bamba", "falcon", "granite4", "kimi", "nemotron")  # which forget each token at once
 GLM = {
     "head_dim": 32,
@@ -289,6 +306,14 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         KIMI
         | {"q_lora_rank": 24, "linear_conv_kernel_dim": 3, "num_expert_group": 4, "topk_group": 2}
         | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True},
+    ),
+    "bailing_hybrid": (transformers.BailingHybridConfig, LING),
+    "bailing_hybrid-unbounded": (
+        transformers.BailingHybridConfig,
+        LING
+        | {"kda_safe_gate": False, "q_lora_rank": None, "short_conv_kernel_size": 3}
+        | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
     "granite4-experts": (
         transformers.GraniteMoeHybridConfig,

@@ -55,8 +55,9 @@ def test_layers_are_as_the_lists_say():
     delta = KimiDeltaConfig(num_heads=2, head_dim=8, taps=3)
     assert [layer.mixer for layer in model.layers[::2]] == [delta] * 2
     latent = model.layers[1].mixer
-    assert isinstance(latent, LatentConfig) and latent.rope.rotary_dim == 0
-    assert latent.rope.head_dim == 4 and latent.scale == 12**-0.5
+    assert isinstance(latent, LatentConfig) and latent.scale == 12**-0.5
+    assert latent.rope is not None
+    assert latent.rope.rotary_dim == 0 and latent.rope.head_dim == 4
     assert [isinstance(layer.mlp, ExpertsConfig) for layer in model.layers] == [False, True, True]
     assert model.is_recurrent and model.max_position == 1048576
 

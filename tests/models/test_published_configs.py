@@ -64,6 +64,9 @@ UNUSED_IN = {
         """first_k_dense_replace full_attn_layers kda_layers index_share_for_mtp_iteration
         indexer_rope_interleave"""
     ),
+    # Rotated entries are told by qk_rope_head_dim, too.
+    "ling-3.0-flash": words("embedding_dropout linear_silu mtp_loss_scaling_factor output_dropout")
+    | words("partial_rotary_factor rotary_dim router_dtype use_qk_norm"),
     "granite-4.0-micro": words(
         """mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand
         mamba_n_groups mamba_n_heads mamba_proj_bias init_method num_experts_per_tok"""
@@ -180,6 +183,7 @@ EXPECTED = {
     "kimi-linear-48b-a3b-instruct": Facts(
         27, 163840, 1048576, 32, 1, 192, "default", (256, 8), recurrent=20
     ),
+    "ling-3.0-flash": Facts(42, 157184, 262144, 32, 1, 192, "default", (512, 8), recurrent=35),
     "lfm2-1.2b": Facts(16, 65536, 128000, 32, 8, 64, "default", recurrent=10),
     "lfm2-8b-a1b": Facts(24, 65536, 128000, 32, 8, 64, "default", (32, 4), recurrent=18),
     "lfm2-350m-saved-by-transformers": Facts(16, 65536, 128000, 16, 8, 64, "default", recurrent=10),

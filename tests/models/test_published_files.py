@@ -168,7 +168,7 @@ def sizes(config: ModelConfig) -> tuple[int, ...]:
     mixers = (mixer for layer in config.layers for mixer in layer.mixers)
     mixer = next(one for one in mixers if not isinstance(one, RecurrentConfig))
     if isinstance(mixer, LatentConfig):
-        return config.num_layers, mixer.num_heads, 1, mixer.key_dim + mixer.rope.head_dim
+        return config.num_layers, mixer.num_heads, 1, mixer.query_dim
     assert isinstance(mixer, AttentionConfig)
     return config.num_layers, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
 

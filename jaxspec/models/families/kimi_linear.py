@@ -25,7 +25,7 @@ from jaxspec.models.json.values import is_integer, is_positive_integer, shown
 
 LINEAR = "linear_attention"
 # What files call keys that other families have.
-_READ_AS = MappingProxyType(
+READ_AS = MappingProxyType(
     {
         "model_max_length": "max_position_embeddings",
         "moe_renormalize": "norm_topk_prob",
@@ -52,7 +52,7 @@ def _by_common_names(raw: Keys) -> Keys:
     Raises ValueError for two names that contradict each other, and for unknown keys.
     """
     renamed = dict(raw)
-    for key, common in _READ_AS.items():
+    for key, common in READ_AS.items():
         if key in raw:
             renamed[common] = renamed.pop(key)
             if common in raw:
@@ -109,6 +109,7 @@ def _attention(hf: Keys) -> LatentConfig:
     """Neither ``head_dim`` nor what is said of a rotation is read."""
     plain: dict[str, Any] = {"head_dim": None, "rope_scaling": None, "rope_parameters": None}
     latent = latent_of({**hf, **plain})
+    assert latent.rope is not None
     return dataclasses.replace(latent, rope=without_rope(latent.rope))
 
 
@@ -125,7 +126,7 @@ def _read(hf: Keys) -> ModelConfig:
 KIMI_LINEAR = Family(
     "KimiLinearForCausalLM",
     _read,
-    keys=words("attention_bias") | _READ_AS.keys(),
+    keys=words("attention_bias") | READ_AS.keys(),
     defaults=dict(DEEPSEEK_V3.defaults)
     | sizes(163840, 2304, 9216, 27, 32, 32, 1048576)
     | {"eos_token_id": 163586, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 0}

@@ -129,7 +129,7 @@ def _sliding_heads(hf: Keys, kinds: list[str]) -> int:
     return heads
 
 
-def _limit(hf: Keys, key: str, index: int) -> LimitedSwiglu | None:
+def limit_of(hf: Keys, key: str, index: int) -> LimitedSwiglu | None:
     """The limits of a layer's activation. Raises ValueError for what is no number from 0 on."""
     value = (_entries(hf, key) or [])[index : index + 1] or [0]
     if value[0] in (None, 0):
@@ -194,14 +194,14 @@ def _read(hf: Keys) -> ModelConfig:
     have_experts = _have_experts(hf, count + (mtp.num_layers if mtp else 0))
 
     def mlp(index: int) -> DenseConfig | ExpertsConfig:
-        shared = _limit(hf, "swiglu_limits_shared", index)
+        shared = limit_of(hf, "swiglu_limits_shared", index)
         if not have_experts(index):  # the limits are those of a shared expert
             return DenseConfig(hf["intermediate_size"], activation=shared or "silu")
         return ExpertsConfig(
             hf["moe_intermediate_size"],
             routing,
             shared_size=hf["share_expert_dim"],
-            activation=_limit(hf, "swiglu_limits", index),
+            activation=limit_of(hf, "swiglu_limits", index),
             shared_activation=shared,
             fused="stacked",
         )

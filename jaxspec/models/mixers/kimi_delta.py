@@ -25,13 +25,14 @@ class KimiDelta(Pytree):
     """Weights of one layer of G heads of D entries. What is no matrix is float32, but for the
     convolution.
 
-    Decays and gates are projections of vectors of D entries, which all heads share.
+    Decays and gates are projections of vectors of D entries, which all heads share, or of the
+    layer's input.
     """
 
     qkvb: Linear  # [in, G, 3 * D + 1]: query, key and value, which the convolution reads; strength
-    fg_in: Linear  # [in, 2, D]: to the vectors of decays and of gates
-    f: Linear  # [D, G, D]
-    g: Linear  # [D, G, D]
+    fg_in: Linear | None  # [in, 2, D]: to the vectors of decays and of gates
+    f: Linear  # [D, G, D], or [in, G, D]
+    g: Linear  # [D, G, D], or [in, G, D]
     taps: Array = array("length", "kv_heads", "group")  # [K, G, 3 * D], the token's own last
     dt_bias: Array = array("kv_heads", "head_dim")  # [G, D]
     a_log: Array = array("kv_heads")  # [G]
@@ -49,15 +50,21 @@ class KimiDelta(Pytree):
         """
         check_whole_sequences(step.layout)
         qkvb = self.qkvb.product(x, "qkvb").result(step.layout, step.kernels)
-        shared = self.fg_in.product(x, "fg").result(step.layout, step.kernels)
         decays, gates = (
-            linear.product(shared[..., part, :], "fg").result(step.layout, step.kernels)
-            for part, linear in enumerate((self.f, self.g))
+            linear.product(source, "fg").result(step.layout, step.kernels)
+            for source, linear in zip(self._sources(x, step), (self.f, self.g), strict=True)
         )
         with jax.named_scope("delta_rule"):
             out, state = self._mixed(qkvb, decays, state, step)
             out = self._gated(out[..., 0, :], gates, step.eps).astype(x.dtype)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
+
+    def _sources(self, x: Array, step: ForwardPass) -> tuple[Array, Array]:
+        """What decays and gates are projections of."""
+        if self.fg_in is None:
+            return x, x
+        shared = self.fg_in.product(x, "fg").result(step.layout, step.kernels)
+        return shared[..., 0, :], shared[..., 1, :]
 
     def _mixed(
         self, qkvb: Array, decays: Array, state: DeltaState | None, step: ForwardPass
@@ -109,14 +116,15 @@ class KimiDelta(Pytree):
         inside = f"{module}."
         parts = [Part(f"{inside}{name}_proj", size) for name in "qkv"]
         taps = Grouped(tuple(Part(f"{inside}{name}_conv1d", size) for name in "qkv"))
+        last = "" if self.fg_in is None else "_b"
         rates = One(module) if self.config.flat_rates else OfHeads(One(module))
         return self.replace(
             qkvb=tensor_map.linear(self.qkvb, Grouped((*parts, Part(f"{inside}b_proj", 1)))),
             fg_in=tensor_map.linear(
                 self.fg_in, Stacked((f"{inside}f_a_proj", f"{inside}g_a_proj"))
             ),
-            f=tensor_map.linear(self.f, Grouped((Part(f"{inside}f_b_proj", size),))),
-            g=tensor_map.linear(self.g, Grouped((Part(f"{inside}g_b_proj", size),))),
+            f=tensor_map.linear(self.f, Grouped((Part(f"{inside}f{last}_proj", size),))),
+            g=tensor_map.linear(self.g, Grouped((Part(f"{inside}g{last}_proj", size),))),
             taps=tensor_map.of_source(Depthwise(taps), "weight", self.taps),
             dt_bias=tensor_map.of_source(Grouped((Part(module, size),)), "dt_bias", self.dt_bias),
             a_log=tensor_map.of_source(rates, "A_log", self.a_log),
@@ -134,12 +142,16 @@ def kimi_delta_shape(
     """
     heads, size = config.num_heads, config.head_dim
     check_divides("heads of linear attention", heads, shards.of("kv_heads"))
-    of_heads, from_shared = ("hidden", "kv_heads", "group"), ("features", "kv_heads", "head_dim")
+    of_heads, inputs = ("hidden", "kv_heads", "group"), input_size if config.direct else size
+    of_gates = "hidden" if config.direct else "features", "kv_heads", "head_dim"
+    fg_in = None
+    if not config.direct:
+        fg_in = linear_shape(("hidden", "two", "features"), (input_size, 2, size), dtype)
     return KimiDelta(
         qkvb=linear_shape(of_heads, (input_size, heads, 3 * size + 1), dtype),
-        fg_in=linear_shape(("hidden", "two", "features"), (input_size, 2, size), dtype),
-        f=linear_shape(from_shared, (size, heads, size), dtype),
-        g=linear_shape(from_shared, (size, heads, size), dtype),
+        fg_in=fg_in,
+        f=linear_shape(of_gates, (inputs, heads, size), dtype),
+        g=linear_shape(of_gates, (inputs, heads, size), dtype),
         taps=array_shape(config.taps, heads, 3 * size, dtype=dtype),
         dt_bias=array_shape(heads, size, dtype=jnp.float32),
         a_log=vector(heads, jnp.float32),

@@ -25,7 +25,7 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.config.mixers import LatentConfig
-from jaxspec.models.attention_heads import LatentHeads
+from jaxspec.models.attention_heads import LatentHeads, times
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.mixers.indexer import Indexer, indexer_shape
@@ -48,6 +48,7 @@ class LatentAttention(Pytree):
       key_up, value_up: from the latent to all heads' keys [Q, key_dim] and values [Q, value_dim].
         One tensor in checkpoints; two here, as no product reads both.
       indexer: None: tokens attend to all positions, or to those that an earlier layer chose.
+      gate: to a number for each head [Q], whose sigmoid multiplies its values; None: there is none.
     """
 
     q_in: Linear | None
@@ -59,6 +60,7 @@ class LatentAttention(Pytree):
     value_up: Linear
     o: Linear
     indexer: Indexer | None = None
+    gate: Linear | None = None
     config: LatentConfig = static()
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
@@ -103,6 +105,9 @@ class LatentAttention(Pytree):
             chosen=chosen if config.indexer else None,
         )
         values, state = step.attend(state, heads, None)
+        if self.gate is not None:
+            gates = self.gate.product(x, "gate").result(step.layout, step.kernels)
+            values = times(values, jax.nn.sigmoid(gates.astype(jnp.float32))[..., None])
         flat = values.reshape(*x.shape[:2], -1)
         return self.o.product(flat, "o"), state, chosen
 
@@ -145,6 +150,7 @@ class LatentAttention(Pytree):
             value_up=tensor_map.linear(self.value_up, HeadPart(up, size, last=True)),
             o=tensor_map.linear(self.o, One(f"{module}o_proj")),
             indexer=self.indexer and self.indexer.mapped(f"{module}indexer.", tensor_map),
+            gate=tensor_map.linear(self.gate, One(f"{module}g_proj")),
         )
 
 
@@ -164,7 +170,9 @@ def latent_shape(
             ("hidden", "features"), (hidden_size, compressed), dtype, bias=config.bias
         )
         q = linear_shape(("features", "kv_heads"), (compressed, queries), dtype)
-    up, indexer = ("features", "kv_heads", "head_dim"), None
+    up, indexer, gate = ("features", "kv_heads", "head_dim"), None, None
+    if config.gated:
+        gate = linear_shape(("hidden", "kv_heads"), (hidden_size, heads), dtype)
     if config.index_dim:
         assert config.indexer is not None and compressed is not None
         indexer = indexer_shape(config.indexer, hidden_size, compressed, dtype)
@@ -182,5 +190,6 @@ def latent_shape(
             ("heads", "hidden"), (heads * config.value_dim, hidden_size), dtype, bias=config.bias
         ),
         indexer=indexer,
+        gate=gate,
         config=config,
     )
