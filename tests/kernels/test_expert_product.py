@@ -81,6 +81,14 @@ def test_interpreted_two_warpgroups_multiply():
     assert_exact(run_interpreted(arguments, case, ExpertTuning(warpgroups=2)), case, arguments)
 
 
+@pytest.mark.slow
+def test_interpreted_rows_of_prompts_are_multiplied():
+    """So many pairs are sorted; some are of experts that other devices have."""
+    case = Case(1030, 4, 6, 64, 64, missing=2)
+    arguments = make_arguments(case)
+    assert_exact(run_interpreted(arguments, case), case, arguments)
+
+
 @pytest.mark.slow  # by default: every pair has a lane of its own, below
 @pytest.mark.parametrize("case", [Case(5, 2, 4, 128, 64), Case(20, 2, 4, 128, 64)], ids=str)
 def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):

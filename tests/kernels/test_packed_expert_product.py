@@ -199,6 +199,15 @@ def test_it_lowers_for_cuda(case: Case):
     lowered(function, *jax.eval_shape(lambda: make_arguments(case)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_interpreted_rows_of_prompts_are_multiplied(form: str):
+    """So many pairs are sorted; some are of experts that other devices have."""
+    case = Case(1030, 4, 6, 128, 64, missing=2, form=form)
+    arguments = make_arguments(case, 0)
+    assert_widened_exact(run_interpreted(arguments, case), case, arguments)
+
+
 # Of prompts: pairs are sorted.
 MANY_ROWS = tuple(Case(MOST_ROWS, 2, 32, 128, 64, form=form) for form in ("fp8", "mxfp4", "int4"))
 
