@@ -256,6 +256,11 @@ def test_a_pattern_of_letters_says_which_layers_have_windows():
             {"num_nextn_predict_layers": 1, "mtp_layer_types": []},
             "mtp_layer_types must be 1 of full_attention and sliding_attention, got []",
         ),
+        (
+            "exaone_moe",
+            {"swiglu_limits": [7.0]},
+            "swiglu_limits = [7.0] is not supported, only None",
+        ),
         ("mellum", {"rope_parameters": {}}, "rope_parameters must have full_attention and sliding"),
         ("mellum", {"mtp_layer_types": ["full_attention"]}, "only ['sliding_attention']"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported, only None"),

@@ -121,7 +121,9 @@ EXAONE_MOE = Family(
     | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}
     | {"num_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
     | {"n_group": 1, "topk_group": 1, "mtp_layer_types": None},
-    fixed={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
+    fixed={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+    # Limits of activations and windows by layer, which exaone_moe.py of vLLM knows.
+    | dict.fromkeys(("swiglu_limits", "sliding_windows", "mtp_sliding_windows"), (None,)),
     rewrite=_kinds_of_mlps,
     published_as="ExaoneMoEForCausalLM",
     renames=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),
