@@ -1,6 +1,8 @@
 """Kimi delta attention: a delta rule with a decay of each channel, a causal convolution before it,
 as in Kimi Linear (arXiv 2510.26692)."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -59,12 +61,13 @@ class KimiDelta(Pytree):
             out = self._gated(out[..., 0, :], gates, step.eps).astype(x.dtype)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
-    def _sources(self, x: Array, step: ForwardPass) -> tuple[Array, Array]:
+    def _sources(self, x: Array, step: ForwardPass) -> Iterator[Array]:
         """What decays and gates are projections of."""
         if self.fg_in is None:
-            return x, x
+            yield from (x, x)
+            return
         shared = self.fg_in.product(x, "fg").result(step.layout, step.kernels)
-        return shared[..., 0, :], shared[..., 1, :]
+        yield from (shared[..., part, :] for part in range(2))
 
     def _mixed(
         self, qkvb: Array, decays: Array, state: DeltaState | None, step: ForwardPass
@@ -74,22 +77,24 @@ class KimiDelta(Pytree):
         channels = qkvb[..., :-1]
         where, read = convolved(self, channels, state, step)
         q, k, v = jnp.split(jax.nn.silu(read), 3, axis=-1)
+        steps = decays.astype(jnp.float32) + self.dt_bias
+        if self.config.lowest is None:
+            steps = jax.nn.softplus(steps)
         inputs = ChannelInputs(
             k=unit_length(k),
             v=v[..., None, :],
-            g=self._log_decays(decays),
+            g=self._log_decays(steps),
             beta=jax.nn.sigmoid(qkvb[..., -1:].astype(jnp.float32)),
         )
         q = unit_length(q) / self.config.head_dim**0.5
         return where.read(state, q, DeltaNodes(inputs=inputs, channels=channels), step.kernels)
 
-    def _log_decays(self, decays: Array) -> Array:
-        """Logs float32 [B, T, G, D] of the channels' decays, of their projections."""
-        steps, rates = decays.astype(jnp.float32) + self.dt_bias, jnp.exp(self.a_log)[:, None]
+    def _log_decays(self, steps: Array) -> Array:
+        """Logs float32 [B, T, G, D] of the channels' decays, of their steps."""
         lowest = self.config.lowest
         if lowest is None:
-            return -rates * jax.nn.softplus(steps)
-        return lowest * jax.nn.sigmoid(rates * steps)
+            return -jnp.exp(self.a_log)[:, None] * steps
+        return lowest * jax.nn.sigmoid(jnp.exp(self.a_log)[:, None] * steps)
 
     def _gated(self, out: Array, gates: Array, eps: float) -> Array:
         """The normed outputs times a sigmoid of their gates: float32 [B, T, G, D]."""
