@@ -10,6 +10,7 @@ What follows the layers, or a head that reads hidden states, gets the mean of th
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -158,7 +159,9 @@ def doubly_stochastic(scores: Array, config: StreamsConfig) -> Array:
     their sums in turn, columns first and last."""
 
     def divided(matrix: Array, axis: int) -> Array:
-        return matrix / (jnp.sum(matrix, axis=axis, keepdims=True) + config.eps)
+        # Written out, a sum of few entries is fused with what reads it, and a reduction is not.
+        total = functools.reduce(jnp.add, jnp.split(matrix, config.count, axis))
+        return matrix / (total + config.eps)
 
     def step(_: Array, matrix: Array) -> Array:
         return divided(divided(matrix, -1), -2)

@@ -28,6 +28,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
+from jaxspec.models.pipeline_cut import pipeline_shapes
 from jaxspec.models.streams import doubly_stochastic
 from jaxspec.models.tensors import joining, splitting
 from tests.helpers.checkpoints import save_tensors
@@ -174,6 +175,14 @@ def test_layers_of_several_streams_have_nothing_besides():
         LayerConfig(layer.mixer, layer.mlp, "after", streams=layer.streams)
     with pytest.raises(ValueError, match="has a mixer and an MLP"):
         LayerConfig(layer.mixer, None, streams=layer.streams)
+
+
+def test_no_stage_sends_several_streams():
+    """Of a model without recurrent layers, which are refused before."""
+    attending = {"layer_types": ["indexed_attention"] * 4, "linear_attn_config": None}
+    config = parse_model_config(TEXT | attending)
+    with pytest.raises(ValueError, match="more of a token than one residual stream, cannot be"):
+        pipeline_shapes(config, jnp.dtype(jnp.float32), [], [])
 
 
 @pytest.mark.slow
