@@ -49,6 +49,7 @@ VISION = {
     "patch_size": 4,
     "projection_intermediate_size": 32,
 }
+# Texts of the second are not longer than what is attended to.
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm5_next": (
         transformers.Glm5NextConfig,
@@ -59,7 +60,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {
             "text_config": TEXT
             | {"linear_lower_bound": None, "attention_bias": True, "index_kpool": 4}
-            | {"index_topk": 8, "hc_mult": 4, "hc_sinkhorn_iters": 20, "n_shared_experts": 2}
+            | {"index_topk": 64, "hc_mult": 4, "hc_sinkhorn_iters": 20, "n_shared_experts": 2}
             | {"indexer_types": ["full"] * 3, "linear_conv_kernel_dim": 3}
             | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
             "vision_config": VISION,
