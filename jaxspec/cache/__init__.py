@@ -1,5 +1,6 @@
 """Layer states: the interface that the engine uses, and the paged KV cache."""
 
+from jaxspec.cache.entries import PagedEntries
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.cache.layer_state import (
     CommittedPath,
@@ -22,6 +23,7 @@ __all__ = [
     "LayerState",
     "LayerStates",
     "ModelState",
+    "PagedEntries",
     "PagedKV",
     "PagedLatent",
     "page_slots",

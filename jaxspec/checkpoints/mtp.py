@@ -227,8 +227,9 @@ def _mtp_config(directory: Path) -> MtpConfig:
     mtp = load_model_config(directory, "MTP layer").mtp
     if mtp is None:
         raise ValueError(
-            f"{directory} has no layers for multi-token prediction: its config.json has no "
-            "num_nextn_predict_layers or mtp_num_hidden_layers above 0; choose another drafter"
+            f"{directory} has no layers for multi-token prediction that are read: its config.json "
+            "has no num_nextn_predict_layers or mtp_num_hidden_layers above 0, or those of its "
+            "model_type are not supported; choose another drafter"
         )
     return mtp
 

@@ -261,6 +261,8 @@ def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
     """Stored dtypes that may be read as ``dtype``: floats are cast, others must be the same."""
     if dtype in FLOATS:
         return FLOAT_DTYPES
+    if dtype == np.int32:  # such as indices, which are small
+        return ("I32", "I64")
     return tuple(name for name, supported in EXACT_DTYPES.items() if supported == dtype)
 
 

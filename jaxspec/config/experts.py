@@ -6,8 +6,9 @@ from typing import Literal
 from jaxspec.config.checks import check_positive
 
 # How a router turns its logits into scores. softmax: over all experts. sigmoid: of each expert.
+# sqrt_softplus: of each expert, the square root of log(1 + exp(logit)).
 # chosen: experts are chosen by their logits, and the softmax is over the chosen ones.
-Scores = Literal["softmax", "sigmoid", "chosen"]
+Scores = Literal["softmax", "sigmoid", "sqrt_softplus", "chosen"]
 
 
 # How checkpoints store a projection of all experts as one tensor. stacked: [E, out, in], the up
@@ -28,6 +29,8 @@ class RoutingConfig:
       correction: a vector is added to the scores for the choice, but not for the weights
         (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
       bias: of the router's logits.
+      token_ids: experts are not chosen: a table has those of so many ids of tokens. Their scores
+        are the router's. None: they are chosen.
     """
 
     num_experts: int
@@ -39,6 +42,7 @@ class RoutingConfig:
     top_groups: int = 1
     correction: bool = False
     bias: bool = False
+    token_ids: int | None = None
 
     def __post_init__(self):
         check_positive(
@@ -58,6 +62,10 @@ class RoutingConfig:
             raise ValueError(f"a group counts by two of its experts, and has {size}")
         if self.top_k > self.top_groups * size:
             raise ValueError(f"{self.top_k} experts cannot be chosen from {self.top_groups * size}")
+        if self.token_ids is not None:
+            check_positive(token_ids=self.token_ids)
+        if self.token_ids is not None and (self.correction or self.scores in ("chosen", "softmax")):
+            raise ValueError("experts of a token's id have scores of their own, not corrected")
         if self.scores == "chosen" and (self.normalize or self.num_groups > 1):
             raise ValueError("a softmax over the chosen experts is normalized, and has no groups")
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.indexer import IndexerConfig
 from jaxspec.config.recurrent import RecurrentConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, YarnRopeScaling
@@ -249,7 +250,9 @@ class LatentConfig:
         """Any tree fits: every node sees all its ancestors."""
 
 
-SingleMixerConfig = AttentionConfig | SharedAttentionConfig | LatentConfig | RecurrentConfig
+SingleMixerConfig = (
+    AttentionConfig | SharedAttentionConfig | LatentConfig | EntryAttentionConfig | RecurrentConfig
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,14 @@ class StreamsConfig:
       iterations: of Sinkhorn and Knopp, which bring sums of rows and columns of a mixing matrix to
         1.
       eps: what keeps its divisors, and the weights of reading, above 0.
+      folded: what follows the layers reads a sum of the streams with weights that depend on the
+        token; else their mean.
     """
 
     count: int
     iterations: int
     eps: float
+    folded: bool = False
 
     def __post_init__(self):
         check_positive(hc_mult=self.count, hc_sinkhorn_iters=self.iterations, hc_eps=self.eps)

@@ -15,6 +15,7 @@ from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
 from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import Heads, IndexHeads, LatentHeads, PassKV, QueryHeads
+from jaxspec.models.entry_heads import EntryHeads, attend_to_entries, dense_attend_to_entries
 from jaxspec.models.sparse_choice import chosen_slots, dense_choice, written_keys
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
@@ -89,6 +90,9 @@ class PagedAttend(Pytree):
             return self._chosen(state, heads)
         if isinstance(heads, LatentHeads):
             return self._latent(state, heads)
+        if isinstance(heads, EntryHeads):
+            how = heads.options(self.first_slot, self.order_invariant)
+            return attend_to_entries(state, heads, self.slots, self.context, how)
         if isinstance(heads, QueryHeads):
             return self.attended(heads.rotated, state, heads, window), state
         return self._of_heads(state, heads, window)
@@ -248,7 +252,7 @@ def _merged(
 
 def dense_causal_attend(
     state: PassKV | None,
-    heads: Heads | LatentHeads | QueryHeads | IndexHeads,
+    heads: Heads | LatentHeads | QueryHeads | IndexHeads | EntryHeads,
     window: int | None,
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> tuple[Any, PassKV | None]:
@@ -256,6 +260,8 @@ def dense_causal_attend(
     for layers that read those of another one: in a PassKV."""
     if isinstance(heads, IndexHeads):
         return dense_choice(heads), state
+    if isinstance(heads, EntryHeads):
+        return dense_attend_to_entries(heads), state
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
     if isinstance(heads, Heads) and heads.chunk is not None:

@@ -5,6 +5,7 @@ Linear, grouped by KV head. Gate and up projections form another. Products contr
 dimension.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.pipeline_stage import Passage, new_passage
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.streams import Fold, FoldedNorm, fold_shape
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.token_inputs import TokenTable, token_table_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE, Axes, Layout, Shards, check_divides
@@ -49,6 +51,8 @@ class Decoder(Pytree):
     Attributes:
       layers: all of them; in a pipeline the last ones (see pipeline_stage.py).
       tokens: makes what layers read of a token besides the residual stream; None: nothing.
+      fold: makes one residual stream of several before the last norm; None: there is one, or what
+        follows reads the mean.
       exchange: memory in which devices add up row-parallel products, or thread blocks meet.
     """
 
@@ -57,6 +61,7 @@ class Decoder(Pytree):
     norm: Array = array("hidden")
     lm_head: Linear | None  # [H, V]; None: tied to embed
     tokens: TokenTable | None = None
+    fold: Fold | None = None
     config: ModelConfig = static()
     layout: Layout = static(default=WHOLE)
     exchange: Array | None = array("peers", "cells", default=None)
@@ -93,6 +98,7 @@ class Decoder(Pytree):
             norm=tensor_map.norm("model.norm.weight", self.norm),
             lm_head=tensor_map.linear(self.lm_head, head),
             tokens=self.tokens and self.tokens.mapped(tensor_map),
+            fold=self.fold and self.fold.mapped("model.", tensor_map),
         )
 
 
@@ -106,7 +112,7 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
     """
     vocab_shards = shards.of("vocab")
     vocab = -(-config.vocab_size // vocab_shards) * vocab_shards
-    hidden, head = config.hidden_size, None
+    hidden, head, streams = config.hidden_size, None, config.layers[0].streams
     check_divides("hidden_size", hidden, shards.of("hidden"))
     if not config.tie_word_embeddings:
         head = linear_shape(("whole_hidden", "vocab"), (hidden, vocab), dtype)
@@ -118,6 +124,7 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
         tokens=token_table_shape(vocab, config.num_layers, config.token_input, hidden, dtype)
         if config.token_input
         else None,
+        fold=fold_shape(streams, hidden) if streams is not None and streams.folded else None,
         config=config,
         layout=shards.layout,
     )
@@ -211,6 +218,8 @@ def run(
     eps, layout = config.rms_norm_eps, layout_of_pass(decoder.layout, attend)
     options: dict[str, Any] = {"isolate_blocks": isolate_blocks, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
+    if not isinstance(tokens, Passage):
+        step = dataclasses.replace(step, token_ids=tokens)
     x = tokens.x if isinstance(tokens, Passage) else _embed_split(decoder, tokens, layout)
     norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
     first = step.norm(x, norms[0])
@@ -220,7 +229,7 @@ def run(
         first,
         states,
         step,
-        decoder.norm,
+        decoder.norm if decoder.fold is None else FoldedNorm(decoder.fold, decoder.norm),
         token_inputs=_token_inputs(decoder, tokens, x, step),
     )
     residuals: dict[int, Any] = tokens.residuals if isinstance(tokens, Passage) else {}

@@ -1,10 +1,11 @@
 """What the layers of a model share during one forward pass.
 
-Of model code only this file, attention.py, sparse_choice.py, readers.py, one_launch.py and
-mlps/slots.py call kernels by operation name. Here are those of norms, activations, experts and the
-search for the largest scores; attention.py calls those that read or write pages, sparse_choice.py
-what stands for them where positions are chosen (it is jnp so far), readers.py norms that round,
-one_launch.py those of several blocks of a layer, and mlps/slots.py those of experts in an engine.
+Of model code only this file, attention.py, sparse_choice.py, entry_heads.py, readers.py,
+one_launch.py and mlps/slots.py call kernels by operation name. Here are those of norms,
+activations, experts and the search for the largest scores; attention.py calls those that read or
+write pages, sparse_choice.py and entry_heads.py what stands for them where positions are chosen or
+entries made (it is jnp so far), readers.py norms that round, one_launch.py those of several blocks
+of a layer, and mlps/slots.py those of experts in an engine.
 Mixers and MLPs name none: they hand Products to the methods of a ForwardPass, and the heads of
 attention_heads.py to its ``attend``. (A Linear has a product of its own, which may be a kernel: see
 linear.py and quantized/.)
@@ -81,6 +82,7 @@ class ForwardPass:
       exchange: memory in which devices add up row-parallel products, on a single device in which
         thread blocks meet (see decoding/all_reduce_buffers.py); or None.
       centred: norms of hidden states subtract the mean first. No kernel does.
+      token_ids: int [B, T], of MLPs whose experts are those of a token's id; None: not known.
     """
 
     attend: Attend
@@ -92,6 +94,16 @@ class ForwardPass:
     isolate_blocks: bool = False
     exchange: Array | None = None
     centred: bool = False
+    token_ids: Array | None = None
+
+    def ids_of_rows(self, count: int) -> Array:
+        """The ids [N] of the pass's tokens. Raises ValueError where they are not known, or are not
+        those of so many rows."""
+        ids = self.token_ids
+        if ids is None or ids.size != count:
+            raise ValueError("experts are those of token ids, which this pass does not have: it "
+                "needs all tokens of a target model on each device")  # fmt: skip
+        return ids.reshape(-1)
 
     def norm(self, x: Array, weight: Array | None) -> Array:
         """The model's norm, of hidden states that may be split."""

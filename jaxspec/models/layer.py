@@ -20,7 +20,7 @@ from jaxspec.models.mlps import Dense, Mlp, mlp_shape
 from jaxspec.models.one_launch import layer_launch
 from jaxspec.models.readers import OneReader
 from jaxspec.models.shapes import vector
-from jaxspec.models.streams import Streams, joined, joined_norm, spread, streams_shape
+from jaxspec.models.streams import FoldedNorm, Streams, joined, joined_norm, spread, streams_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.models.token_inputs import TokenInput, token_input_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
@@ -100,7 +100,7 @@ def run_layers(
     mixer_input: Array,  # [B, T, in] input of the first mixer: x normed, or a wider array
     states: tuple,
     step: ForwardPass,
-    last_norm: Array | None,
+    last_norm: Array | FoldedNorm | None,
     beside: Array | None = None,  # [1, R, H]
     token_inputs: Sequence[Array | None] | None = None,  # [B, T, P] of each layer
 ) -> tuple[list[Array], Array, tuple]:
@@ -110,7 +110,8 @@ def run_layers(
     it. That norm is computed together with the addition before it. ``beside``: rows that each mixer
     reads after the norm, as it reads them in ``mixer_input``; it gives those of x only.
     ``token_inputs``: see models/token_inputs.py. Layers of several residual streams begin with
-    copies of x, and norm what they read by themselves; their mean is the residual stream after.
+    copies of x, and norm what they read by themselves; their mean is the residual stream after,
+    or what a FoldedNorm makes of them.
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """

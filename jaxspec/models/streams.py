@@ -6,7 +6,8 @@ weighted sum of the streams before it, plus a multiple of what the block gives. 
 are numbers of the token: a projection of all its streams, normed together. The matrix of the sums
 is made doubly stochastic, so that streams do not grow from layer to layer.
 
-What follows the layers, or a head that reads hidden states, gets the mean of the streams.
+What follows the layers gets the mean of the streams, or a weighted sum. A head that reads hidden
+states gets the mean.
 """
 
 import dataclasses
@@ -40,12 +41,15 @@ def joined(streams: Array) -> Array:
     return jnp.mean(streams.astype(jnp.float32), axis=2).astype(streams.dtype)
 
 
-def joined_norm(streams: Array, norm: Array | None, step: ForwardPass) -> Array:
-    """The mean of streams [B, T, N, H] after the last layer, normed: [B, T, H]."""
-    if not step.isolate_blocks:
-        return step.norm(joined(streams), norm)
-    streams = lax.optimization_barrier(streams)
-    return lax.optimization_barrier(step.norm(joined(streams), norm))
+def joined_norm(streams: Array, norm: "Array | FoldedNorm | None", step: ForwardPass) -> Array:
+    """One stream of streams [B, T, N, H] after the last layer, normed: [B, T, H]."""
+    if step.isolate_blocks:
+        streams = lax.optimization_barrier(streams)
+    if isinstance(norm, FoldedNorm):
+        normed = step.norm(norm.fold(streams, step), norm.norm)
+    else:
+        normed = step.norm(joined(streams), norm)
+    return lax.optimization_barrier(normed) if step.isolate_blocks else normed
 
 
 class Connection(NamedTuple):
@@ -106,12 +110,7 @@ class HyperConnection(Pytree):
     def __call__(self, streams: Array, eps: float, axes: Axes) -> Connection:
         """The connection of tokens with streams [B, T, N, H]. ``eps``: of the norm before the
         projection; ``axes``: mesh axes that H is split over."""
-        count, wide = self.config.count, streams.astype(jnp.float32)
-        product = jnp.einsum("btnh,nhm->btm", wide, self.weight, precision=lax.Precision.HIGHEST)
-        squares = jnp.mean(wide * wide, axis=(2, 3))[..., None]
-        if axes:  # all devices have as many entries
-            squares = lax.pmean(squares, axes)
-        numbers = all_reduce(product, axes) * lax.rsqrt(squares + eps)
+        count, numbers = self.config.count, projected(streams, self.weight, eps, axes)
         kinds = np.repeat(np.arange(3), (count, count, count * count))
         numbers = numbers * self.scale[kinds] + self.base
         read, written, kept = jnp.split(numbers, [count, 2 * count], axis=-1)
@@ -132,6 +131,53 @@ class HyperConnection(Pytree):
             scale=tensor_map.array(f"{prefix}{name}scale", self.scale),
             base=tensor_map.array(f"{prefix}{name}base", self.base),
         )
+
+
+def projected(streams: Array, weight: Array, eps: float, axes: Axes) -> Array:
+    """Numbers float32 [B, T, M] of streams [B, T, N, H], normed together and projected by a weight
+    [N, H, M]. ``axes``: mesh axes that H is split over."""
+    wide = streams.astype(jnp.float32)
+    product = jnp.einsum("btnh,nhm->btm", wide, weight, precision=lax.Precision.HIGHEST)
+    squares = jnp.mean(wide * wide, axis=(2, 3))[..., None]
+    if axes:  # all devices have as many entries
+        squares = lax.pmean(squares, axes)
+    return all_reduce(product, axes) * lax.rsqrt(squares + eps)
+
+
+@pytree
+class Fold(Pytree):
+    """Weights of what makes one stream of N after the last layer. All float32.
+
+    ``weight``: projects streams to a number of each; ``scale`` and ``base``: multiplied and added.
+    """
+
+    weight: Array = array("group", "hidden", "features")  # [N, H, N]
+    scale: Array = array("features")  # [1]
+    base: Array = array("features")  # [N]
+    eps: float = static()
+
+    @jax.named_scope("streams")
+    def __call__(self, streams: Array, step: ForwardPass) -> Array:
+        """The sum [B, T, H] of streams [B, T, N, H]."""
+        numbers = projected(streams, self.weight, step.eps, step.layout.hidden)
+        weights = jax.nn.sigmoid(numbers * self.scale + self.base) + self.eps
+        return jnp.sum(weights[..., None] * streams, axis=2).astype(streams.dtype)
+
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "Fold":
+        """The same, with the map's result for ``<prefix>hc_head_*`` in place of every array."""
+        source = OfStreams(prefix.removesuffix("."), self.weight.shape[1])
+        return self.replace(
+            weight=tensor_map.of_source(source, "hc_head_fn", self.weight),
+            scale=tensor_map.array(f"{prefix}hc_head_scale", self.scale),
+            base=tensor_map.array(f"{prefix}hc_head_base", self.base),
+        )
+
+
+class FoldedNorm(NamedTuple):
+    """What stands for the last norm of a model whose streams are folded before it."""
+
+    fold: Fold
+    norm: Array | None
 
 
 @pytree
@@ -196,6 +242,17 @@ class OfStreams:
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
         return tensors[f"{self.name}.{kind}"].T.reshape(shape)
+
+
+def fold_shape(config: StreamsConfig, hidden_size: int) -> Fold:
+    """A Fold of ShapeDtypeStructs."""
+    count = config.count
+    return Fold(
+        weight=array_shape(count, hidden_size, count, dtype=jnp.float32),
+        scale=vector(1, jnp.float32),
+        base=vector(count, jnp.float32),
+        eps=config.eps,
+    )
 
 
 def streams_shape(config: StreamsConfig, hidden_size: int) -> Streams:

@@ -107,7 +107,7 @@ def write_pooled(
         paths = paths._replace(last=jnp.take_along_axis(paths.last, ends, axis=1))
     members = paths.last[..., None] + jnp.arange(1 - size, 1)  # [B, n, N]
     ends_pool = ((paths.last - first_slot) % size == size - 1) & (members[..., 0] >= first_slot)
-    where = _slots_in_pages(context, paths.slots(members), pages.shape[2])
+    where = slots_in_pages(context, paths.slots(members), pages.shape[2])
     kept = read_rows(pages, where.reshape(len(where), -1))
     kept = kept.reshape(*where.shape, -1)  # [B, n, N, 2 * D]
     keys, gates = jnp.split(kept, 2, axis=-1)
@@ -154,7 +154,7 @@ def choose_pooled_slots(
 
     def keys_at(slots: Array) -> Array:
         """[B, n, D] of the tokens at a sequence's slots [B, n]."""
-        where = _slots_in_pages(context, slots[:, None], pages.shape[2])[:, 0]
+        where = slots_in_pages(context, slots[:, None], pages.shape[2])[:, 0]
         return read_rows(pages, where)[:, :, 0, :width]
 
     ends = pool_ends(num_slots, pools.size, first_slot)
@@ -238,7 +238,7 @@ def chosen_positions(best: Array, last: Array, pools: Pools, first: int = 0) -> 
     return jnp.pad(both, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
 
 
-def _slots_in_pages(context: QueryContext, slots: Array, page_size: int) -> Array:
+def slots_in_pages(context: QueryContext, slots: Array, page_size: int) -> Array:
     """The slots in memory of a sequence's slots [B, T, n]; the null page's outside of its table."""
     table = context.page_table
     column = slots // page_size

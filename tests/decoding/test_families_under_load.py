@@ -35,10 +35,11 @@ EXPERTS = tuple(test_experts.FAMILIES)
 ALIASES = tuple(name for name in alias_checkpoints.VARIANTS if name != "glm5_next-unbounded")
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
 # gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
-# positions that an indexer chooses, or pools of these, chunks, several residual streams.
+# positions that an indexer chooses, or pools of these, chunks, several residual streams, entries of
+# spans of tokens.
 RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
-    *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text", "glm5_next"),
+    *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text", "glm5_next", "deepseek_v4"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},

@@ -99,6 +99,8 @@ ALIASES = (
     *(("gemma4-experts", mesh) for mesh in ("tp2", "tp2x2", "sp2", "pp2")),
     ("deepseek_v32", "tp2"),
     ("glm_moe_dsa-shared", "tp2"),
+    ("deepseek_v4", "tp2"),
+    ("deepseek_v4-yarn", "tp2x2"),
     ("glm_moe_dsa-shared", "tp2x2"),
     ("glm_moe_dsa-shared", "pp2"),
     ("llama4_text", "tp2"),

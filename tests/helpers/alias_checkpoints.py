@@ -1,5 +1,5 @@
 """Small random checkpoints of families whose layers are those of others under other names, of
-Gemma 4, and of GLM-5-Next.
+Gemma 4, of GLM-5-Next, and of DeepSeek-V4.
 
 They are made with transformers.
 """
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.json.values import read_json
-from tests.helpers import gemma4_checkpoints, glm5_next_checkpoints
+from tests.helpers import deepseek_v4_checkpoints, gemma4_checkpoints, glm5_next_checkpoints
 from tests.helpers.checkpoints import TINY, save_random_model, save_tensors
 from tests.helpers.random_experts import random_expert_target
 
@@ -359,6 +359,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     **gemma4_checkpoints.VARIANTS,
     **glm5_next_checkpoints.VARIANTS,
+    **deepseek_v4_checkpoints.VARIANTS,
 }
 
 
@@ -391,6 +392,8 @@ def save_alias(directory: Path, name: str, **changes: Any) -> Path:
         (directory / "config.json").write_text(json.dumps(raw))
     if name in glm5_next_checkpoints.VARIANTS:
         return glm5_next_checkpoints.with_all_weights(directory)
+    if name in deepseek_v4_checkpoints.VARIANTS:
+        return deepseek_v4_checkpoints.with_tables(directory)
     if name != "kimi_k25":
         return directory
     tensors = {  # transformers 5.24 writes other names than it reads

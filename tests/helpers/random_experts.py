@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config.experts import (
@@ -46,6 +47,10 @@ def random_expert_target(
         return linear.replace(weight=linear.weight * math.sqrt(experts / inputs))
 
     def changed(experts: Any) -> Any:
+        if experts.of_tokens is not None:
+            order = np.random.default_rng(seed).random((len(experts.of_tokens), 8)).argsort(axis=1)
+            chosen = order[:, : experts.of_tokens.shape[1]]
+            experts = experts.replace(of_tokens=jnp.asarray(chosen, jnp.int32))
         return experts.replace(gate_up=grown(experts.gate_up), down=grown(experts.down))
 
     return target.replace(layers=map_nodes(target.layers, changed, Experts))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import LatentConfig, SharedAttentionConfig
+from jaxspec.config.mixers import AttentionConfig, LatentConfig, SharedAttentionConfig
 from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.recurrent import RecurrentConfig
@@ -54,6 +54,7 @@ _OF_E_MODELS = words("vocab_size_per_layer_input use_double_wide_mlp")
 # The same of single files.
 UNUSED_IN = {
     "apertus-8b-instruct": words("hidden_dropout type"),
+    "deepseek-v4-flash": words("num_nextn_predict_layers"),  # MTP layers are not read
     "gemma-4-12b-it": _OF_E_MODELS,
     "gemma-4-26b-a4b-it": _OF_E_MODELS,
     "gemma-4-31b-it": _OF_E_MODELS,
@@ -160,6 +161,7 @@ EXPECTED = {
     "apertus-8b-instruct": Facts(32, 131072, 65536, 32, 8, 128, "llama3"),
     "command-r7b-12-2024": Facts(32, 256000, 8192, 32, 8, 128, "default", windows=24),
     "deepseek-v3.2": Facts(61, 129280, 163840, 128, 1, 192, "yarn", (256, 8)),
+    "deepseek-v4-flash": Facts(43, 129280, 1048576, 64, 1, 512, "default", (256, 6), windows=43),
     "dots.llm1.inst": Facts(62, 152064, 32768, 32, 32, 128, "default", (128, 6)),
     "ernie-4.5-0.3b-pt": Facts(18, 103424, 131072, 16, 2, 128, "default"),
     "ernie-4.5-21b-a3b-pt": Facts(28, 103424, 131072, 20, 4, 128, "default", (64, 6)),
@@ -249,7 +251,7 @@ def facts(config: ModelConfig) -> Facts:
         vocabulary=config.vocab_size,
         positions=config.max_position,
         heads=full.num_heads,
-        kv_heads=1 if isinstance(full, LatentConfig) else full.num_kv_heads,
+        kv_heads=full.num_kv_heads if isinstance(full, AttentionConfig) else 1,
         head_dim=full.query_dim if isinstance(full, LatentConfig) else full.head_dim,
         rope=KINDS[type(rope and rope.scaling)],
         experts=(routing.num_experts, routing.top_k) if routing else (0, 0),

@@ -13,6 +13,7 @@ import pytest
 
 from jaxspec.checkpoints.formats import canonical, named_quantization
 from jaxspec.config.checks import Problems
+from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.recurrent import RecurrentConfig
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[int, ...]] = {
     "aiconfigurator/Qwen--Qwen3.5-397B-A17B": (60, 32, 2, 256, 248320),
     "aiconfigurator/XiaomiMiMo--MiMo-7B-Base": (36, 32, 8, 128, 151680),
     "aiconfigurator/deepseek-ai--DeepSeek-R1": (61, 128, 1, 192, 129280),
+    "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": (43, 64, 1, 512, 129280),
     "aiconfigurator/google--gemma-4-26B-A4B": (30, 16, 8, 256, 262144),
     "aiconfigurator/meta-llama--Meta-Llama-3.1-405B": (126, 128, 8, 128, 128256),
     "aiconfigurator/meta-llama--Meta-Llama-3.1-70B": (80, 64, 8, 128, 128256),
@@ -59,7 +61,6 @@ MODELS: dict[str, tuple[int, ...]] = {
 REFUSED_MODELS: dict[str, str] = {
     "aiconfigurator/MiniMaxAI--MiniMax-M3": "model_type 'minimax_m3'",
     "aiconfigurator/XiaomiMiMo--MiMo-V2-Flash": "model_type 'mimo_v2_flash'",
-    "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": "model_type 'deepseek_v4'",
     "aiconfigurator/moonshotai--Kimi-K3": "model_type 'kimi_k3'",
     "aiconfigurator/stepfun-ai--Step-3.7-Flash-FP8": "architectures ['Step3p7FlashForCausalLM']",
 }  # fmt: skip
@@ -70,6 +71,7 @@ QUANTIZED: dict[str, str | None] = {
     "aiconfigurator/Qwen--Qwen3-32B-FP8-Static-PerTensor": None,
     "aiconfigurator/Qwen--Qwen3-32B-FP8": None,
     "aiconfigurator/deepseek-ai--DeepSeek-R1": None,
+    "aiconfigurator/deepseek-ai--DeepSeek-V4-Flash": None,
     "aiconfigurator/nvidia--Qwen3.5-122B-A10B-NVFP4": None,
     "aiconfigurator/openai--gpt-oss-120b": None,
     "quoted/OwenArli--broken-quant-GPTQModel": None,
@@ -169,6 +171,8 @@ def sizes(config: ModelConfig) -> tuple[int, ...]:
     mixer = next(one for one in mixers if not isinstance(one, RecurrentConfig))
     if isinstance(mixer, LatentConfig):
         return config.num_layers, mixer.num_heads, 1, mixer.query_dim
+    if isinstance(mixer, EntryAttentionConfig):
+        return config.num_layers, mixer.num_heads, 1, mixer.head_dim
     assert isinstance(mixer, AttentionConfig)
     return config.num_layers, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
 

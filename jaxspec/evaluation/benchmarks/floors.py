@@ -22,6 +22,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import (
     Attention,
+    EntryAttention,
     GatedDelta,
     KimiDelta,
     LatentAttention,
@@ -118,7 +119,7 @@ def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
     layers = model.layers
     sources = [layer if layer.source is None else layers[layer.source] for layer in layers]
-    paged = nodes_of([layer.mixer for layer in sources], Attention, LatentAttention)
+    paged = nodes_of([layer.mixer for layer in sources], Attention, EntryAttention, LatentAttention)
     return sum(_cached_bytes(mixer, context) for mixer in paged)
 
 
@@ -158,8 +159,8 @@ def _local_heads(qkv: Any) -> int:
     return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]
 
 
-def _cached_bytes(attention: Attention | LatentAttention, context: float) -> int:
-    if isinstance(attention, LatentAttention):  # on every device
+def _cached_bytes(attention: Attention | EntryAttention | LatentAttention, context: float) -> int:
+    if isinstance(attention, EntryAttention | LatentAttention):  # on every device
         return round(attention.config.entries_read(context) * attention.kv_in.dtype.itemsize)
     config, kv_heads = attention.config, _local_heads(attention.qkv)
     size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize

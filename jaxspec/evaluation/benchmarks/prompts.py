@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.decoding import functional
@@ -195,6 +196,9 @@ def _attention_operations(config: ModelConfig, start: int, stop: int) -> float:
         if isinstance(mixer, LatentConfig):
             width = mixer.num_heads * (mixer.query_dim + mixer.value_dim)
             operations += 2 * width * _seen(start, stop, None)
+        elif isinstance(mixer, EntryAttentionConfig):
+            width = 4 * mixer.num_heads * mixer.head_dim
+            operations += width * _seen(start, stop, mixer.window)
         elif isinstance(mixer, AttentionConfig):
             most = min(filter(None, (mixer.window, mixer.chunk)), default=None)
             operations += 4 * mixer.num_heads * mixer.head_dim * _seen(start, stop, most)

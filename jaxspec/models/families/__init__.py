@@ -10,6 +10,7 @@ from types import MappingProxyType
 from jaxspec.models.families import (
     apertus,
     cohere,
+    deepseek_v4,
     dense,
     dense_aliases,
     ernie,
@@ -87,6 +88,7 @@ FAMILIES: Mapping[str, Family | WithImages] = MappingProxyType(
         "glm4_moe_lite": routed_aliases.GLM4_MOE_LITE,
         "deepseek_v32": indexed.DEEPSEEK_V32,
         "glm_moe_dsa": indexed.GLM_MOE_DSA,
+        "deepseek_v4": deepseek_v4.DEEPSEEK_V4,
         "glm5_next": glm5_next.GLM5_NEXT,
         "glm5_next_text": glm5_next.GLM5_NEXT_TEXT,
         "axk1": routed_aliases.AXK1,

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
+from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.mixers import (
     AttentionConfig,
     LatentConfig,
@@ -22,6 +23,7 @@ from jaxspec.config.recurrent import (
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
+from jaxspec.models.mixers.entry_attention import EntryAttention, entry_attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.kimi_delta import KimiDelta, kimi_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
@@ -35,6 +37,7 @@ from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
 __all__ = [
     "Attention",
+    "EntryAttention",
     "GatedDelta",
     "KimiDelta",
     "LatentAttention",
@@ -96,6 +99,11 @@ def mixer_shape(
                 raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "
                     "layers of another kind")  # fmt: skip
             return latent_shape(config, hidden_size, dtype, shards)
+        case EntryAttentionConfig():
+            if input_size is not None and input_size != hidden_size:
+                raise ValueError("attention to entries reads hidden states alone: EAGLE-3 heads "
+                    "have layers of another kind")  # fmt: skip
+            return entry_attention_shape(config, hidden_size, dtype, shards)
         case Mamba2Config():
             return mamba2_shape(config, hidden_size, dtype, shards, input_size or hidden_size)
         case ShortConvConfig():

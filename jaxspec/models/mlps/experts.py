@@ -20,9 +20,9 @@ from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.mlps.last_expert import LastExpert
 from jaxspec.models.mlps.mix import LocalExperts, mix
-from jaxspec.models.mlps.routing import Routes, choose_experts
+from jaxspec.models.mlps.routing import Routes, choose_experts, routes_of_tokens
 from jaxspec.models.mlps.slots import routed_in_one_launch, routes_by_kernel
-from jaxspec.models.shapes import vector
+from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, Stacked, TensorMap
 from jaxspec.parallel import Axes, Layout, Shards, check_divides
 from jaxspec.parallel.collectives import (
@@ -43,6 +43,7 @@ class Experts(Pytree):
 
     Attributes:
       correction: added to the scores by which experts are chosen; always float32.
+      of_tokens: the experts of each token id; None: they are chosen.
       shared: the expert that all tokens go through, and ``shared_gate`` its weight. None with a
         ``shared_size``: it is the last one of gate_up and down, or ``last`` (see
         quantized/shared_among.py).
@@ -52,6 +53,7 @@ class Experts(Pytree):
 
     router: Linear  # [H, E]
     correction: Array | None = array("routes")  # [E]
+    of_tokens: Array | None = array("features", "routes", default=None)  # int32 [V, k]
     gate_up: AnyExpertLinear  # [E, L, 2, F]; without gates [E, L, 1, F]
     down: AnyExpertLinear  # [E, F, L]
     shared: Dense | None = None
@@ -127,6 +129,9 @@ class Experts(Pytree):
         if routes is not None:
             return routes
         logits = self.router.float32(rows)
+        if self.of_tokens is not None:
+            routes = routes_of_tokens(logits, config, self.of_tokens, step.ids_of_rows(len(rows)))
+            return self._with_shared(rows, routes)
         routes = choose_experts(logits, config, self.correction, step.top_k)
         return self._with_shared(rows, routes)
 
@@ -175,6 +180,7 @@ class Experts(Pytree):
         return self.replace(
             router=tensor_map.linear(self.router, One(router)),
             correction=tensor_map.array(f"{router}.e_score_correction_bias", self.correction),
+            of_tokens=tensor_map.array(f"{router}.tid2eid", self.of_tokens),
             gate_up=tensor_map.linear(self.gate_up, PerExpert(gate_up)),
             down=tensor_map.linear(self.down, PerExpert(down)),
             shared=shared and shared.mapped_at(around_shared, tensor_map),
@@ -254,6 +260,9 @@ def experts_shape(
             ("whole_hidden", "routes"), (hidden_size, count), dtype, bias=routing.bias
         ),
         correction=vector(count, jnp.float32, when=routing.correction),
+        of_tokens=array_shape(routing.token_ids, routing.top_k, dtype=jnp.int32)
+        if routing.token_ids
+        else None,
         gate_up=expert_linear_shape(
             ("experts", "whole_hidden", "two", "units"),
             (count, inputs, 1 if _without_gate(config) else 2, width),

@@ -58,6 +58,24 @@ def choose_experts(
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.scores == "chosen":
         weights = jax.nn.softmax(weights, axis=-1)
+    return _routes(experts, weights, config)
+
+
+@jax.named_scope("routing")
+def routes_of_tokens(
+    logits: Array,  # float32 [N, E]
+    config: RoutingConfig,
+    table: Array,  # int32 [V, k]
+    tokens: Array,  # int [N]
+) -> Routes:
+    """The routes of N tokens whose ids say which experts they go through."""
+    experts = table[tokens]
+    scores = _scores(logits, jnp.zeros((len(logits), 1)), config)
+    return _routes(experts, jnp.take_along_axis(scores, experts, axis=-1), config)
+
+
+def _routes(experts: Array, weights: Array, config: RoutingConfig) -> Routes:
+    """The routes to experts [N, k] by their scores."""
     if config.normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + LEAST_SUM)
     return Routes(experts, weights * config.scale)
@@ -70,6 +88,8 @@ def _scores(logits: Array, log_sum: Array, config: RoutingConfig) -> Array:
             return jnp.exp(logits - log_sum)
         case "sigmoid":
             return jax.nn.sigmoid(logits)
+        case "sqrt_softplus":
+            return jnp.sqrt(jax.nn.softplus(logits))
         case "chosen":
             return logits
 

@@ -85,7 +85,7 @@ def routes_by_kernel(
 
 def _rule(config: RoutingConfig, has_shared: bool) -> RouteRule | None:
     """The choice as kernels make it; None for others."""
-    if config.correction or config.num_groups > 1:
+    if config.correction or config.num_groups > 1 or config.scores == "sqrt_softplus":
         return None
     return RouteRule(config.top_k, config.scores, config.normalize, config.scale, has_shared)
 

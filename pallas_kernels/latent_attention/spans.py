@@ -1,0 +1,133 @@
+"""Entries that stand for spans of consecutive tokens, in jnp.
+
+A sequence's positions from its first on are cut into spans of N. A whole span has an entry: the sum
+of values of its tokens, channel by channel, weighted by a softmax of the tokens' gates. Where spans
+overlap, an entry is made of the span before, too: each token has two values and two gates, the
+first ones for the span after its own, the last ones for its own.
+
+In memory each token has its values and its gates side by side. The last token of a span has the
+entry in place of its last value, which nothing else reads. The entry is made of the tokens of that
+token's own path. So every node of a tree that ends a span has the entry of its branch, which its
+descendants find on their paths, and which moves with the node when it is accepted: nothing is
+taken back.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.latent_attention.pools import Paths, slots_in_pages
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.pages import QueryContext
+from pallas_kernels.rope_kv_write.reference import read_rows, write_rows
+
+
+class Spans(NamedTuple):
+    """How entries of D numbers are made.
+
+    Attributes:
+      places: [N, D], with overlaps [N, 2 * D]: what is added to a gate by its token's place in the
+        span.
+      finish: from sums [B, n, D] and int positions [B, n], of the first token of each span, to the
+        entries [B, n, D].
+      overlapping: whether the span before counts, too.
+    """
+
+    places: Array
+    finish: Callable[[Array, Array], Array]
+    overlapping: bool
+
+    @property
+    def size(self) -> int:
+        """N, the tokens of a span."""
+        return len(self.places)
+
+    @property
+    def width(self) -> int:
+        """D"""
+        return self.places.shape[1] // (2 if self.overlapping else 1)
+
+    @property
+    def members(self) -> int:
+        """The tokens that an entry is made of."""
+        return self.size * (2 if self.overlapping else 1)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Where an entry is in what is kept of the last token of its span."""
+        return self.places.shape[1] - self.width, self.places.shape[1]
+
+    def sums(self, kept: Array, present: Array) -> Array:
+        """Sums [..., D] of what is kept of the members of spans [..., members, 2 * places], of
+        which some may not be ``present``: bool [..., members]."""
+        values, gates = jnp.split(kept.astype(jnp.float32), 2, axis=-1)
+        places = self.places.astype(jnp.float32)
+        if self.overlapping:
+            values, gates = self._halves(values), self._halves(gates)
+            places = jnp.concatenate(jnp.split(places, 2, axis=-1), axis=-2)
+        seen = present[..., None]
+        weights = jax.nn.softmax(jnp.where(seen, gates + places, MASKED), axis=-2)
+        summed = jnp.sum(weights * jnp.where(seen, values, 0), axis=-2)
+        return summed.astype(kept.dtype)
+
+    def _halves(self, x: Array) -> Array:
+        """The first numbers of the tokens before a span, and the last ones of its own: [...,
+        members, D] of [..., members, 2 * D]."""
+        before, inside = jnp.split(x, 2, axis=-2)
+        return jnp.concatenate([before[..., : self.width], inside[..., self.width :]], axis=-2)
+
+
+def write_spans(
+    pages: Array,
+    rows: Array,
+    slots: Array,
+    spans: Spans,
+    context: QueryContext,
+    first_slot: int = 0,
+) -> Array:
+    """Write what is kept of T tokens of each sequence, and the entries of the spans that they end.
+
+    Args:
+      pages: [P, 1, K, 2 * places].
+      rows: [B, T, 1, 2 * places], values and gates side by side.
+      slots: [B, T] they are written to; 0: the null page's.
+      context: of the tokens; its page table leads to the tokens before them.
+      first_slot: where the first span begins.
+    """
+    pages, size = write_rows(pages, rows, slots), spans.size
+    paths = Paths.of(context)
+    if paths.nodes is None:  # of consecutive tokens every N-th ends a span
+        first = (size - 1 - (context.context_lens - first_slot)) % size
+        ends = first[:, None] + size * jnp.arange(-(-slots.shape[1] // size))
+        inside, ends = ends < slots.shape[1], jnp.minimum(ends, slots.shape[1] - 1)
+        slots = jnp.where(inside, jnp.take_along_axis(slots, ends, axis=1), 0)
+        paths = paths._replace(last=jnp.take_along_axis(paths.last, ends, axis=1))
+    places = paths.last - first_slot
+    is_end = (places % size == size - 1) & (places >= size - 1)
+    members = paths.last[..., None] + jnp.arange(1 - spans.members, 1)  # [B, n, members]
+    where = slots_in_pages(context, paths.slots(members), pages.shape[2])
+    kept = read_rows(pages, where.reshape(len(where), -1))
+    kept = kept.reshape(*where.shape, -1)
+    sums = spans.sums(kept, members >= first_slot)
+    entries = spans.finish(sums, places + 1 - size)
+    first, stop = spans.columns
+    last = kept[..., -1, :].at[..., first:stop].set(entries.astype(kept.dtype))
+    return write_rows(pages, last[:, :, None], jnp.where(is_end, slots, 0))
+
+
+def entries_of_whole(rows: Array, spans: Spans) -> Array:
+    """The entries [B, n, D] of the spans of whole sequences: rows [B, T, 1, 2 * places]."""
+    batch, num_tokens, _, width = rows.shape
+    size, count = spans.size, num_tokens // spans.size
+    inside = rows[:, : count * size].reshape(batch, count, size, width)
+    present = jnp.ones((count, size), bool)
+    if spans.overlapping:
+        before = jnp.roll(inside, 1, axis=1)
+        inside = jnp.concatenate([before, inside], axis=2)
+        has_before = jnp.broadcast_to(jnp.arange(count)[:, None] > 0, (count, size))
+        present = jnp.concatenate([has_before, present], axis=1)
+    starts = jnp.broadcast_to(size * jnp.arange(count), (batch, count))
+    return spans.finish(spans.sums(inside, present[None]), starts)
