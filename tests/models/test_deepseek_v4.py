@@ -312,7 +312,7 @@ def test_files_in_the_published_precision_are_read(tmp_path: Path):
             part = getattr(mixer, name)
             assert isinstance(part, Float8Linear)
             np.testing.assert_array_equal(
-                part.dense(jnp.float32), getattr(whole, name).dense(jnp.float32)
+                part.dense(jnp.dtype("float32")), getattr(whole, name).dense(jnp.dtype("float32"))
             )
     # Inputs of FP8 products are rounded; so logits are compared with other projections whole.
     model = model.replace(layers=tuple(map(_with_experts_of, other.layers, model.layers)))
