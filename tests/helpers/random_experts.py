@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config.experts import (
+    BoundedSwiglu,
     ClampedSwiglu,
     ExpertActivation,
     ExpertsConfig,
@@ -113,8 +114,10 @@ def _activated(activation: ExpertActivation | None, gate: np.ndarray, up: np.nda
     if isinstance(activation, LimitedSwiglu):
         limit, opened = activation.limit, gate / (1 + np.exp(-gate))
         return np.minimum(opened, limit) * np.clip(up, -limit, limit)
-    assert isinstance(activation, ClampedSwiglu)
+    assert isinstance(activation, ClampedSwiglu | BoundedSwiglu)
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    if isinstance(activation, BoundedSwiglu):
+        return gate / (1 + np.exp(-gate)) * up
     return (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))
 
 

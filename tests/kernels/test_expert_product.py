@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
+from jaxspec.config.experts import (
+    BoundedSwiglu,
+    ClampedSwiglu,
+    ExpertsConfig,
+    LimitedSwiglu,
+    RoutingConfig,
+)
 from jaxspec.models.activations import clamp_of
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.forward_pass import ForwardPass, make_pass
@@ -200,7 +206,9 @@ def test_every_pair_has_a_lane_with_its_row_and_expert(
 
 
 class Interpreted:
-    """A ForwardPass whose kernel is interpreted."""
+    """A ForwardPass whose kernel is interpreted; not of an engine."""
+
+    attend = None
 
     @staticmethod
     def product(*arguments: Any) -> Any:
@@ -220,6 +228,7 @@ class Interpreted:
         (8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)),
         (8, 2, 24, 64, None),
         (8, 3, 5, 64, LimitedSwiglu(0.2)),
+        (8, 3, 5, 64, BoundedSwiglu(0.2)),
         (8, 3, 5, 64, "gelu_tanh"),
     ],
     ids=str,

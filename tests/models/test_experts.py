@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, LimitedSwiglu, RoutingConfig
+from jaxspec.config.experts import (
+    BoundedSwiglu,
+    ClampedSwiglu,
+    ExpertsConfig,
+    LimitedSwiglu,
+    RoutingConfig,
+)
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Linear
@@ -30,6 +36,7 @@ CASES = [
     (8, 2, 24, 40, None),
     (16, 4, 37, 24, CLAMPED),
     (6, 3, 1, 8, LimitedSwiglu(0.2)),
+    (6, 3, 2, 8, BoundedSwiglu(0.2)),
     (4, 2, 5, 8, "gelu_tanh"),
 ]
 
