@@ -23,6 +23,7 @@ PROMPT, NUM_TOKENS = "one two one two one", 24
 FAMILIES = (
     *("llama3-rope", "qwen2", "mistral-window", "gemma", "gemma2", "gemma3", "phi3", "phi4-mini"),
     *("olmo2", "olmo3", "smollm3", "granite", "mixtral", "falcon_h1", "kimi_linear"),
+    "bailing_hybrid",
     *("seed_oss", "hunyuan", "granite4", "ernie4_5", "ernie4_5_moe", "exaone4", "deepseek_v32"),
     *("mistral4", "dots1", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("llama4_text", "llama4", "mistral3", "step3p7", "kimi_k25", "gemma4", "gemma4-experts"),
