@@ -42,7 +42,14 @@ from jaxspec.models.tensors import CheckpointTensor, choosing, splitting
 from jaxspec.parallel import Shards, mesh_layout
 
 # Ends of the names of what joins an MTP layer's inputs.
-_JOINS = (".eh_proj.weight", ".input_proj.weight", ".linear_proj.weight", "mtp.fc.weight")
+_JOINS = (
+    *(".eh_proj.weight", ".e_proj.weight", ".input_proj.weight", ".linear_proj.weight"),
+    "mtp.fc.weight",
+)
+# Layouts of which only the first layer can draft, and why.
+_FIRST_ALONE = MappingProxyType(
+    {"qwen": "that share a projection", "deepseek_v4": "of several residual streams"}
+)
 # The target's tensors that DeepSeek's layers have copies of.
 _COPIED = MappingProxyType({"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": HEAD})
 
@@ -97,18 +104,18 @@ class MtpChoice:
         """The layers chosen of a checkpoint's.
 
         Raises ValueError for more than it has, and for several of a layout in which they share a
-        projection.
+        projection, or have several residual streams.
         """
-        count = self.count or (1 if mtp.layout == "qwen" else mtp.num_layers)
+        count = self.count or (1 if mtp.layout in _FIRST_ALONE else mtp.num_layers)
         if count > mtp.num_layers:
             raise ValueError(
                 f"{count} MTP layers are asked for, and the checkpoint has {mtp.num_layers}: "
                 "choose a smaller number, or leave it out"
             )
-        if count > 1 and mtp.layout == "qwen":
+        if count > 1 and mtp.layout in _FIRST_ALONE:
             raise ValueError(
-                f"of {mtp.num_layers} MTP layers that share a projection only the first can draft: "
-                "choose it by the drafter mtp:1"
+                f"of {mtp.num_layers} MTP layers {_FIRST_ALONE[mtp.layout]} only the first can "
+                "draft: choose it by the drafter mtp:1"
             )
         return dataclasses.replace(mtp, states=self.states or mtp.states, num_layers=count)
 
@@ -227,9 +234,8 @@ def _mtp_config(directory: Path) -> MtpConfig:
     mtp = load_model_config(directory, "MTP layer").mtp
     if mtp is None:
         raise ValueError(
-            f"{directory} has no layers for multi-token prediction that are read: its config.json "
-            "has no num_nextn_predict_layers or mtp_num_hidden_layers above 0, or those of its "
-            "model_type are not supported; choose another drafter"
+            f"{directory} has no layers for multi-token prediction: its config.json has no "
+            "num_nextn_predict_layers or mtp_num_hidden_layers above 0; choose another drafter"
         )
     return mtp
 

@@ -167,7 +167,8 @@ def verify(
         options.kernels,
         isolate_blocks=options.isolate_blocks,
     )
-    features, asked = split_captured(captured, len(capture), len(options.hidden))
+    asked_for = len(options.hidden) * target.config.hidden_size
+    features, asked = split_captured(captured, len(capture), asked_for)
     logits = decoder.logits(target, hidden, options.kernels, isolate_blocks=options.isolate_blocks)
     return Scores(logits, features, asked, layers)
 
@@ -191,13 +192,14 @@ def tree_attend(state: EngineState, tree: DraftTree, options: RoundOptions) -> P
 
 
 def split_captured(
-    captured: Array | None, num_drafter: int, num_asked: int
+    captured: Array | None, num_drafter: int, width_asked: int
 ) -> tuple[Array | None, Array | None]:
-    """Captured states [..., n * H]: those of the drafter, and those that the caller asked for."""
-    if captured is None or not num_drafter or not num_asked:
+    """Captured states [..., C]: those of the drafter, and the last ones, that the caller asked
+    for."""
+    if captured is None or not num_drafter or not width_asked:
         return (captured, None) if num_drafter else (None, captured)
-    width = captured.shape[-1] // (num_drafter + num_asked)
-    return captured[..., : num_drafter * width], captured[..., num_drafter * width :]
+    first = captured.shape[-1] - width_asked
+    return captured[..., :first], captured[..., first:]
 
 
 @jax.named_scope("accept")

@@ -21,7 +21,7 @@ from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.pipeline_stage import Passage, new_passage
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.streams import Fold, FoldedNorm, fold_shape
+from jaxspec.models.streams import Fold, FoldedNorm, fold_shape, joined
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.token_inputs import TokenTable, token_table_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE, Axes, Layout, Shards, check_divides
@@ -38,7 +38,8 @@ from jaxspec.parallel.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
-FINAL_NORM = -1  # in a capture list: the hidden state after the final norm
+# In a capture list: the hidden state after the final norm, and all residual streams before it.
+FINAL_NORM, STREAMS = -1, -2
 
 
 @pytree
@@ -204,7 +205,8 @@ def run(
     the decoder does not have.
 
     ``capture`` lists hidden states to return, concatenated: ``i`` is the residual stream after
-    ``i`` layers, FINAL_NORM the output itself.
+    ``i`` layers, of several their mean; FINAL_NORM is the output itself, STREAMS are those of
+    several after the last layer.
 
     ``isolate_blocks``: XLA compiles each block by itself (see ForwardPass), so that programs which
     capture other states, or do other things with the results, round alike.
@@ -235,7 +237,10 @@ def run(
     residuals: dict[int, Any] = tokens.residuals if isinstance(tokens, Passage) else {}
     numbered = enumerate([x, *after], config.num_layers - len(decoder.layers))
     residuals |= dict(numbered) | {FINAL_NORM: normed}
-    captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
+    captured = None
+    if capture:
+        chosen = [state for i in capture for state in _captured(residuals, i, config.num_layers)]
+        captured = _side_by_side(chosen, layout)
     num_tokens = positions.shape[1]
     whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, num_tokens)
     if captured is not None:
@@ -255,6 +260,23 @@ def _token_inputs(
     assert not isinstance(tokens, Passage)  # no such model is split into stages
     rows = _rows_split(table.embed, tokens, step.layout, ())
     return table.inputs(rows, x, decoder.config.hidden_size, step)
+
+
+def _captured(residuals: dict[int, Any], index: int, last: int) -> list[Array]:
+    """Hidden states [B, T, H] of an entry of a capture list, by the residual streams after layers,
+    of which ``last`` is the number."""
+    if index == STREAMS:
+        streams = residuals[last]
+        return [streams[:, :, i] for i in range(streams.shape[2])]
+    state = residuals[index]
+    return [joined(state) if state.ndim == 4 else state]
+
+
+def captured_size(config: ModelConfig, capture: tuple[int, ...]) -> int:
+    """Entries of the hidden states that ``run`` returns for a capture list."""
+    streams = config.layers[0].streams
+    count = 1 if streams is None else streams.count
+    return config.hidden_size * sum(count if index == STREAMS else 1 for index in capture)
 
 
 def _side_by_side(states: list[Array], layout: Layout) -> Array:

@@ -20,7 +20,7 @@ from jaxspec.models.mlps import Dense, Mlp, mlp_shape
 from jaxspec.models.one_launch import layer_launch
 from jaxspec.models.readers import OneReader
 from jaxspec.models.shapes import vector
-from jaxspec.models.streams import FoldedNorm, Streams, joined, joined_norm, spread, streams_shape
+from jaxspec.models.streams import FoldedNorm, Streams, joined_norm, spread, streams_shape
 from jaxspec.models.tensors import TensorMap
 from jaxspec.models.token_inputs import TokenInput, token_input_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
@@ -110,10 +110,11 @@ def run_layers(
     it. That norm is computed together with the addition before it. ``beside``: rows that each mixer
     reads after the norm, as it reads them in ``mixer_input``; it gives those of x only.
     ``token_inputs``: see models/token_inputs.py. Layers of several residual streams begin with
-    copies of x, and norm what they read by themselves; their mean is the residual stream after,
-    or what a FoldedNorm makes of them.
+    copies of x, or streams that x is, and norm what they read by themselves; what follows them
+    reads the mean, or what a FoldedNorm makes of them.
 
-    Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
+    Returns (the residual stream after each layer, or its streams [B, T, N, H]; the last one normed
+    by ``last_norm``; states).
     """
     inputs = [
         None if layer.streams else (layer.input_norm, layer.reader, beside) for layer in layers
@@ -131,7 +132,7 @@ def run_layers(
             source: Any = layers[layer.source].mixer
             state = source.lent(new_states[layer.source])
         x, normed, state, chosen = run_layer(layer, x, normed, state, of_token, chosen)
-        residuals.append(joined(x) if layer.streams else x)
+        residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.mtp import BEFORE_AFTER
+from jaxspec.config.mtp import BEFORE, BEFORE_AFTER
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import (
@@ -52,6 +52,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"layout": "qwen"},
     "deepseek_v32": {},
     "glm5_next": {},
+    "deepseek_v4": {"layout": "deepseek_v4", "states": BEFORE},
     "ernie4_5_moe": {"layout": "ernie"},
     "exaone_moe": {"layout": "qwen"},
     "mellum": {"layout": "qwen"},

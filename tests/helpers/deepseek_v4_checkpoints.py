@@ -73,3 +73,11 @@ def with_tables(directory: Path, seed: int = 5) -> Path:
             order = rng.random((len(x), config["n_routed_experts"])).argsort(axis=1)
             tensors[name] = np.ascontiguousarray(order[:, : x.shape[1]])
     return save_tensors(directory, tensors, config)
+
+
+def as_published(name: str) -> str:
+    """Of a name that transformers 5.24 writes: it keeps ``model.`` and the norm of a head's key,
+    which its table of names does not tell from others."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.")
+    name = name.replace(".attn.norm.", ".attn.kv_norm.").replace("hc_head.hc_", "hc_head_")
+    return name

@@ -40,7 +40,14 @@ from jaxspec.decoding.state import EngineState, Status
 from jaxspec.engine.programs.xla_options import DETERMINISTIC
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
-from jaxspec.models.heads import DraftHead, HeadConfig, MaskEntry, head_shapes, mtp_head_config
+from jaxspec.models.heads import (
+    DraftHead,
+    HeadConfig,
+    MaskEntry,
+    StreamsMtpFront,
+    head_shapes,
+    mtp_head_config,
+)
 from jaxspec.models.linear import Linear
 from jaxspec.models.mixers import SideBySide
 from jaxspec.models.mlps import Dense, Experts, Xielu
@@ -208,6 +215,12 @@ def mtp_head(
     described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, states, layers), index)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
+    if isinstance(head.front, StreamsMtpFront):
+        fc = head.front.fc.replace(weight=np.eye(hidden, dtype=np.float32))
+        front = head.front.replace(fc=fc, hidden_fc=scaled(head.front.hidden_fc, mixing))
+        return noisy(
+            head.replace(front=front, layers=(_quieted(head.layers[0], context, context),)), noise
+        )
     halves = [np.eye(hidden, dtype=np.float32), mixing * np.asarray(head.front.fc.weight)[hidden:]]
     if described.mtp is not None and described.mtp.hidden_first:
         halves.reverse()

@@ -212,7 +212,7 @@ def test_unknown_states_are_named(checkpoints: dict[str, Path]):
 
 def test_models_without_such_layers_are_named(tmp_path: Path):
     path = tiny_llama(tmp_path, **SMALL)
-    with pytest.raises(ValueError, match="has no layers for multi-token prediction that are"):
+    with pytest.raises(ValueError, match="has no layers for multi-token prediction"):
         load(path, "mtp")
     config = path / "config.json"
     config.write_text(config.read_text().replace("{", '{"num_nextn_predict_layers": 1,', 1))

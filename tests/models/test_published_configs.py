@@ -54,7 +54,6 @@ _OF_E_MODELS = words("vocab_size_per_layer_input use_double_wide_mlp")
 # The same of single files.
 UNUSED_IN = {
     "apertus-8b-instruct": words("hidden_dropout type"),
-    "deepseek-v4-flash": words("num_nextn_predict_layers"),  # MTP layers are not read
     "gemma-4-12b-it": _OF_E_MODELS,
     "gemma-4-26b-a4b-it": _OF_E_MODELS,
     "gemma-4-31b-it": _OF_E_MODELS,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters.base import (
     Drafter,
@@ -22,7 +23,7 @@ from jaxspec.decoding.drafters.base import (
 from jaxspec.decoding.round_options import RoundOptions
 from jaxspec.decoding.state import EngineState
 from jaxspec.decoding.trees.tree import DraftTree
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.decoder import STREAMS, Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.heads.assistant import Assistant
 from jaxspec.parallel.pytree import array_text
@@ -65,10 +66,11 @@ def check_drafter(drafter: object, name: str = "drafter") -> None:
             )
 
 
-def _check_capture(drafter: Drafter, num_layers: int) -> None:
-    """Raise ValueError for hidden states that a target of so many layers does not have."""
-    asked = tuple(drafter.capture)
-    if not {*asked} <= {*range(-1, num_layers + 1)}:
+def _check_capture(drafter: Drafter, config: ModelConfig) -> None:
+    """Raise ValueError for hidden states that a target does not have."""
+    asked, num_layers = tuple(drafter.capture), config.num_layers
+    streams = {STREAMS} if config.has_streams else set[int]()
+    if not {*asked} - streams <= {*range(-1, num_layers + 1)}:
         raise ValueError(
             f"{type(drafter).__name__}.capture is {asked}: the target has hidden states 0 to "
             f"{num_layers}, and -1, the one after the final norm"
@@ -99,7 +101,7 @@ def new_rows(drafter: Drafter, num_rows: int, target: Decoder, capacity: Specula
     Raises ValueError unless all arrays are [num_rows, ...], and if the target does not have the
     hidden states that the drafter captures.
     """
-    _check_capture(drafter, target.config.num_layers)
+    _check_capture(drafter, target.config)
     rows = drafter.init_rows(num_rows, target, capacity)
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
         if jnp.shape(leaf)[:1] != (num_rows,):

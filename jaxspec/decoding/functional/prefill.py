@@ -172,7 +172,8 @@ def read_chunk(
         options.kernels,
         isolate_blocks=options.isolate_blocks,
     )
-    features, asked = split_captured(captured, len(capture), len(options.hidden))
+    asked_for = len(options.hidden) * target.config.hidden_size
+    features, asked = split_captured(captured, len(capture), asked_for)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     ended = jnp.take_along_axis(hidden, last, axis=1)
     logits = decoder.logits(target, ended, options.kernels, isolate_blocks=options.isolate_blocks)

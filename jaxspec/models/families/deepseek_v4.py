@@ -1,6 +1,7 @@
 """DeepSeek-V4: attention to a window and to entries of spans of tokens, several residual streams,
 and experts that in the first layers are those of a token's id."""
 
+import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 from jaxspec.config.entries import EntryAttentionConfig, EntryIndexerConfig, SpansConfig
 from jaxspec.config.experts import BoundedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.mtp import BEFORE
 from jaxspec.config.rope import RopeConfig
 from jaxspec.config.streams import StreamsConfig
-from jaxspec.models.families.family import Family, Keys, check_agrees, model_of, sizes
+from jaxspec.models.families.family import Family, Keys, check_agrees, model_of, mtp_of, sizes
 from jaxspec.models.families.rope import PARTIAL, rope_from
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import is_integer, is_positive_integer, is_positive_number, shown
@@ -130,6 +132,16 @@ def _spans(hf: Keys) -> dict[str, SpansConfig | None]:
     return {WINDOW: None, SPARSE: sparse, ALL: SpansConfig(rates[ALL])}
 
 
+def _check_mtp(hf: Keys) -> None:
+    """Raise ValueError unless MTP layers have a window alone, where a list has them, too."""
+    others = (hf["compress_ratios"] or [])[hf["num_hidden_layers"] :]
+    if any(ratio != 0 for ratio in others):
+        raise ValueError(
+            f"compress_ratios: {shown(others)} of MTP layers is not supported, only 0: they have a "
+            "window alone"
+        )
+
+
 def _read(hf: Keys) -> ModelConfig:
     for name in sorted(_SIZES):
         if not is_positive_integer(hf[name]):
@@ -156,7 +168,13 @@ def _read(hf: Keys) -> ModelConfig:
         LayerConfig(attention(kind), _experts(hf, by_id=by_id), streams=streams)
         for kind, by_id in zip(_kinds(hf), _by_id(hf), strict=True)
     ]
-    return model_of({**hf, "num_nextn_predict_layers": 0, "num_mtp_layers": None}, layers)
+    model, mtp = model_of(hf, layers), mtp_of(hf, "deepseek_v4", BEFORE)
+    if mtp is None:
+        return model
+    _check_mtp(hf)
+    drafting = LayerConfig(attention(WINDOW), _experts(hf, by_id=False), streams=streams)
+    mtp = dataclasses.replace(mtp, layers=(drafting,) * mtp.num_layers)
+    return dataclasses.replace(model, mtp=mtp)
 
 
 DEEPSEEK_V4 = Family(
@@ -185,6 +203,8 @@ DEEPSEEK_V4 = Family(
         (r"^(?:model\.)?head\.", "lm_head."),
         (r"^(norm|layers)\.", r"model.\1."),
         (r"^(?:model\.)?hc_head(?:_|\.hc_)", "model.hc_head_"),
+        (r"^(?:model\.)?mtp\.", "mtp."),
+        (r"^(mtp\.\d+)\.shared_head\.norm\.", r"\1.norm."),
         (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
         (r"\.attn\.", ".self_attn."),
         (r"\.ffn\.", ".mlp."),
@@ -203,5 +223,4 @@ DEEPSEEK_V4 = Family(
         (r"\.w2\.", ".down_proj."),
         (r"\.w3\.", ".up_proj."),
     ),
-    left_out=(r"^(?:model\.)?mtp\.",),  # MTP layers are not read
 )

@@ -30,6 +30,7 @@ from jaxspec.models.heads.head import (
 )
 from jaxspec.models.heads.mtp import (
     MtpFront,
+    StreamsMtpFront,
     mtp_front_shape,
     mtp_head_config,
     mtp_states,
@@ -37,6 +38,7 @@ from jaxspec.models.heads.mtp import (
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.streams import fold_shape
 from jaxspec.parallel import ONE_SHARD, Shards, fitting
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "MarkovConfig",
     "MaskEntry",
     "MtpFront",
+    "StreamsMtpFront",
     "block_head_shapes",
     "block_layers",
     "check_capture",
@@ -94,6 +97,7 @@ def head_shapes(
         )
         for index, layer in enumerate(config.layers)
     )
+    streams = config.layers[0].streams
     features = target.hidden_size * len(head.capture)
     mask = MaskEntry(hidden=array_shape(features, dtype=dtype), token=head.mask_token or 0)
     lm_head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
@@ -105,6 +109,7 @@ def head_shapes(
         token_ids=array_shape(vocab, dtype=jnp.int32, when=head.draft_vocab_size is not None),
         embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.has_embeddings),
         mask=None if head.mask_token is None else mask,
+        fold=fold_shape(streams, hidden) if streams is not None and streams.folded else None,
         config=config,
         capture=head.capture,
         recycle_normed=head.norm_output,

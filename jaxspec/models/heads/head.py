@@ -21,6 +21,7 @@ from jaxspec.models.forward_pass import Attend, ForwardPass, make_pass
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
+from jaxspec.models.streams import Fold, FoldedNorm
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import WHOLE, Layout
 from jaxspec.parallel.collectives import all_tokens, local_tokens, padded_tokens
@@ -31,7 +32,7 @@ from pallas_kernels.selection import NO_KERNELS, Kernels
 class FrontOutput(NamedTuple):
     """The result of a front for embeddings and hidden states [B, T, H]."""
 
-    residual: Array  # [B, T, H] the residual stream that the first layer adds to
+    residual: Array  # [B, T, H] the residual stream that the first layer adds to, or [B, T, N, H]
     mixer_input: Array  # [B, T, in] input of the first layer's mixer
 
 
@@ -116,6 +117,8 @@ class DraftHead(Pytree):
       lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       token_ids: [W] target id of each draft id; None: the ids are equal.
       embed: embeddings; None: the target's.
+      fold: makes one residual stream of several before the norm (see streams.py). The next drafting
+        step reads all of them, side by side, in place of [B, T, H]; None: there is one.
       mask: of heads that draft several tokens at once; None: it drafts one after the other.
       capture: the target's hidden states that it reads (see decoder.run).
       recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
@@ -130,6 +133,7 @@ class DraftHead(Pytree):
     token_ids: Array | None = array("draft_ids")
     embed: Array | None = array("embed_rows", "hidden")
     mask: MaskEntry | None = None
+    fold: Fold | None = None
     config: ModelConfig = static()
     capture: tuple[int, ...] = static()
     recycle_normed: bool = static(default=False)
@@ -146,7 +150,7 @@ class DraftHead(Pytree):
 
     def feature_size(self, target: Decoder) -> int:
         """Width C of the target's captured hidden states."""
-        return target.config.hidden_size * len(self.capture)
+        return decoder.captured_size(target.config, self.capture)
 
     def init_state(self, geometry: Geometry) -> ModelState:
         """Empty states of all layers."""
@@ -183,10 +187,12 @@ class DraftHead(Pytree):
                 for x in (embedded, hidden)
             )
         front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)
+        norm = self.norm if self.fold is None else FoldedNorm(self.fold, self.norm)
         after, normed, states = run_layers(
-            self.layers, front.residual, front.mixer_input, states, step, self.norm
+            self.layers, front.residual, front.mixer_input, states, step, norm
         )
-        last, normed = (all_tokens(x, layout.tokens, tokens.shape[1]) for x in (after[-1], normed))
+        last = after[-1] if self.fold is None else after[-1].reshape(*after[-1].shape[:2], -1)
+        last, normed = (all_tokens(x, layout.tokens, tokens.shape[1]) for x in (last, normed))
         return HeadOutput(normed if self.recycle_normed else last, normed, states)
 
     def logits(self, target: Decoder, normed: Array, kernels: Kernels = NO_KERNELS) -> Array:
@@ -215,4 +221,5 @@ class DraftHead(Pytree):
             token_ids=None,
             embed=tensor_map.array("embed_tokens.weight", self.embed),
             mask=None if self.mask is None else self.mask.mapped(tensor_map),
+            fold=self.fold and self.fold.mapped(prefixes[0], tensor_map),
         )

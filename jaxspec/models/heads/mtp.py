@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.mtp import MtpConfig, MtpStates
-from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.config.mtp import BEFORE, MtpConfig, MtpStates
+from jaxspec.models.decoder import FINAL_NORM, STREAMS
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.heads.head import DraftHead, FrontOutput, FrontShape
@@ -31,17 +31,24 @@ def mtp_head_config(
     """The HeadConfig of MTP layer ``index`` of a target; ``has_lm_head``: with an LM head of its
     own.
 
-    Raises ValueError for a target of recurrent layers only, and as ``mtp_names``.
+    Raises ValueError for a target of recurrent layers only, for states that layers of several
+    residual streams do not read, and as ``mtp_names``.
     """
     layers = [layer for layer in target.layers if not layer.is_recurrent]
     like = mtp.layers[index : index + 1] or tuple(layers[-1:])
     if not like:
         raise ValueError("MTP layers have attention, and the model has none to take sizes from")
+    capture = FINAL_NORM if mtp.states.target_normed else target.num_layers
+    if mtp.layout == "deepseek_v4":
+        capture = STREAMS
+        if mtp.states != BEFORE:
+            raise ValueError("MTP layers of several residual streams read these before their norm: "
+                f"{mtp.states.name} is not possible, choose the drafter mtp")  # fmt: skip
     model = dataclasses.replace(target, layers=like, mtp=None, stop_token_ids=())
     return HeadConfig(
         model=model,
         method="mtp",
-        capture=(FINAL_NORM if mtp.states.target_normed else target.num_layers,),
+        capture=(capture,),
         has_lm_head=has_lm_head,
         norm_output=mtp.states.draft_normed,
         mtp=mtp_names(mtp, target.num_layers, index),
@@ -99,10 +106,69 @@ class MtpFront(Pytree):
         )
 
 
+@pytree
+class StreamsMtpFront(Pytree):
+    """The first layer reads N streams: ``fc`` [H, H] of a normed embedding, plus ``hidden_fc``
+    [H, H] of each stream of the token before, normed. Hidden states are streams side by side."""
+
+    fc: Linear
+    hidden_fc: Linear
+    embed_norm: Array = array("hidden")
+    hidden_norm: Array = array("hidden")
+    names: MtpNames = static()
+
+    method = "mtp"
+
+    @property
+    def norm_name(self) -> str:
+        return self.names.norm_name
+
+    @property
+    def lm_head_name(self) -> str:
+        return f"{self.names.prefix}{self.names.lm_head}"
+
+    def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
+        """The captured streams, [..., N * H]."""
+        return captured
+
+    def __call__(
+        self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
+    ) -> FrontOutput:
+        batch, size, width = embedded.shape
+        streams = step.norm(hidden.reshape(batch, -1, width), self.hidden_norm)
+        with jax.named_scope("fc"):
+            of_token = self.fc(step.norm(embedded, self.embed_norm), step.kernels)
+            of_streams = self.hidden_fc(streams, step.kernels)
+        x = of_token[:, :, None] + of_streams.reshape(batch, size, -1, width)
+        return FrontOutput(x, of_token)  # layers of streams norm what they read by themselves
+
+    def mapped(self, prefix: str, tensor_map: TensorMap) -> "StreamsMtpFront":
+        names, module = self.names, self.names.prefix
+        return self.replace(
+            fc=tensor_map.linear(self.fc, One(f"{module}{names.fc}")),
+            hidden_fc=tensor_map.linear(self.hidden_fc, One(f"{module}{names.hidden_fc}")),
+            embed_norm=tensor_map.norm(f"{module}{names.embed_norm}.weight", self.embed_norm),
+            hidden_norm=tensor_map.norm(f"{module}{names.hidden_norm}.weight", self.hidden_norm),
+        )
+
+
+def _of_streams(names: MtpNames, hidden: int, dtype: jnp.dtype) -> FrontShape:
+    linear = linear_shape(("features", "hidden"), (hidden, hidden), dtype)
+    norm = vector(hidden, dtype)
+    front = StreamsMtpFront(
+        fc=linear, hidden_fc=linear, embed_norm=norm, hidden_norm=norm, names=names
+    )
+    return FrontShape(
+        front, mixer_input_size=hidden, norms_input=True, has_norm=True, has_lm_head=False
+    )
+
+
 def mtp_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
     """A front of ShapeDtypeStructs."""
     hidden = head.model.hidden_size
     assert head.mtp is not None
+    if head.mtp.hidden_fc is not None:
+        return _of_streams(head.mtp, hidden, dtype)
     front = MtpFront(
         fc=linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=head.fc_bias),
         embed_norm=vector(hidden, dtype),

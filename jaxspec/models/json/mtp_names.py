@@ -12,6 +12,7 @@ NORM = "model.norm.weight"  # the model's final norm
 _JOINED = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 _OF_MIMO = re.compile(r"(model\.mtp_layers\.\d+\.)input_proj\.weight")
 _OF_ERNIE = re.compile(r"(model\.mtp\.\d+\.)linear_proj\.weight")
+_OF_DEEPSEEK_V4 = re.compile(r"(mtp\.\d+\.)e_proj\.weight")
 _OF_NEMOTRON = re.compile(r"(mtp\.)layers\.0\.eh_proj\.weight")
 
 
@@ -24,6 +25,8 @@ class MtpNames:
       layer: prefix of those of the transformer layer.
       embed_norm, hidden_norm, fc, norm: the rest of the others' names, without ``weight``. ``norm``
         None: the layer's last norm is the model's.
+      hidden_fc: that of a projection of the hidden state by itself; ``fc`` is the embedding's then.
+        None: there is one for both.
       hidden_first: the projection reads the hidden state before the embedding.
       copies: tensors that repeat the target's embeddings and LM head. They are not read.
       lm_head: the rest of the name of an LM head that may have other values than the target's, and
@@ -36,6 +39,7 @@ class MtpNames:
     hidden_norm: str
     fc: str
     norm: str | None
+    hidden_fc: str | None = None
     hidden_first: bool = False
     copies: tuple[str, ...] = ()
     lm_head: str | None = None
@@ -72,6 +76,10 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 copies=copies[:1] if mtp.own_heads else copies,
                 lm_head=head if mtp.own_heads else None,
             )
+        case "deepseek_v4":
+            layer = f"mtp.{index}."
+            names = "enorm", "hnorm", "e_proj", "norm", "h_proj"
+            return MtpNames(layer, layer, *names)
         case "mimo":
             layer = f"model.mtp_layers.{index}."
             return MtpNames(
@@ -123,10 +131,10 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Those of MTP layers, which are no part of the model: those that the config names, layers
-    after the model's own that have an ``eh_proj``, and ERNIE's, MiMo's and Nemotron's even if the
-    config counts none."""
+    after the model's own that have an ``eh_proj``, and those of DeepSeek-V4, ERNIE, MiMo and
+    Nemotron even if the config counts none."""
     prefixes = set() if config.mtp is None else {*mtp_prefixes(config.mtp, config.num_layers)}
-    for joined in (_JOINED, _OF_ERNIE, _OF_MIMO, _OF_NEMOTRON):
+    for joined in (_JOINED, _OF_DEEPSEEK_V4, _OF_ERNIE, _OF_MIMO, _OF_NEMOTRON):
         prefixes |= {match[1] for name in names if (match := joined.fullmatch(name))}
     prefixes -= {f"model.layers.{index}." for index in range(config.num_layers)}
     return {name for name in names if name.startswith(tuple(prefixes))}
