@@ -200,7 +200,10 @@ def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
         stages=tuple(with_float8_cache(stage, stage.mesh) for stage in params.stages),
     )
     if not has_float8_cache((made.target, made.stages)):
-        raise ValueError("kv_dtype is for layers of attention, and this model has none: leave it")
+        raise ValueError(
+            "kv_dtype is for layers that keep keys and values of each head, and this model has "
+            "none: leave it"
+        )
     return made
 
 

@@ -22,6 +22,7 @@ from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.gguf.packed import with_packed
 from jaxspec.checkpoints.kernel_order import in_order, is_ordered
 from jaxspec.checkpoints.read_arrays import copy_in_strips, read_side_by_side
+from jaxspec.checkpoints.stored_routes import with_stored_routes
 from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
@@ -89,6 +90,7 @@ def load_decoder(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, dtype, shards, kind)
     config = with_stored_head(config, stored, directory)
+    config = with_stored_routes(config, stored)
     stored = unfused(stored, config)
     shapes = decoder_shapes(config, dtype, shards).mapped(choosing(kind))
     return load_tree(
@@ -111,6 +113,7 @@ def load_pipeline(
     shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
     stored, kind = open_checkpoint(directory, dtype, shards, None)
     config = with_stored_head(config, stored, directory)
+    config = with_stored_routes(config, stored)
     stored = unfused(stored, config)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
     whole = as_one(shapes.parts).mapped(choosing(kind))

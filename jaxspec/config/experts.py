@@ -27,7 +27,7 @@ class RoutingConfig:
       num_groups, top_groups: only experts of the ``top_groups`` best of so many groups are chosen.
         A group counts by the sum of its two best scores.
       correction: a vector is added to the scores for the choice, but not for the weights
-        (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). None: where the checkpoint has one.
       bias: of the router's logits.
       token_ids: experts are not chosen: a table has those of so many ids of tokens. Their scores
         are the router's. None: they are chosen.
@@ -40,7 +40,7 @@ class RoutingConfig:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    correction: bool = False
+    correction: bool | None = False
     bias: bool = False
     token_ids: int | None = None
 

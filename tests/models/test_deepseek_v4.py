@@ -32,7 +32,7 @@ from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.tensors import joining, splitting
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.alias_checkpoints import random_alias, raw_config
-from tests.helpers.checkpoints import save_tensors
+from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.deepseek_v4_checkpoints import ALL, SPARSE, WINDOW, as_published
 from tests.helpers.families import save_family
 from tests.helpers.four_bit_checkpoints import deepseek
@@ -142,6 +142,19 @@ def test_files_with_published_names_are_read(checkpoint, tmp_path: Path):
         assert name in tensors
     save_tensors(tmp_path, tensors, json.loads((directory / "config.json").read_text()))
     assert_close(plain_logits(load(tmp_path), tokens), expected)
+
+
+@pytest.mark.parametrize("expert", [-1, 8, 2**33 + 1])
+def test_a_table_of_experts_that_there_are_not_is_named(checkpoint, tmp_path: Path, expert: int):
+    directory, _, _ = checkpoint("deepseek_v4")
+    files = load_file(directory / "model.safetensors")
+    name = next(name for name in files if name.endswith(".tid2eid"))
+    files[name][3, 1] = expert
+    changed: dict[str, Any] = {name: files[name]}
+    with pytest.raises(
+        ValueError, match=rf"tid2eid has expert {expert}, and the model's are 0 to 7"
+    ):
+        load(changed_copy(directory, tmp_path, **changed))
 
 
 @pytest.mark.slow

@@ -95,15 +95,14 @@ MISTRAL4 = dataclasses.replace(
 
 
 def _read_axk1(hf: Keys) -> ModelConfig:
-    """What experts give is normed. They are chosen without a correction where the method is not
-    DeepSeek-V3's: published files have none."""
-    corrected = hf["topk_method"] in (None, "noaux_tc")
+    """What experts give is normed. They are chosen with a correction where the files have one:
+    transformers' do, and those that are published have none, it says."""
 
     def changed(layer: LayerConfig) -> LayerConfig:
         mlp = layer.mlp
         if not isinstance(mlp, ExpertsConfig):
             return layer
-        routing = dataclasses.replace(mlp.routing, correction=corrected)
+        routing = dataclasses.replace(mlp.routing, correction=None)
         mlp = dataclasses.replace(mlp, routing=routing)
         return dataclasses.replace(layer, mlp=mlp, norms="both_of_mlp")
 
@@ -117,8 +116,9 @@ AXK1 = dataclasses.replace(
     defaults=_ONE_NAME
     | sizes(163840, 7168, 18432, 61, 64, 64, 32768)
     | {"eos_token_id": 163691, "mlp_layer_types": None, "first_k_dense_replace": 1}
-    | {"n_routed_experts": 192, "num_nextn_predict_layers": 0, "topk_method": None},
-    fixed={"scoring_func": (None, "sigmoid"), "moe_layer_freq": (None, 1)},
+    | {"n_routed_experts": 192, "num_nextn_predict_layers": 0},
+    fixed={"scoring_func": (None, "sigmoid"), "moe_layer_freq": (None, 1)}
+    | {"topk_method": (None, "noaux_tc")},
     renames=((r"\.post_mlp_layernorm\.", ".post_feedforward_layernorm."),),
 )
 

@@ -259,7 +259,7 @@ def experts_shape(
         router=linear_shape(
             ("whole_hidden", "routes"), (hidden_size, count), dtype, bias=routing.bias
         ),
-        correction=vector(count, jnp.float32, when=routing.correction),
+        correction=vector(count, jnp.float32, when=bool(routing.correction)),
         of_tokens=array_shape(routing.token_ids, routing.top_k, dtype=jnp.int32)
         if routing.token_ids
         else None,
