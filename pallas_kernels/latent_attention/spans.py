@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.latent_attention.chosen import BLOCK_BYTES, in_blocks
 from pallas_kernels.latent_attention.pools import Paths, slots_in_pages
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.pages import QueryContext
@@ -87,6 +88,7 @@ def write_spans(
     spans: Spans,
     context: QueryContext,
     first_slot: int = 0,
+    block: int | None = None,
 ) -> Array:
     """Write what is kept of T tokens of each sequence, and the entries of the spans that they end.
 
@@ -96,6 +98,7 @@ def write_spans(
       slots: [B, T] they are written to; 0: the null page's.
       context: of the tokens; its page table leads to the tokens before them.
       first_slot: where the first span begins.
+      block: tokens whose entries are made at a time; None: as fit BLOCK_BYTES.
     """
     pages, size = write_rows(pages, rows, slots), spans.size
     paths = Paths.of(context)
@@ -105,16 +108,25 @@ def write_spans(
         inside, ends = ends < slots.shape[1], jnp.minimum(ends, slots.shape[1] - 1)
         slots = jnp.where(inside, jnp.take_along_axis(slots, ends, axis=1), 0)
         paths = paths._replace(last=jnp.take_along_axis(paths.last, ends, axis=1))
+    first, stop = spans.columns
+
+    def with_entries(last: Array, *nodes: Array) -> Array:
+        """What is kept of the last tokens of spans [B, n, 2 * places], with the entries."""
+        of_block = Paths(last, paths.context_lens, nodes[0] if nodes else None)
+        members = last[..., None] + jnp.arange(1 - spans.members, 1)  # [B, n, members]
+        where = slots_in_pages(context, of_block.slots(members), pages.shape[2])
+        kept = read_rows(pages, where.reshape(len(where), -1))
+        kept = kept.reshape(*where.shape, -1)
+        sums = spans.sums(kept, members >= first_slot)
+        entries = spans.finish(sums, last - first_slot + 1 - size)
+        return kept[..., -1, :].at[..., first:stop].set(entries.astype(kept.dtype))
+
     places = paths.last - first_slot
     is_end = (places % size == size - 1) & (places >= size - 1)
-    members = paths.last[..., None] + jnp.arange(1 - spans.members, 1)  # [B, n, members]
-    where = slots_in_pages(context, paths.slots(members), pages.shape[2])
-    kept = read_rows(pages, where.reshape(len(where), -1))
-    kept = kept.reshape(*where.shape, -1)
-    sums = spans.sums(kept, members >= first_slot)
-    entries = spans.finish(sums, places + 1 - size)
-    first, stop = spans.columns
-    last = kept[..., -1, :].at[..., first:stop].set(entries.astype(kept.dtype))
+    if block is None:  # a tree's nodes may all end spans: which do is not known here
+        block = BLOCK_BYTES // (4 * len(slots) * spans.members * rows.shape[-1])
+    arrays = [paths.last] + ([] if paths.nodes is None else [paths.nodes])
+    last = in_blocks(with_entries, arrays, block)
     return write_rows(pages, last[:, :, None], jnp.where(is_end, slots, 0))
 
 

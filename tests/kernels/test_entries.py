@@ -89,7 +89,7 @@ def read(
     pages = {
         "vectors": write_rows(pages["vectors"], rows["vectors"], slots),
         **{
-            name: write_spans(pages[name], rows[name], slots, spans, context)
+            name: write_spans(pages[name], rows[name], slots, spans, context, block=3)
             for name in ("kept", "keys")
         },
     }
