@@ -106,6 +106,7 @@ def _read_piece(tensor: CheckpointTensor, piece: Piece) -> None:
             rows = rows.astype(np.float32) + piece.offset
         if piece.factor != 1:
             rows = rows.astype(np.float32) * np.float32(piece.factor)
+        check_narrow(tensor, rows, part.dtype)
         copy_in_strips(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
 
 
@@ -125,6 +126,16 @@ def check_numbers(tensor: CheckpointTensor, rows: np.ndarray) -> None:
     for kind, bound in ((f"i{rows.itemsize}", infinity), (f"u{rows.itemsize}", -infinity)):
         if rows.view(kind).max() >= bound.view(kind):
             raise ValueError(f"{tensor.file}: {tensor.name} holds NaN or an infinity")
+
+
+def check_narrow(tensor: CheckpointTensor, rows: np.ndarray, dtype: np.dtype) -> None:
+    """Raise ValueError for integers that a narrower dtype would wrap."""
+    if rows.dtype.kind != "i" or dtype.kind != "i" or rows.dtype.itemsize <= dtype.itemsize:
+        return
+    bounds = np.iinfo(dtype)
+    wrong = rows[(rows < bounds.min) | (rows > bounds.max)]
+    if wrong.size:
+        raise ValueError(f"{tensor.file}: {tensor.name} holds {wrong[0]}, which {dtype} has not")
 
 
 def copy_in_strips(destination: np.ndarray, source: np.ndarray) -> None:

@@ -1,9 +1,9 @@
 """Profile the reading of prompts: which kernels run, for which part of the model, and how long.
 
-The prompts of a model shape with random weights (see bench engine) are read twice, once under the
-profiler. Each kernel is attributed to the part of the model (jax.named_scope) that the compiled
-program gives it. Time that overlaps with earlier kernels is not counted, so that the kernels' times
-and the gaps, in which nothing ran, add up to the whole.
+The prompts of a model shape with random weights (see bench engine) are read several times, the last
+time under the profiler. Each kernel is attributed to the part of the model (jax.named_scope) that
+the compiled program gives it. Time that overlaps with earlier kernels is not counted, so that the
+kernels' times and the gaps, in which nothing ran, add up to the whole.
 """
 
 import argparse

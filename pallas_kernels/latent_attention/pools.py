@@ -98,13 +98,7 @@ def write_pooled(
       first_slot: where the first pool begins.
     """
     pages, size = write_rows(pages, rows, slots), len(places)
-    paths = Paths.of(context)
-    if paths.nodes is None:  # of consecutive tokens every N-th ends a pool
-        first = (size - 1 - (context.context_lens - first_slot)) % size
-        ends = first[:, None] + size * jnp.arange(-(-slots.shape[1] // size))
-        inside, ends = ends < slots.shape[1], jnp.minimum(ends, slots.shape[1] - 1)
-        slots = jnp.where(inside, jnp.take_along_axis(slots, ends, axis=1), 0)
-        paths = paths._replace(last=jnp.take_along_axis(paths.last, ends, axis=1))
+    paths, slots = may_end(slots, context, size, first_slot)
     members = paths.last[..., None] + jnp.arange(1 - size, 1)  # [B, n, N]
     ends_pool = ((paths.last - first_slot) % size == size - 1) & (members[..., 0] >= first_slot)
     where = slots_in_pages(context, paths.slots(members), pages.shape[2])
@@ -114,6 +108,22 @@ def write_pooled(
     pooled = pool_keys(keys, gates, places)
     both = jnp.concatenate([pooled, gates[..., -1, :]], axis=-1)[:, :, None]
     return write_rows(pages, both, jnp.where(ends_pool, slots, 0))
+
+
+def may_end(slots: Array, context: QueryContext, size: int, first_slot: int) -> tuple[Paths, Array]:
+    """Those of a pass's tokens that may end a run of so many positions, the first of which begins
+    at ``first_slot``: of consecutive tokens every ``size``-th, of a tree all nodes.
+
+    Returns their paths, and their slots of ``slots`` [B, T]: the null page's where there is none.
+    """
+    paths = Paths.of(context)
+    if paths.nodes is not None:
+        return paths, slots
+    first = (size - 1 - (context.context_lens - first_slot)) % size
+    ends = first[:, None] + size * jnp.arange(-(-slots.shape[1] // size))
+    inside, ends = ends < slots.shape[1], jnp.minimum(ends, slots.shape[1] - 1)
+    slots = jnp.where(inside, jnp.take_along_axis(slots, ends, axis=1), 0)
+    return paths._replace(last=jnp.take_along_axis(paths.last, ends, axis=1)), slots
 
 
 def pool_keys(keys: Array, gates: Array, places: Array) -> Array:

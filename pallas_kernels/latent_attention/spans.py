@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.latent_attention.chosen import BLOCK_BYTES, in_blocks
-from pallas_kernels.latent_attention.pools import Paths, slots_in_pages
+from pallas_kernels.latent_attention.pools import Paths, may_end, slots_in_pages
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.pages import QueryContext
 from pallas_kernels.rope_kv_write.reference import read_rows, write_rows
@@ -101,13 +101,7 @@ def write_spans(
       block: tokens whose entries are made at a time; None: as fit BLOCK_BYTES.
     """
     pages, size = write_rows(pages, rows, slots), spans.size
-    paths = Paths.of(context)
-    if paths.nodes is None:  # of consecutive tokens every N-th ends a span
-        first = (size - 1 - (context.context_lens - first_slot)) % size
-        ends = first[:, None] + size * jnp.arange(-(-slots.shape[1] // size))
-        inside, ends = ends < slots.shape[1], jnp.minimum(ends, slots.shape[1] - 1)
-        slots = jnp.where(inside, jnp.take_along_axis(slots, ends, axis=1), 0)
-        paths = paths._replace(last=jnp.take_along_axis(paths.last, ends, axis=1))
+    paths, slots = may_end(slots, context, size, first_slot)
     first, stop = spans.columns
 
     def with_entries(last: Array, *nodes: Array) -> Array:

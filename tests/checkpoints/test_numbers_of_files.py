@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.checkpoints.checkpoint_files import StoredTensor
 from jaxspec.checkpoints.eagle import load_eagle_head, save_eagle_head
-from jaxspec.checkpoints.read_arrays import WIDE, check_numbers
+from jaxspec.checkpoints.read_arrays import WIDE, check_narrow, check_numbers
 from jaxspec.checkpoints.safetensors_io import load_decoder
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.parallel import make_mesh
@@ -40,6 +40,18 @@ def test_all_numbers_pass_and_nothing_else(dtype: np.dtype):
 def test_other_dtypes_pass():
     check_numbers(TENSOR, np.array([255], np.uint8))
     check_numbers(TENSOR, np.array([2**31 - 1], np.int32))
+
+
+def test_integers_that_would_wrap_are_named():
+    fits = np.array([-(2**31), 2**31 - 1])
+    check_narrow(TENSOR, fits, np.dtype(np.int32))
+    check_narrow(TENSOR, fits + 2**31, np.dtype(np.int64))
+    message = r"norm.weight holds -?2147483\d{3}, which int32 has not"
+    for wrong in (fits - 1, fits + 1):
+        with pytest.raises(
+            ValueError, match=r"norm.weight holds -?2147483\d{3}, which int32 has not"
+        ):
+            check_narrow(TENSOR, wrong, np.dtype(np.int32))
 
 
 @pytest.mark.parametrize("devices", [None, 2])
