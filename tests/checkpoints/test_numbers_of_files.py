@@ -46,7 +46,7 @@ def test_integers_that_would_wrap_are_named():
     fits = np.array([-(2**31), 2**31 - 1])
     check_narrow(TENSOR, fits, np.dtype(np.int32))
     check_narrow(TENSOR, fits + 2**31, np.dtype(np.int64))
-    message = r"norm.weight holds -?2147483\d{3}, which int32 has not"
+    message = r"norm\.weight holds -?2147483\d{3}, which int32 has not"
     for wrong in (fits - 1, fits + 1):
         with pytest.raises(
             ValueError, match=r"norm.weight holds -?2147483\d{3}, which int32 has not"
