@@ -48,9 +48,7 @@ def test_integers_that_would_wrap_are_named():
     check_narrow(TENSOR, fits + 2**31, np.dtype(np.int64))
     message = r"norm\.weight holds -?2147483\d{3}, which int32 has not"
     for wrong in (fits - 1, fits + 1):
-        with pytest.raises(
-            ValueError, match=r"norm.weight holds -?2147483\d{3}, which int32 has not"
-        ):
+        with pytest.raises(ValueError, match=message):
             check_narrow(TENSOR, wrong, np.dtype(np.int32))
 
 
