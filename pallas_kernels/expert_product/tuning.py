@@ -1,12 +1,13 @@
-"""Choices made for an H100: sizes of the kernel's blocks.
+"""Choices made for Hopper GPUs: sizes of the kernel's blocks.
 
-Only the defaults were timed (docs/experts.md).
+Chosen by times on an H200, see docs/results/experts.md.
 """
 
 import dataclasses
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 MOST_STAGES = 16
+LEAST_LONG = 1024  # inputs: of so many, a CTA multiplies for long once it has begun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,4 +35,6 @@ class ExpertTuning:
 def expert_tuning(lanes: int, depth: int, width: int) -> ExpertTuning:
     """The variant for slots of so many lanes, and so many inputs and outputs of an expert."""
     pairs_up = lanes >= 32 and width % (2 * OUTPUTS) == 0  # lanes are read once for 128 outputs
+    if pairs_up and lanes >= 64 and depth >= LEAST_LONG:  # a longer ring is worth more than a CTA
+        return ExpertTuning(warpgroups=2, ctas=1)
     return ExpertTuning(warpgroups=2 if pairs_up else 1)

@@ -96,7 +96,8 @@ def packed_expert_slots_mosaic(
             *sizes,
             shared=shared,
             clamp=clamp,
-            config=config or packed_expert_tuning(*sizes, weights.width, weights.bits),
+            config=config
+            or packed_expert_tuning(*sizes, weights.depth, weights.width, weights.bits),
             dtype=dtype,
             interpreted=interpret is not None,
         )

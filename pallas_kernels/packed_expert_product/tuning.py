@@ -5,7 +5,7 @@ Chosen by times on an H200, see docs/results/experts.md.
 
 import dataclasses
 
-from pallas_kernels.expert_product.tuning import OUTPUTS
+from pallas_kernels.expert_product.tuning import LEAST_LONG, OUTPUTS
 from pallas_kernels.expert_slots import LEAST_LANES
 from pallas_kernels.h100 import MULTIPROCESSORS
 from pallas_kernels.shared_memory import LINE
@@ -41,8 +41,11 @@ class PackedExpertTuning:
         return OUTPUTS * self.warpgroups
 
 
-def packed_expert_tuning(slots: int, lanes: int, width: int, bits: int) -> PackedExpertTuning:
-    """The variant for so many slots and lanes, outputs of an expert, and bits of a number."""
+def packed_expert_tuning(
+    slots: int, lanes: int, depth: int, width: int, bits: int
+) -> PackedExpertTuning:
+    """The variant for so many slots and lanes, inputs and outputs of an expert, and bits of a
+    number."""
     tiles, unit = width // OUTPUTS, 128 if bits == 8 else 64
     if lanes == LEAST_LANES:
         if slots * tiles < MULTIPROCESSORS:  # otherwise many would be idle
@@ -50,6 +53,8 @@ def packed_expert_tuning(slots: int, lanes: int, width: int, bits: int) -> Packe
         return PackedExpertTuning(ctas=3, unit=unit)
     if lanes < 32:  # lanes are read once for several tiles
         return PackedExpertTuning(warpgroups=_divisor(tiles, 4), unit=unit)
+    if lanes >= 64 and bits == 8 and depth < LEAST_LONG:  # the next tile's blocks come meanwhile
+        return PackedExpertTuning(tiles=4, ctas=2, unit=unit)
     # Sums of so many lanes take registers.
     warpgroups, line = _divisor(tiles, 2), LINE if bits == 8 else LINE // 2
     return PackedExpertTuning(warpgroups=warpgroups, shares=3 - warpgroups, line=line)

@@ -32,7 +32,7 @@ from pallas_kernels.expert_slots import MOST_ROWS as KERNEL_ROWS
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
-MOST_PRODUCTS = 1 << 26  # numbers of a kernel's products [rows, k, H] at a time, likewise
+MOST_PRODUCTS = 1 << 27  # numbers of a kernel's products [rows, k, H] at a time, likewise
 # Of these values where no state is kept, as in training: there are many rows, and small experts
 # would take shorter for 512 of them than their kernels take to launch.
 MOST_VALUES = 1 << 26
