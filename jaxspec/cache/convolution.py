@@ -7,6 +7,7 @@ that is kept, in the order of tokens, and nothing is rolled back: a commit appen
 accepted path.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -29,15 +30,31 @@ def convolution(taps: Array, weight: Array) -> Array:
     return out
 
 
-def run_taps(before: Array, tokens: Array) -> Array:
-    """Each of consecutive tokens with the K - 1 before it, the oldest first: [B, T, K,
+def run_convolution(before: Array, tokens: Array, weight: Array) -> Array:
+    """``convolution`` of consecutive tokens [B, T, ...channels] after ``before`` [B, K - 1,
     ...channels].
 
-    before: [B, K - 1, ...channels], the last tokens before them. tokens: [B, T, ...channels].
+    Of many tokens neither each one's taps nor a copy of all behind ``before`` is made: they would
+    take longer than the convolution. The first K - 1 tokens have one of their own.
     """
-    size, past = tokens.shape[1], before.shape[1]
-    every = jnp.concatenate([before, tokens.astype(before.dtype)], axis=1)
-    return jnp.stack([every[:, i : i + size] for i in range(past + 1)], axis=2)
+    past, size = before.shape[1], tokens.shape[1]
+    tokens = tokens.astype(before.dtype)
+    if size <= past:
+        return _convolved(jnp.concatenate([before, tokens], axis=1), weight)
+    first = _convolved(jnp.concatenate([before, tokens[:, :past]], axis=1), weight)
+    no_tokens = [(0, 0)] * (tokens.ndim - 2)
+    every = jnp.pad(tokens, [(0, 0), (past, 0), *no_tokens])
+    first = jnp.pad(first, [(0, 0), (0, size - past), *no_tokens])
+    is_first = (jnp.arange(size) < past).reshape(size, *(1,) * (tokens.ndim - 2))
+    return jnp.where(is_first, first, _convolved(every, weight))
+
+
+def _convolved(every: Array, weight: Array) -> Array:
+    """The convolution of all but the first K - 1 of [B, T + K - 1, ...channels]."""
+    size = every.shape[1] - len(weight) + 1
+    taps = (every[:, place : place + size].astype(jnp.float32) for place in range(len(weight)))
+    terms = (tap * each.astype(jnp.float32) for tap, each in zip(taps, weight, strict=True))
+    return functools.reduce(jnp.add, terms)
 
 
 def tree_taps(before: Array, nodes: Array, ancestors: Array, depth: Array) -> Array:
@@ -72,8 +89,12 @@ def tree_places(ancestors: Array, depth: Array, past: int) -> Array:
 def last_inputs(before: Array, tokens: Array, counts: Array) -> Array:
     """The last K - 1 inputs after the first ``counts`` [B] of tokens [B, T, ...channels], which
     follow ``before`` [B, K - 1, ...channels]."""
-    every = jnp.concatenate([before, tokens.astype(before.dtype)], axis=1)
-    return take_tokens(every, counts[:, None] + jnp.arange(before.shape[1]))
+    past = before.shape[1]
+    place = counts[:, None] + jnp.arange(past)
+    new = take_tokens(tokens, jnp.clip(place - past, 0, tokens.shape[1] - 1))
+    is_old = (place < past).reshape(*place.shape, *(1,) * (before.ndim - 2))
+    old = take_tokens(before, jnp.minimum(place, past - 1))
+    return jnp.where(is_old, old, new.astype(before.dtype))
 
 
 def take_tokens(x: Array, index: Array) -> Array:
@@ -112,8 +133,8 @@ class ConvolutionState(Pytree):
 
         weight: [K, C].
         """
-        taps = run_taps(self.inputs[rows], tokens)
-        return convolution(taps, weight), self._appended(rows, counts, tokens)
+        convolved = run_convolution(self.inputs[rows], tokens, weight)
+        return convolved, self._appended(rows, counts, tokens)
 
     def read_tree(
         self, rows: Array, nodes: Array, weight: Array, ancestors: Array, depth: Array

@@ -7,8 +7,9 @@ the accepted path. Nothing is rolled back, and no state per node exists.
 The checkpoint is always that after a multiple of C tokens, the capacity of the window. Every C
 tokens are folded into it in order, by the same code (``fold`` and ``chunk`` share it), whether
 they were read from a prompt, decoded one by one, or accepted from trees. So equal inputs give equal
-bits of the state, however chunks and rounds cut the sequence. (Kernels apply one token after the
-other, in prompts and rounds alike. Where only rounds have one, the two agree up to rounding.)
+bits of the state, however chunks and rounds cut the sequence. (The kernels of rounds apply one
+token after the other, that of prompts blocks of 16, and how calls cut a prompt changes no bit. What
+prompts leave and what rounds leave agree up to rounding.)
 Inputs themselves come from products, which round alike only in passes of one shape, as keys and
 values of attention do: see SpeculationConfig.verify_width. Without it the state is the same up to
 rounding.
@@ -23,7 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache.convolution import convolution, last_inputs, run_taps, take_tokens, tree_taps
+from jaxspec.cache.convolution import (
+    convolution,
+    last_inputs,
+    run_convolution,
+    take_tokens,
+    tree_taps,
+)
 from jaxspec.cache.delta_rule import DeltaInputs, select_tokens
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
@@ -35,6 +42,7 @@ from pallas_kernels.delta_rule import (
     delta_read,
     delta_run,
     misfit,
+    run_misfit,
 )
 from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
 
@@ -117,10 +125,8 @@ class DeltaState(Pytree):
         """
         before = self.channels[rows]
         if ancestors is None or depth is None:
-            taps = run_taps(before, channels)
-        else:
-            taps = tree_taps(before, channels, ancestors, depth)
-        return convolution(taps, weight)
+            return run_convolution(before, channels, weight)
+        return convolution(tree_taps(before, channels, ancestors, depth), weight)
 
     def read_tree(
         self,
@@ -157,8 +163,8 @@ class DeltaState(Pytree):
         """Outputs [B, T, G, r, Dv] of the consecutive tokens after ``lens`` [B], and the state
         after the first ``counts`` [B] of them. The other tokens are padding."""
         held = lens % self.folded
-        if self._has_kernel("delta_run", kernels):
-            return self.read_in_order(rows, held, counts, q, new, "mosaic_gpu")
+        if self._has_kernel("delta_run", kernels) and not run_misfit(self._row_states(rows, held)):
+            return self.read_by_delta_run(rows, held, counts, q, new, "mosaic_gpu")
         inputs, total = self._aligned(rows, held, new.inputs, counts), held + counts
         num_chunks = inputs.k.shape[1] // self.folded
         place = jnp.arange(num_chunks * self.folded) - held[:, None]
@@ -178,7 +184,7 @@ class DeltaState(Pytree):
         state = self.replace(s=self.s.at[target].set(s, mode="drop"))
         return out, state._appended(rows, counts, inputs, total, new.channels)
 
-    def read_in_order(
+    def read_by_delta_run(
         self,
         rows: Array,
         held: Array,
@@ -187,7 +193,8 @@ class DeltaState(Pytree):
         new: DeltaNodes,
         implementation: Implementation,
     ) -> tuple[Array, Self]:
-        """``read_run`` one token after the other; ``held``: [B] tokens in the windows."""
+        """``read_run`` by ``pallas_kernels.delta_rule.delta_run``; ``held``: [B] tokens in the
+        windows."""
         inputs, total = new.inputs, held + counts
         states = self._row_states(rows, held)
         out, s = delta_run(states, counts, q, inputs.tokens, implementation)

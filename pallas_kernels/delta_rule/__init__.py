@@ -10,7 +10,7 @@ from pallas_kernels.delta_rule.reference import (
     delta_read_reference,
     delta_run_reference,
 )
-from pallas_kernels.delta_rule.tokens import LayerRows, RowStates, Tokens
+from pallas_kernels.delta_rule.tokens import BLOCK, LayerRows, RowStates, Tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "delta_read",
     "delta_run",
     "misfit",
+    "run_misfit",
 ]
 
 KEY_DIM = 128  # of a head: the kernel was tested with it
@@ -70,13 +71,14 @@ def delta_run(
       counts: int32 [B], tokens that are there; the others are padding.
       q: float32 [B, T, G, Dk], queries.
       tokens: [B, T, ...].
-      implementation: see selection.Implementation; ``misfit`` says what the Hopper kernel takes.
+      implementation: see selection.Implementation; ``run_misfit`` says what the Hopper kernel
+        takes.
 
     Returns float32 [B, T, G, r, Dv], zeros for padding, and s, written in place where the caller
     donates it: after the last token that makes held + tokens a multiple of C, if one does. The
     window stays as it is.
     """
-    problem = misfit(states.s, 1)
+    problem = run_misfit(states)
     mosaic = kernel_module("delta_rule", implementation, problem)
     run = delta_run_reference if mosaic is None else mosaic.delta_run_mosaic
     return run(states, counts, q, tokens)
@@ -126,3 +128,10 @@ def misfit(s: Array, num_nodes: int) -> str | None:
     if num_nodes > MAX_NODES:
         return f"trees of {num_nodes} nodes: at most {MAX_NODES}"
     return None
+
+
+def run_misfit(states: RowStates) -> str | None:
+    """Why the kernel cannot read prompts after these states, None if it can."""
+    if (length := states.window.k.shape[1]) % BLOCK:
+        return f"windows of {length} tokens: a multiple of {BLOCK}"
+    return misfit(states.s, 1)

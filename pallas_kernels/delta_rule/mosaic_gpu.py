@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import kernel_axes
+from pallas_kernels.delta_rule.blocks import delta_run_mosaic
 from pallas_kernels.delta_rule.commit import delta_commit_mosaic
 from pallas_kernels.delta_rule.tiles import (
     BY_COLUMN,
@@ -23,7 +24,6 @@ from pallas_kernels.delta_rule.tiles import (
     applied,
     copy_window,
     load,
-    load_token,
     part_of,
     product,
     read_by,
@@ -132,77 +132,3 @@ def _gram(q: Array, k: Array) -> Array:
     """Products with the keys of all nodes, of keys and of queries: [B, G, 2, N, N]."""
     readers = jnp.stack([k, q], axis=1)
     return jnp.einsum("bxigd,bjgd->bgxij", readers, k, precision=lax.Precision.HIGHEST)
-
-
-# Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def delta_run_mosaic(
-    states: RowStates,
-    counts: Array,  # [B]
-    q: Array,  # [B, T, G, Dk]
-    tokens: Tokens,  # [B, T, ...]
-    *,
-    interpret: Any = None,
-) -> tuple[Array, Array]:
-    """See pallas_kernels.delta_rule.delta_run; only for arguments that ``misfit`` accepts.
-
-    ``interpret``: plgpu.InterpretGPUParams, for tests.
-    """
-    s, window, rows, held = states
-    _, groups, values, v_dim, _ = s.shape
-    batch, size = q.shape[:2]
-    capacity = window.k.shape[1]
-
-    @fixed_name(interpret)
-    def delta_run_kernel(
-        wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, counts_ref, q_ref, k_ref, v_ref, g_ref,
-        b_ref, s_ref, out_ref,
-    ):  # fmt: skip
-        sequence, group = kernel_axes.index("sequence"), kernel_axes.index("group")
-        value, columns = part_of(kernel_axes.index("part"), values)
-        row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), counts_ref[sequence]
-        first = held_ref[sequence]
-        until = jnp.maximum((first + count) // capacity * capacity - first, 0)
-        old = functools.partial(load_token, Tokens(wk_ref, wv_ref, wg_ref, wb_ref), row)
-        new = functools.partial(load_token, Tokens(k_ref, v_ref, g_ref, b_ref), sequence)
-        part = group, value, columns
-
-        def apply(place: Any, carry: Any) -> Any:
-            tile, token = carry
-            following = old(jnp.minimum(place + 1, first - 1), part)
-            return applied(tile, token), following
-
-        def read(index: Any, carry: Any) -> Any:
-            tile, token = carry
-            query = load(q_ref.at[sequence, index, group], BY_KEY)
-            following = new(jnp.minimum(index + 1, count - 1), part)
-            tile = applied(tile, token)
-            out_ref[sequence, index, group, value, columns] = read_by(tile, query)
-            return tile, following
-
-        tile = load(s_ref.at[row, group, value, columns], TILE)
-        tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, part)))
-        carry = lax.fori_loop(0, until, read, (tile, new(0, part)))
-
-        @pl.when(until > 0)  # at the last multiple of the window's size
-        def _store():
-            s_ref[row, group, value, columns] = carry[0]
-
-        lax.fori_loop(until, count, read, carry)
-
-        @pl.loop(count, size)
-        def _pad(index):
-            nothing = plgpu.layout_cast(jnp.zeros(COLUMNS, jnp.float32), BY_COLUMN)
-            out_ref[sequence, index, group, value, columns] = nothing
-
-    kernel = plgpu.kernel(
-        delta_run_kernel,
-        out_type=jax.ShapeDtypeStruct((batch, size, groups, values, v_dim), jnp.float32),
-        grid=(values * v_dim // COLUMNS, groups, batch),
-        grid_names=kernel_axes.names("part", "group", "sequence"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret,
-    )
-    s_ref = jax.new_ref(s)
-    out = kernel(*window, rows, held, counts, q, *tokens, s_ref)
-    return out, jax.freeze(s_ref)

@@ -83,3 +83,12 @@ def load_token(refs: Tokens, row: Any, place: Any, part: tuple[Any, Any, Any]) -
         refs.g[row, place, group, value],
         refs.beta[row, place, group, value],
     )
+
+
+def two_halves(x: Array, interpret: bool) -> tuple[Array, Array]:
+    """Two numbers for each of x, in bfloat16, whose sum it nearly is; interpreted in float32."""
+    if interpret:  # XLA may leave out a rounding to bfloat16
+        high = lax.reduce_precision(x, 8, 7)
+        return high, lax.reduce_precision(x - high, 8, 7)
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jax import Array
 
+BLOCK = 16  # consecutive tokens that the kernel of prompts takes at once
+
 
 class Tokens(NamedTuple):
     """B rows of T tokens with G key heads and r value heads each, float32."""

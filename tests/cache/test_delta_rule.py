@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 read_tree, read_run = jit(DeltaState.read_tree), jit(DeltaState.read_run)
-read_in_order = jit(DeltaState.read_in_order, static_argnames=("implementation",))
+read_by_delta_run = jit(DeltaState.read_by_delta_run, static_argnames=("implementation",))
 commit = jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
 convolved = jit(DeltaState.convolved)
 defined_read, defined_commit = jit(delta_read), jit(delta_commit)
@@ -358,7 +358,7 @@ def test_what_kernels_are_held_against_agrees():
 
 
 @pytest.mark.parametrize("size", [slow(3), slow(8), slow(21), PROMPT])
-def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
+def test_prompts_read_by_delta_run_leave_what_chunks_leave(size: int):
     """Reading prompts as pallas_kernels.delta_rule defines it."""
     rng = np.random.default_rng(7)
     rows, lens = np.array([2, 0, 3, 1]), np.array([5, 14, 7, 0])
@@ -366,10 +366,10 @@ def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
     q, inputs = random_inputs(rng, ROWS, size)
     nodes, counts = with_channels(rng, inputs), np.array([size, size - 1, 0, 1])
     out, after = jax.device_get(read_run(state, rows, lens, counts, q, nodes))
-    in_order = read_in_order(
+    by_delta_run = read_by_delta_run(
         state, rows, lens % FOLDED, counts, q, nodes, implementation="reference"
     )
-    found, own = jax.device_get(in_order)
+    found, own = jax.device_get(by_delta_run)
     valid = np.arange(size) < counts[:, None]
     assert np.abs(found - out)[valid].max() < TOLERANCE
     assert not found[~valid].any()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.convolution import ConvolutionState, convolution, run_taps
+from jaxspec.cache.convolution import ConvolutionState, run_convolution
 from jaxspec.config.recurrent import ShortConvConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
@@ -57,7 +57,7 @@ class ShortConv(Pytree):
         batch, size, channels = inputs.shape
         if state is None:
             before = jnp.zeros((batch, len(self.taps) - 1, channels), inputs.dtype)
-            return convolution(run_taps(before, inputs), self.taps), None
+            return run_convolution(before, inputs, self.taps), None
         rows, _, counts, ancestors, depth = RowsOfPass.of(step.attend, size)
         if ancestors is not None and depth is not None:
             return state.read_tree(rows, inputs, self.taps, ancestors, depth)
