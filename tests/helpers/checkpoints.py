@@ -1,6 +1,7 @@
 """Small random checkpoints in the formats found on the Hugging Face hub, made with transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,17 @@ def mtp_prefix(layout: str, layers: int, index: int = 0) -> str:
     if layout in ("qwen", "ernie"):
         return {"qwen": "mtp.", "ernie": "model.mtp_"}[layout]
     return f"model.mtp_layers.{index}." if layout == "mimo" else f"model.layers.{layers + index}."
+
+
+def within_images(directory: str | Path, model_type: str, architecture: str) -> Path:
+    """Make a text model's checkpoint the text part of a model of text and images, of which no other
+    tensors are there."""
+    directory = Path(directory)
+    text = json.loads((directory / "config.json").read_text())
+    named = load_file(directory / "model.safetensors").items()
+    tensors = {re.sub(r"^model\.", "model.language_model.", name): one for name, one in named}
+    config = {"model_type": model_type, "architectures": [architecture], "text_config": text}
+    return save_tensors(directory, tensors, config)
 
 
 def save_tensors(

@@ -1,4 +1,4 @@
-"""MTP layers whose tensors have names of their own: those of ERNIE 4.5 and Hy3, and of EXAONE 4.5.
+"""MTP layers whose tensors have names of their own, those of ERNIE 4.5 and Hy3, and EXAONE 4.5's.
 
 test_mtp_parity.py compares what they compute with transformers' layers.
 """
@@ -13,17 +13,26 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
-from jaxspec.checkpoints.checkpoint_files import scan
+from jaxspec.checkpoints.load_drafter import choose_drafter
 from jaxspec.checkpoints.mtp import has_mtp_layers, load_mtp_head, save_mtp_head
-from jaxspec.models.from_config.model import load_model_config
+from jaxspec.models.from_config.model import (
+    load_model_config,
+    parse_model_config,
+    with_mtp_layer,
+)
 from jaxspec.models.json.mtp_names import NORM
 from jaxspec.models.json.values import read_json
 from tests.helpers.alias_checkpoints import raw_config
-from tests.helpers.checkpoints import add_mtp_layer, changed_copy, save_byte_tokenizer, save_tensors
+from tests.helpers.checkpoints import (
+    add_mtp_layer,
+    changed_copy,
+    save_byte_tokenizer,
+    within_images,
+)
 from tests.helpers.families import save_family
 
 FLOAT32 = jnp.dtype("float32")
-LAYOUTS = {"hy_v3": "hy3", "ernie4_5_moe": "ernie"}
+LAYOUTS = {"hy_v3": "hy3", "ernie4_5_moe": "ernie", "exaone4_5": "qwen"}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +41,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, layout in LAYOUTS.items():
         path = tmp_path_factory.mktemp(name)
-        save_family(path, name, vocab_size=257, tie_word_embeddings=False, eos_token_id=2)
+        text = "exaone4" if name == "exaone4_5" else name
+        save_family(path, text, vocab_size=257, tie_word_embeddings=False, eos_token_id=2)
         made[name] = add_mtp_layer(path, layout)
+        if name == "exaone4_5":
+            within_images(path, name, "Exaone4_5_ForConditionalGeneration")
         save_byte_tokenizer(path)
     return made
 
@@ -79,11 +91,24 @@ def test_a_layer_that_the_files_lack_is_named(checkpoints: dict[str, Path], tmp_
         load_mtp_head(path, config, FLOAT32)
 
 
-def test_exaones_layer_is_left_out(tmp_path: Path):
+def test_exaones_layer_is_like_the_models_first(checkpoints: dict[str, Path], tmp_path: Path):
+    path = checkpoints["exaone4_5"]
+    config = load_model_config(path)
+    first, last = config.layers  # of which the first alone has a window
+    assert first != last and load_mtp_head(path, config, FLOAT32).config.layers == (first,)
+    assert choose_drafter(path, "auto") == "mtp:after"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_number_of_exaones_layers_may_stand_in_either_config(beside: bool):
     raw = raw_config("exaone4_5")
-    save_tensors(tmp_path, {"mtp.fc.weight": np.ones((64, 128), np.float32)}, raw)
-    with pytest.warns(UserWarning, match="1 tensors are left out"):
-        assert not scan(tmp_path)
+    assert parse_model_config(raw).mtp is not None  # one, if nothing says how many
+    where = raw if beside else raw["text_config"]
+    where["num_nextn_predict_layers"] = 0
+    assert parse_model_config(raw).mtp is None
+    where["num_nextn_predict_layers"] = 2
+    one = with_mtp_layer(raw)
+    assert (found := parse_model_config(one).mtp) is not None and found.num_layers == 1
 
 
 @pytest.mark.slow

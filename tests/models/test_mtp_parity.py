@@ -27,7 +27,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.from_config.model import load_model_config
 from jaxspec.training.heads.loss import unroll
-from tests.helpers.checkpoints import add_mtp_layer
+from tests.helpers.checkpoints import add_mtp_layer, within_images
 from tests.helpers.families import VARIANTS, save_family
 from tests.helpers.marks import slow
 from tests.helpers.mtp_reference import draft_log_probs, target_states, torch_mtp
@@ -52,6 +52,7 @@ BODIES: dict[str, tuple[str, str, MtpStates]] = {
     "ernie4_5": ("ernie4_5", "ernie", AFTER),
     "ernie4_5_moe": ("ernie4_5_moe", "ernie", AFTER),
     "exaone_moe": ("exaone_moe", "qwen", AFTER),
+    "exaone4_5": ("exaone4", "qwen", AFTER),
     "mellum": ("mellum", "qwen", AFTER),
     "qwen3_next": ("qwen3_next", "qwen", AFTER),
     "qwen3_5_text": ("qwen3_5_text", "qwen", AFTER),
@@ -69,11 +70,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
         changes = {"first_k_dense_replace": 1} if "halves" in name else {}
         if name == "exaone_moe":  # whose MTP layer has a dense MLP
             changes |= {"mlp_layer_types": ["dense", "sparse", "dense"]}
+        if name == "exaone4_5":  # whose first layer has a window, as the last of three
+            changes |= {"num_hidden_layers": 3}
         changes |= {"index_topk": 5} if name == "deepseek_v32" else {}  # of up to 13 tokens
         path = save_family(tmp_path_factory.mktemp("mtp"), variant, **changes)
         # Little noise: rounding grows from layer to layer, in transformers' float32 as in ours.
         add_mtp_layer(path, layout, count=count, noise=0.05)
-        return path, *torch_mtp(path, layout, VARIANTS[variant][0], count)
+        made = torch_mtp(path, layout, VARIANTS[variant][0], count)
+        if name == "exaone4_5":
+            within_images(path, name, "Exaone4_5_ForConditionalGeneration")
+        return path, *made
 
     return make
 
@@ -201,6 +207,7 @@ def draft_after(
         slow("glm4_moe", AFTER, COUNT, 5, 2),
         slow("glm4_moe-qk-norm", AFTER, 1, 32, 3),
         slow("exaone_moe", AFTER, 1, 5, 2),
+        slow("exaone4_5", AFTER, 1, 5, 2),
         slow("hy_v3", AFTER, 1, 5, 2),
         slow("ernie4_5", AFTER, 1, 5, 2),
         slow("ernie4_5_moe", AFTER, 1, 5, 2),

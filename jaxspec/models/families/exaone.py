@@ -64,7 +64,19 @@ EXAONE4 = Family(
     rewrite=_pattern_in_numbers,
 )
 
-EXAONE4_5_TEXT = dataclasses.replace(EXAONE4, left_out=(r"^mtp\.",))
+
+def _read_exaone4_5(hf: Keys) -> ModelConfig:
+    """EXAONE 4 with MTP layers named as Qwen's. They are like the model's first layers, with norms
+    after mixer and MLP, as exaone4_5_mtp.py of vLLM and of SGLang have the one published."""
+    model, mtp = _read_exaone4(hf), mtp_of(hf, "qwen", AFTER)
+    if mtp is not None:
+        mtp = dataclasses.replace(mtp, layers=model.layers[: mtp.num_layers])
+    return dataclasses.replace(model, mtp=mtp)
+
+
+EXAONE4_5_TEXT = dataclasses.replace(
+    EXAONE4, read=_read_exaone4_5, defaults={**EXAONE4.defaults, "num_nextn_predict_layers": 1}
+)
 
 
 def _kinds_of_mlps(raw: Keys) -> Keys:

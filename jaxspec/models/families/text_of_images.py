@@ -19,7 +19,7 @@ from jaxspec.models.families.llama4 import LLAMA4_TEXT
 from jaxspec.models.families.routed import DEEPSEEK_V3
 from jaxspec.models.families.routed_aliases import GLM4V_MOE_TEXT, KIMI_K2, MISTRAL4
 from jaxspec.models.families.softmax_routed import QWEN3_VL_MOE_TEXT
-from jaxspec.models.families.with_images import TEXT, WithImages
+from jaxspec.models.families.with_images import SHARED, TEXT, WithImages
 
 QWEN2_VL = WithImages(
     "Qwen2VLForConditionalGeneration", {"qwen2_vl_text": QWEN2_VL_TEXT}, flat=True
@@ -50,6 +50,7 @@ EXAONE4_5 = WithImages(
         "exaone4": EXAONE4_5_TEXT,
         "exaone4_5_text": dataclasses.replace(EXAONE4_5_TEXT, class_of="exaone4"),
     },
+    shared=(*SHARED, "num_nextn_predict_layers"),  # where vLLM looks for it
 )
 KIMI_K25 = WithImages(
     "Kimi_K25ForConditionalGeneration",

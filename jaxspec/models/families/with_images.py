@@ -24,6 +24,7 @@ class WithImages:
       published_as: the name of the class in published files, where it is another.
       flat: in old files the text model's keys stand beside the others, without a ``text_config``.
       defaults: what the config has where it does not say otherwise.
+      shared: keys beside ``text_config`` that hold for the text model, too.
     """
 
     architecture: str
@@ -31,6 +32,7 @@ class WithImages:
     published_as: str | None = None
     flat: bool = False
     defaults: Keys = dataclasses.field(default_factory=dict)
+    shared: tuple[str, ...] = SHARED
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class WithImages:
         if self.inside(raw) is None:
             beside = {key: value for key, value in raw.items() if key in hf_keys.AROUND_KEYS}
             inside = {key: value for key, value in raw.items() if key not in beside}
-        known = hf_keys.AROUND_KEYS | {TEXT}
+        known = hf_keys.AROUND_KEYS | {TEXT, *self.shared}
         check_config_keys(beside, known, hf_keys.FIXED_VALUES, raw["model_type"])
-        shared = {key: raw[key] for key in SHARED if raw.get(key) is not None}
+        shared = {key: raw[key] for key in self.shared if raw.get(key) is not None}
         return family.model({"model_type": next(iter(self.texts)), **inside, **shared})

@@ -136,7 +136,9 @@ def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> d
     told = {name: value for name, value in text.items() if name not in _MTP_KEYS} | {key: 1}
     if states is not None:
         told["mtp_states"] = states.name
-    return told if inside is None else {**raw, inside: told}
+    if inside is None:
+        return told
+    return {name: value for name, value in raw.items() if name not in _MTP_KEYS} | {inside: told}
 
 
 def text_family(raw: Mapping[str, Any]) -> Family | None:
