@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoints.checkpoint_files import canonical_tensors, scan
+from jaxspec.checkpoints.file_names import said_missing
 from jaxspec.checkpoints.formats.to_linear import as_stored
 from jaxspec.checkpoints.formats.widened import with_widened
 from jaxspec.checkpoints.fused_experts import unfused
@@ -230,8 +231,9 @@ def check_tensors(
     expected: Mapping[str, jax.ShapeDtypeStruct],
     harmless: Collection[str] = (),
 ) -> None:
-    """Raise one ValueError that lists every tensor that is missing, surplus or misshapen."""
-    problems = [f"{name} is missing" for name in expected if name not in stored]
+    """Raise one ValueError that lists every tensor that is missing, surplus or misshapen, by the
+    names in files."""
+    problems = [*said_missing((name for name in expected if name not in stored), stored)]
     for name, tensor in stored.items():
         if name not in expected:
             if name not in harmless and not _has_no_effect(name, tensor):

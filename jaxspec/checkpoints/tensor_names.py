@@ -59,7 +59,7 @@ def named(
     else:
         has_images = "vision_config" in config or any(map(_is_of_text_model, stored))
         read = (name for name in stored if not (has_images and _is_of_images(name)))
-        prefixed = {name: _alone(name) for name in read}
+        prefixed = {name: alone(name) for name in read}
     with naming(str(directory)):
         family = text_family(config)
     if family is not None:
@@ -90,7 +90,7 @@ def _is_of_images(name: str) -> bool:
     return name.removeprefix("model.").startswith(OF_IMAGES)
 
 
-def _alone(name: str) -> str:
+def alone(name: str) -> str:
     """The name of a text model's tensor, as if it were alone."""
     for prefix, alone in TEXT_MODEL.items():
         if name.startswith(prefix):
@@ -104,18 +104,18 @@ def _in_words_of_layers(
     """The same names without those that the family leaves out, with what it renames."""
     patterns = (pattern.replace("{layers}", str(num_layers)) for pattern in family.left_out)
     left_out = [re.compile(pattern) for pattern in patterns]
-    renames = [(re.compile(pattern), new) for pattern, new in family.renames]
-
-    def renamed(name: str) -> str:
-        for pattern, new in renames:
-            name = pattern.sub(new, name)
-        return name
-
     return {
-        name: renamed(alone)
-        for name, alone in names.items()
-        if not any(pattern.search(alone) for pattern in left_out)
+        name: renamed(prefixed, family)
+        for name, prefixed in names.items()
+        if not any(pattern.search(prefixed) for pattern in left_out)
     }
+
+
+def renamed(name: str, family: Family) -> str:
+    """The name of a text model's tensor, in the words of the layers."""
+    for pattern, new in family.renames:
+        name = re.sub(pattern, new, name)
+    return name
 
 
 def _warn_of_others(

@@ -29,10 +29,13 @@ class Problems:
     def add(self, problem: str) -> None:
         self._found[problem] = None  # a check that is made twice is named once
 
-    def raise_all(self) -> None:
-        """Raise ValueError if there are any."""
-        if self._found:
-            raise ValueError("; ".join(self._found))
+    def raise_all(self, most: int | None = None) -> None:
+        """Raise ValueError if there are any. ``most``: the number that are named; None: all."""
+        found = [*self._found]
+        if most is not None and len(found) > most:
+            found[most:] = [f"and {len(found) - most} problems more"]
+        if found:
+            raise ValueError("; ".join(found))
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -19,7 +19,7 @@ from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import float4_module
 from jaxspec.checkpoints.formats.fused_float8 import of_each_expert
 from jaxspec.checkpoints.formats.plain import PROJECTION, QUANTIZED, check_plain
-from jaxspec.checkpoints.formats.views import Tensors
+from jaxspec.checkpoints.formats.views import Tensors, in_file
 from jaxspec.models.tensors import CheckpointTensor
 
 PAIRS = ("I8", "U8")  # dtypes of bytes that hold two floats of 4 bits
@@ -45,7 +45,7 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
             del tensors[name]
             tensors.pop(f"{module}.weight", None)
             inputs = next((name for name in INPUTS if f"{module}.{name}" in stored), None)
-            _check_inputs(module, inputs, is_static=is_static)
+            _check_inputs(stored, module, inputs, is_static=is_static)
             tensors.pop(f"{module}.{inputs}", None)
             if weight is not None and weight.dtype in PAIRS:
                 tensors |= float4_module(module, weight, stored[name])
@@ -65,7 +65,8 @@ def _check_alone(stored: Tensors, module: str, scales: str) -> None:
     """Raise ValueError if a module has other scales, too."""
     others = [name for name in SCALES if name != scales and f"{module}.{name}" in stored]
     if others:
-        raise ValueError(f"{module} has {scales} and {others[0]}: keep the one that is its scale")
+        name = in_file(stored, module)
+        raise ValueError(f"{name} has {scales} and {others[0]}: keep the one that is its scale")
 
 
 def _fields(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
@@ -90,10 +91,10 @@ def _fields(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
     return None if block is None else (block[0], block[1]), scheme == "static"
 
 
-def _check_inputs(module: str, inputs: str | None, *, is_static: bool) -> None:
+def _check_inputs(stored: Tensors, module: str, inputs: str | None, *, is_static: bool) -> None:
     """Raise ValueError unless a module has a scale of its inputs if all have, and only then."""
     said = f"quantization_config: activation_scheme is {'static' if is_static else 'dynamic'}"
     if is_static and inputs is None:
-        raise ValueError(f"{module}.{INPUTS[0]} is missing, as {said}")
+        raise ValueError(f"{in_file(stored, module)}.{INPUTS[0]} is missing, as {said}")
     if inputs is not None and not is_static:
-        raise ValueError(f"{module}.{inputs} is there, but {said}")
+        raise ValueError(f"{in_file(stored, module)}.{inputs} is there, but {said}")

@@ -32,7 +32,7 @@ def of_each_expert(stored: Tensors, block: tuple[int, int] | None) -> dict[str, 
         scales = (f"{name}{end}" for end in ("_scale_inv", "_scale"))
         if WEIGHT.fullmatch(name) and tensor.dtype == E4M3 and not any(s in stored for s in scales):
             raise ValueError(
-                f"{tensor.name} is {E4M3}, but its scales, {name}_scale_inv, are missing"
+                f"{tensor.name} is {E4M3}, but its scales, {tensor.name}_scale_inv, are missing"
             )
     for name, scale in stored.items():
         match = SCALE.fullmatch(name)

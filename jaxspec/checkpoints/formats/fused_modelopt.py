@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.checkpoints.formats.four_bits import E4M3
-from jaxspec.checkpoints.formats.views import Tensors, check_shape
+from jaxspec.checkpoints.formats.views import Tensors, check_shape, in_file
 from jaxspec.checkpoints.fused_experts import OF_ALL, OfExpert
 from jaxspec.models.tensors import CheckpointTensor
 
@@ -146,7 +146,8 @@ def _has_inputs_first(stored: Tensors, experts: str) -> bool:
     first, last = (stored.get(f"{experts}.{kind}") for kind in PAIR)
     if first is None or last is None:
         missing = PAIR[0] if first is None else PAIR[1]
-        raise ValueError(f"{experts}.{missing} is missing beside {experts}.{PAIR[first is None]}")
+        name = in_file(stored, experts)
+        raise ValueError(f"{name}.{missing} is missing beside {name}.{PAIR[first is None]}")
     each = 2 if first.dtype == "U8" else 1
     gate_up, down = first.shape[1:], last.shape[1:]
     if gate_up == (down[1] // each, 2 * each * down[0]):
@@ -163,6 +164,6 @@ def _scale_of(stored: Tensors, name: str, end: str) -> CheckpointTensor:
     if (scale := stored.get(f"{name}{end}")) is None:
         weight = stored[name]
         raise ValueError(
-            f"{weight.name} is {weight.dtype}, but its scales, {name}{end}, are missing"
+            f"{weight.name} is {weight.dtype}, but its scales, {weight.name}{end}, are missing"
         )
     return scale

@@ -15,8 +15,16 @@ import numpy as np
 from jaxspec.checkpoints.formats.fields import Fields
 from jaxspec.checkpoints.formats.four_bits import float4_module
 from jaxspec.checkpoints.formats.plain import check_plain
-from jaxspec.checkpoints.formats.views import Bounds, Tensors, View, check_shape
+from jaxspec.checkpoints.formats.views import (
+    MOST_PROBLEMS,
+    Bounds,
+    Tensors,
+    View,
+    check_shape,
+    in_file,
+)
 from jaxspec.checkpoints.fused_experts import OfExpert
+from jaxspec.config.checks import Problems
 from jaxspec.models.tensors import CheckpointTensor
 
 PARTS = re.compile(
@@ -34,19 +42,27 @@ def read_mxfp4(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoi
     fields = Fields("quantization_config", config)
     fields.ignored("quant_method", LIST, "dequantize")
     fields.check_all_read()
-    tensors = dict(stored)
+    tensors, problems = dict(stored), Problems()
     for name in stored:
         if (match := PARTS.fullmatch(name)) and name in tensors:
-            module = match["module"]
-            codes, scale = _of_all(stored, module)
-            for part in (f"{module}_blocks", f"{module}_scales"):
-                del tensors[part]
-            for expert in range(codes.shape[0]):
-                for projection, (first, step) in _places(match["kind"]).items():
-                    module = f"{match['experts']}.{expert}.{projection}"
-                    parts = [_of_expert(whole, expert, first, step) for whole in (codes, scale)]
-                    tensors |= float4_module(module, parts[0], parts[1])
+            for part in ("blocks", "scales"):
+                tensors.pop(f"{match['module']}_{part}", None)
+            with problems.caught():
+                tensors |= _of_each(stored, match)
+    problems.raise_all(MOST_PROBLEMS)
     check_plain(config, (LIST,), stored, tensors)
+    return tensors
+
+
+def _of_each(stored: Tensors, match: re.Match[str]) -> dict[str, CheckpointTensor]:
+    """Codes and scale of each expert, of a tensor of all."""
+    codes, scale = _of_all(stored, match["module"])
+    tensors: dict[str, CheckpointTensor] = {}
+    for expert in range(codes.shape[0]):
+        for projection, (first, step) in _places(match["kind"]).items():
+            module = f"{match['experts']}.{expert}.{projection}"
+            parts = [_of_expert(whole, expert, first, step) for whole in (codes, scale)]
+            tensors |= float4_module(module, parts[0], parts[1])
     return tensors
 
 
@@ -64,7 +80,8 @@ def _of_all(stored: Tensors, module: str) -> tuple[View, CheckpointTensor]:
     blocks, scale = (stored.get(f"{module}_{part}") for part in ("blocks", "scales"))
     if blocks is None or scale is None:
         missing = "blocks" if blocks is None else "scales"
-        raise ValueError(f"{module} is quantized, but {module}_{missing} is missing")
+        name = in_file(stored, module)
+        raise ValueError(f"{name} is quantized, but {name}_{missing} is missing")
     if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != BYTES:
         raise ValueError(
             f"{blocks.name} is {blocks.dtype} {list(blocks.shape)}, but must be U8 [experts, "

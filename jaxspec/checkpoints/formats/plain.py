@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.checkpoints.formats.four_bits import E4M3
-from jaxspec.checkpoints.formats.views import Tensors
+from jaxspec.checkpoints.formats.views import MOST_PROBLEMS, Tensors
+from jaxspec.config.checks import Problems
 from jaxspec.models.json.values import shown
 
 # Projections of attention and MLPs, which are those that checkpoints quantize. Lists do not always
@@ -41,24 +42,25 @@ def check_plain(
       is_meant: whether the config means to quantize a module, by its name.
     """
     key = next((key for key in keys if config.get(key)), None)
-    listed = _names_in(config[key], key) if key else []
+    listed, problems = _names_in(config[key], key) if key else [], Problems()
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if module == name or stored.get(name) is not tensor:
             continue
+        in_file = tensor.name.removesuffix(".weight")
         if tensor.dtype in QUANTIZED:
-            raise ValueError(
-                f"{tensor.name} is {tensor.dtype}, but the scales of {module} are missing"
-            )
+            problems.add(f"{tensor.name} is {tensor.dtype}, but the scales of {in_file} are missing")
+            continue
         if not listed or not PROJECTION.fullmatch(module) or not is_meant(module):
             continue
         # Lists have the names of the file, some of which are others than the package's.
-        names = (module, tensor.name.removesuffix(".weight"))
+        names = (module, in_file)
         if not any(_names(entry, n) for entry in listed for n in (*names, *map(_place, names))):
-            raise ValueError(
-                f"{tensor.name} is {tensor.dtype} and {module} has no scales, but "
+            problems.add(
+                f"{tensor.name} is {tensor.dtype} and {in_file} has no scales, but "
                 f"quantization_config: {key} does not name it: name it there if it is not quantized"
             )
+    problems.raise_all(MOST_PROBLEMS)
 
 
 def _place(module: str) -> str:

@@ -1,6 +1,6 @@
 """The kind of Linear that each projection of a checkpoint becomes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,17 +33,13 @@ def as_stored(
         found = [n for n in source.names if any(f"{n}.{part}" in stored for part in VALUES)]
         if not found or _must_be_widened(stored, source, linear):
             return linear
-        if missing := [name for name in source.names if name not in found]:
-            absent = [name for name in missing if f"{name}.weight" not in stored]
-            if absent:
-                raise ValueError(
-                    f"the files have {found[0]} and not {absent[0]}: config.json does not fit them"
-                )
+        plain = [name for name in source.names if name not in found and f"{name}.weight" in stored]
+        if plain:
             raise ValueError(
-                f"{found[0]} is quantized and {missing[0]} is not: projections that are computed "
+                f"{found[0]} is quantized and {plain[0]} is not: projections that are computed "
                 "together must have one format"
             )
-        _check_alike(stored, source.names)
+        _check_alike(stored, found)  # those that are missing are named where all are read
         if isinstance(linear, ExpertLinear):
             return experts_shape(stored, found[0], linear)
         return _shapes(stored, found[0], linear, shards)
@@ -95,7 +91,7 @@ def _must_be_widened(stored: Mapping[str, CheckpointTensor], source: Source, lin
     return has_codes and (len(scales) > 1 or multiplies(source))
 
 
-def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...]) -> None:
+def _check_alike(stored: Mapping[str, CheckpointTensor], names: Sequence[str]) -> None:
     """Raise ValueError unless these modules are quantized alike."""
     first, *others = names
     for other in others:

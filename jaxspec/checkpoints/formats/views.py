@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.checkpoints.formats.packing import per_word, unpack
+from jaxspec.config.checks import Problems
 from jaxspec.models.tensors import CheckpointTensor
 
 Tensors = Mapping[str, CheckpointTensor]
 Bounds = tuple[int, int]  # start and stop
 FLOAT_SCALES = ("F16", "BF16", "F32")
 OF_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a module
+MOST_PROBLEMS = 8  # most modules that an error names
 INPUTS_FIRST = ("qweight", "qzeros", "scales")  # parts of AWQ's and GPTQ's modules
 
 
@@ -178,13 +180,18 @@ def with_modules(
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint, of modules that have ``<name>.<suffix>`` what ``read`` makes of
     their ``parts``. ``others``: parts that no other modules have, so ``read`` gets these modules
-    too, and says that the rest is missing."""
-    tensors = dict(stored)
+    too, and says that the rest is missing.
+
+    Raises one ValueError of what is wrong with all modules.
+    """
+    tensors, problems = dict(stored), Problems()
     names = (name.rpartition(".") for name in stored)
     for module in dict.fromkeys(module for module, _, part in names if part in (suffix, *others)):
         for part in parts:
             tensors.pop(f"{module}.{part}", None)
-        tensors |= read(module)
+        with problems.caught():
+            tensors |= read(module)
+    problems.raise_all(MOST_PROBLEMS)
     return tensors
 
 
@@ -225,8 +232,18 @@ def inputs_first_module(
 def part_of(stored: Tensors, module: str, suffix: str) -> CheckpointTensor:
     """The tensor of a quantized module. Raises ValueError if there is none."""
     if (tensor := stored.get(f"{module}.{suffix}")) is None:
-        raise ValueError(f"{module} is quantized, but {module}.{suffix} is missing")
+        name = in_file(stored, module)
+        raise ValueError(f"{name} is quantized, but {name}.{suffix} is missing")
     return tensor
+
+
+def in_file(stored: Tensors, module: str) -> str:
+    """What the file calls a module of which it has a tensor at least: names of ``stored`` are those
+    of the layers."""
+    parts = ((tensor.name, name.removeprefix(module)) for name, tensor in stored.items()
+        if name.startswith((f"{module}.", f"{module}_")))  # fmt: skip
+    found = (name.removesuffix(part) for name, part in parts if name.endswith(part))
+    return next(found, module)
 
 
 def check_divides(module: str, size: int, group: int) -> int:
