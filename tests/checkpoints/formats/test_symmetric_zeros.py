@@ -64,6 +64,16 @@ def test_zeros_of_the_middle_change_nothing(bits: int, way: int):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+def test_words_of_zeros_are_zero_points_where_the_config_is_not_symmetric(bits: int):
+    """The lowest ones, as of weights that are all above zero. They are taken for none only where
+    the config says that there are none."""
+    config, tensors = compressed(bits, packed(np.zeros(SHAPE, np.int64), bits))
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    zero = canonical(config, tensors)[f"{MODULE}.zero"]
+    np.testing.assert_array_equal(zero.read(), np.full(SHAPE, -(2.0 ** (bits - 1))))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ["packed", "uint8"])
 def test_other_zeros_are_named(bits: int, dtype: str):
     zeros = np.full(SHAPE, 2 ** (bits - 1))
