@@ -1,5 +1,6 @@
 """Tensors that a checkpoint lacks are named as its files would name them."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 
 from jaxspec.checkpoints.checkpoint_files import StoredTensor
 from jaxspec.checkpoints.file_names import missing_in_files, said_missing
+from jaxspec.checkpoints.formats import canonical
 from jaxspec.checkpoints.tensor_names import named
 from jaxspec.models.tensors import CheckpointTensor
+from tests.checkpoints.formats.test_symmetric_zeros import MODULE, compressed
 
 # By model_type: names as published, of three layers (#) where there are several, and of two experts
 # (@). The last of each are those of layer 1 alone.
@@ -99,6 +102,20 @@ def test_many_that_differ_in_numbers_are_one_phrase(tmp_path: Path):
     assert [*said_missing(missing[:1], stored)] == ["layers.1.ffn.experts.0.w1.weight is missing"]
     first, last = (f"layers.1.ffn.experts.{expert}.w1.weight" for expert in (0, 8))
     assert [*said_missing(missing, stored)] == [f"{first} to {last} are missing (9 tensors)"]
+
+
+def test_targets_of_compressed_tensors_may_be_names_of_the_file():
+    config, stored = compressed(4, None)
+    tensors = {
+        name: dataclasses.replace(tensor, name=name.replace(".self_attn.", ".attention."))
+        for name, tensor in stored.items()
+    }
+    group = config["config_groups"]["group_0"]
+    group["targets"] = [r"re:.*\.attention\..*"]
+    assert canonical(config, tensors).keys() == {f"{MODULE}.values", f"{MODULE}.scale"}
+    group["targets"] = [r"re:.*\.ffn\..*"]
+    with pytest.raises(ValueError, match="no group of quantization_config says so"):
+        canonical(config, tensors)
 
 
 def test_what_no_rule_explains_has_the_layers_name(tmp_path: Path):

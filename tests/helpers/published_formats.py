@@ -3,6 +3,7 @@ tensors in bfloat16, a tokenizer. Weights are random, and written from the forma
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,9 @@ from safetensors.torch import save_file
 
 from tests.helpers import four_bit_checkpoints as four_bits
 from tests.helpers.checkpoints import add_mtp_layer, save_byte_tokenizer
+from tests.helpers.deepseek_v4_checkpoints import as_published
 from tests.helpers.families import save_family
+from tests.helpers.glm5_next_checkpoints import TEXT as GLM5_NEXT
 from tests.helpers.hybrid_checkpoints import VISION, contents
 from tests.helpers.quantized_checkpoints import (
     Format,
@@ -33,7 +36,7 @@ from tests.helpers.quantized_checkpoints import (
 
 Contents = tuple[Tensors, dict[str, Any]]
 # Not in bfloat16 where all others are: corrections of routers, and decays of recurrent layers.
-IN_FLOAT32 = ("e_score_correction_bias", "A_log")
+IN_FLOAT32 = ("e_score_correction_bias", "expert_bias", "A_log", "gate.bias", "attn_sink")
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
 PROJECTIONS = tuple(
     f"{name}.weight"
@@ -53,6 +56,7 @@ class Published:
       source: makes a dense checkpoint in a directory.
       form: of its quantized modules, with the fields of ``quantization_config`` that it always has.
       quantizes: whether a tensor of the source is, by its name.
+      others: the form of those that are not of experts; None: the same.
       fields: further ones of ``quantization_config``.
       wrapped: what a file of text and images makes of names and config.
       file: that ``quantization_config`` is in.
@@ -64,6 +68,10 @@ class Published:
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     wrapped: Callable[[Contents], Contents] | None = None
     file: str = "config.json"
+    others: Format | None = None
+
+    def form_of(self, name: str) -> Format:
+        return self.form if self.others is None or is_of_expert(name) else self.others
 
 
 def of_family(name: str, **changes: Any) -> Callable[[Path], Path]:
@@ -92,6 +100,27 @@ def is_of_glm5_next(name: str) -> bool:
     """Neither of its recurrences and its indexers, nor what makes keys and values of latents."""
     plain = (".visual.", ".layers.0.self_attn.", ".indexer.", ".kv_b_proj.")
     return is_projection(name) and not any(part in name for part in plain)
+
+
+def is_of_ling(name: str) -> bool:
+    """All projections of its recurrences, too."""
+    return is_projection(name) or name.endswith(".dense.weight")
+
+
+def is_of_ling_but_recurrences(name: str) -> bool:
+    return is_of_ling(name) and re.search(r"layers\.[02]\.attention", name) is None
+
+
+def is_of_deepseek_v4(name: str) -> bool:
+    """Neither what makes entries, nor the weights of an indexer's heads."""
+    found = re.search(r"\.(w[123]|w[qo]_[ab]|wkv)\.weight$", name)
+    return found is not None and ".compressor." not in name
+
+
+def as_deepseek_v4(own: Contents) -> Contents:
+    tensors, raw = own
+    named = {as_published(name): tensor for name, tensor in tensors.items()}
+    return named, raw | {"expert_dtype": "fp4"}
 
 
 def as_images_and_text(own: Contents) -> Contents:
@@ -140,6 +169,10 @@ LISTED_BY_GLM5_NEXT = [
     *(f"model.language_model.layers.{i}.self_attn.kv_b_proj" for i in (1, 2)),
     "model.language_model.layers.1.self_attn.indexer",
 ]
+LISTED_BY_LING = [
+    *("lm_head", "model.word_embeddings", "model.layers.0.attention", "model.layers.2.attention"),
+    *(f"model.layers.{i}.mlp.gate" for i in (1, 2)),
+]
 BLOCKS, INT4, NVFP4 = float8_blocks(), compressed(4, 32), four_bits.nvfp4()
 MODELOPT = four_bits.modelopt()
 OF_MODELOPT: dict[str, Any] = {
@@ -165,6 +198,16 @@ ONLY_EXPERTS = [
     "re:.*shared_experts.*",
     "re:.*mlp\\.(gate|up|down)_proj.*",
 ]
+# Of a mix, by names of the file.
+MIXED_GROUPS = {
+    "experts": INT4.config["config_groups"]["group_0"]
+    | {"format": "pack-quantized", "targets": [r"re:.*\.experts\..*"]},
+    "others": compressed_blocks().config["config_groups"]["group_0"]
+    | {
+        "format": "float-quantized",
+        "targets": [r"re:.*\.(attention|shared_experts)\..*", r"re:.*\.mlp\.\w+_proj$"],
+    },
+}
 ALL_PLAIN: dict[str, Any] = {"ignore": ["lm_head", "*mixer.*_proj", "*shared_experts*"]}
 
 PUBLISHED = MappingProxyType(
@@ -220,6 +263,42 @@ PUBLISHED = MappingProxyType(
             BLOCKS,
             is_of_glm5_next,
             {"modules_to_not_convert": LISTED_BY_GLM5_NEXT},
+        ),
+        "DeepSeek-V4": Published(
+            of_family("deepseek_v4", **EXPERTS),
+            four_bits.deepseek(),
+            is_of_deepseek_v4,
+            wrapped=as_deepseek_v4,
+            others=float8_blocks("scale", ml_dtypes.float8_e8m0fnu),
+        ),
+        "Ling 3, FP8": Published(
+            of_family("bailing_hybrid"),
+            BLOCKS,
+            is_of_ling,
+            {"modules_to_not_convert": ["lm_head", *LISTED_BY_LING[-2:]]},
+        ),
+        "Ling 3, INT4 experts": Published(
+            of_family("bailing_hybrid", **EXPERTS),
+            INT4,
+            is_of_expert,
+            {"ignore": ["lm_head", "re:.*attention.*", *ONLY_EXPERTS[2:]]},
+        ),
+        "Ling 3, FP8 with experts in INT4": Published(
+            of_family("bailing_hybrid", **EXPERTS),
+            INT4,
+            is_of_ling_but_recurrences,
+            {
+                "format": "mixed-precision",
+                "ignore": LISTED_BY_LING,
+                "config_groups": MIXED_GROUPS,
+            },
+            others=compressed_blocks(),
+        ),
+        "GLM-5-Next, INT4 experts": Published(
+            of_family("glm5_next", text_config=GLM5_NEXT | EXPERTS),
+            INT4,
+            is_of_expert,
+            {"ignore": ["lm_head", "re:.*visual.*", *ONLY_EXPERTS[1:]]},
         ),
         "DeepSeek-V3, experts as those of V4": Published(
             of_family("deepseek_v3", **EXPERTS),
@@ -286,11 +365,11 @@ def publish(name: str, folder: Path) -> Path:
     tensors: Tensors = {}
     for tensor, weight in source.items():
         if published.quantizes(tensor) and weight.ndim == 2:  # not tensors of all experts
-            parts, _ = published.form.write(weight.astype(np.float32), rng)
+            parts, _ = published.form_of(tensor).write(weight.astype(np.float32), rng)
             tensors |= {f"{tensor.removesuffix('weight')}{kind}": x for kind, x in parts.items()}
         else:
-            plain = weight if tensor.endswith(IN_FLOAT32) else weight.astype(ml_dtypes.bfloat16)
-            tensors[tensor] = plain
+            is_kept = tensor.endswith(IN_FLOAT32) or weight.dtype.kind != "f"
+            tensors[tensor] = weight if is_kept else weight.astype(ml_dtypes.bfloat16)
     config["quantization_config"] = published.form.config | published.fields
     if published.wrapped is not None:
         tensors, config = published.wrapped((tensors, config))

@@ -18,7 +18,6 @@ Floats of 4 bits: ``weight_packed`` U8 [out, in / 2], and ``weight_scale`` U8 [o
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -39,6 +38,7 @@ from jaxspec.checkpoints.formats.views import (
     check_words,
     checked_scales,
     marker,
+    modules_in_files,
     packed_integers,
     part_of,
     with_modules,
@@ -93,8 +93,10 @@ class Scheme:
     def kind(self) -> str:
         return f"{self.bits}-bit floats" if self.is_float else "packed integers"
 
-    def fits(self, module: str) -> bool:
-        return any(_matches(target, module) for target in self.targets)
+    def fits(self, module: str, in_file: str) -> bool:
+        """Whether a target means a module, by the name of the layers or of the file."""
+        names = module, in_file
+        return any(_matches(target, name) for target in self.targets for name in names)
 
 
 def read_compressed_tensors(
@@ -104,19 +106,22 @@ def read_compressed_tensors(
 
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
-    schemes = read_schemes(config)
+    schemes, in_files = read_schemes(config), modules_in_files(stored)
+
+    def fitting(module: str) -> list[Scheme]:
+        return [scheme for scheme in schemes if scheme.fits(module, in_files.get(module, module))]
 
     def packed(module: str) -> dict[str, CheckpointTensor]:
         _check_not_of_all(part_of(stored, module, PARTS[0]))
         if part_of(stored, module, PARTS[0]).dtype == "U8":
-            _scheme_of(schemes, module, "4-bit floats")
+            _scheme_of(fitting(module), module, "4-bit floats")
             return _float4(stored, module)
-        return _packed(stored, module, _scheme_of(schemes, module, "packed integers"))
+        return _packed(stored, module, _scheme_of(fitting(module), module, "packed integers"))
 
     def floats(module: str) -> dict[str, CheckpointTensor]:
-        if f"{module}.{FLOAT8[0]}" not in stored and _has_packed_only(schemes, module):
+        if f"{module}.{FLOAT8[0]}" not in stored and _has_packed_only(fitting(module)):
             part_of(stored, module, PARTS[0])
-        scheme = _scheme_of(schemes, module, "8-bit floats")
+        scheme = _scheme_of(fitting(module), module, "8-bit floats")
         inputs = FLOAT8[-1] if scheme.is_static else None
         if inputs is None and f"{module}.{FLOAT8[-1]}" in stored:
             raise ValueError(
@@ -127,8 +132,7 @@ def read_compressed_tensors(
 
     tensors = with_modules(stored, PARTS[0], PARTS, packed, ("weight_shape", "weight_global_scale"))
     tensors = with_modules(tensors, FLOAT8[1], FLOAT8, floats)
-    is_meant = functools.partial(_is_meant, schemes)
-    check_plain(config, ("ignore",), stored, tensors, is_meant)
+    check_plain(config, ("ignore",), stored, tensors, lambda module: bool(fitting(module)))
     return tensors
 
 
@@ -315,18 +319,14 @@ def _float4(stored: Tensors, module: str) -> dict[str, CheckpointTensor]:
     return float4_module(module, codes, scale, factor)
 
 
-def _is_meant(schemes: list[Scheme], module: str) -> bool:
-    return any(scheme.fits(module) for scheme in schemes)
-
-
-def _has_packed_only(schemes: list[Scheme], module: str) -> bool:
-    kinds = {scheme.kind for scheme in schemes if scheme.fits(module)}
+def _has_packed_only(fitting: list[Scheme]) -> bool:
+    kinds = {scheme.kind for scheme in fitting}
     return bool(kinds) and "8-bit floats" not in kinds
 
 
-def _scheme_of(schemes: list[Scheme], module: str, kind: str) -> Scheme:
-    for scheme in schemes:
-        if scheme.fits(module) and scheme.kind == kind:
+def _scheme_of(fitting: list[Scheme], module: str, kind: str) -> Scheme:
+    for scheme in fitting:
+        if scheme.kind == kind:
             return scheme
     raise ValueError(f"{module} holds {kind}, but no group of quantization_config says so")
 

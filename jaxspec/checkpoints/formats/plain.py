@@ -49,7 +49,9 @@ def check_plain(
             continue
         in_file = tensor.name.removesuffix(".weight")
         if tensor.dtype in QUANTIZED:
-            problems.add(f"{tensor.name} is {tensor.dtype}, but the scales of {in_file} are missing")
+            problems.add(
+                f"{tensor.name} is {tensor.dtype}, but the scales of {in_file} are missing"
+            )
             continue
         if not listed or not PROJECTION.fullmatch(module) or not is_meant(module):
             continue

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxspec.checkpoints.formats.dtypes import DTYPES
 from jaxspec.checkpoints.formats.to_experts import experts_shape
+from jaxspec.checkpoints.formats.views import in_file
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.models.mlps.expert_linear import AnyExpertLinear, ExpertLinear
 from jaxspec.models.quantized.float4 import float4_shape
@@ -36,8 +37,8 @@ def as_stored(
         plain = [name for name in source.names if name not in found and f"{name}.weight" in stored]
         if plain:
             raise ValueError(
-                f"{found[0]} is quantized and {plain[0]} is not: projections that are computed "
-                "together must have one format"
+                f"{in_file(stored, found[0])} is quantized and {in_file(stored, plain[0])} is not: "
+                "projections that are computed together must have one format"
             )
         _check_alike(stored, found)  # those that are missing are named where all are read
         if isinstance(linear, ExpertLinear):
@@ -98,9 +99,10 @@ def _check_alike(stored: Mapping[str, CheckpointTensor], names: Sequence[str]) -
         for kind in (*VALUES, "scale", "blocks", "zero", "factor", "groups", "rounds", "inputs"):
             ours, theirs = (stored.get(f"{name}.{kind}") for name in (first, other))
             if _signature(ours, kind) != _signature(theirs, kind):
+                pair = f"{in_file(stored, first)} and {in_file(stored, other)}"
                 raise ValueError(
-                    f"{first} and {other} are quantized differently ({kind}): projections that are "
-                    "computed together must have one format"
+                    f"{pair} are quantized differently ({kind}): projections that are computed "
+                    "together must have one format"
                 )
 
 

@@ -246,6 +246,16 @@ def in_file(stored: Tensors, module: str) -> str:
     return next(found, module)
 
 
+def modules_in_files(stored: Tensors) -> dict[str, str]:
+    """What files call modules, by the names of the layers."""
+    ends = ((name, f".{name.rpartition('.')[2]}", tensor.name) for name, tensor in stored.items())
+    return {
+        name.removesuffix(end): file_name.removesuffix(end)
+        for name, end, file_name in ends
+        if file_name.endswith(end)
+    }
+
+
 def check_divides(module: str, size: int, group: int) -> int:
     """The number of groups of inputs. Raises ValueError if they are not of one size."""
     if size % group:
