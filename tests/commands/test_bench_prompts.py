@@ -15,6 +15,7 @@ from jaxspec.evaluation.benchmarks.random_params import random_decoder
 from jaxspec.evaluation.benchmarks.shapes import model_shape
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.json_lines import joined
+from tests.helpers.sizes import decoder_of_zeros
 
 TINY = ["--shape", "tiny", "--layers", "2", "--page-size", "16", "--dtype", "float32"]
 
@@ -42,6 +43,26 @@ def test_operations_are_those_of_the_shapes(window: int | None):
     assert found.attention == 2 * 4 * heads * width * np.sum(seen)
     whole = prompt_work(params, 0, stop)
     assert whole.total == pytest.approx(prompt_work(params, 0, start).total + found.total)
+
+
+@pytest.mark.parametrize("shape", ["tiny-deepseek-v4", "tiny-glm-5-next"])
+def test_attention_is_to_what_is_chosen_and_to_entries(shape: str):
+    """Layers of tiny-deepseek-v4 attend to 16 tokens; with entries of 4 tokens to 16 of these, with
+    those of 32 to all. Layers of tiny-glm-5-next choose 4 pools of 4, and the unfinished one."""
+    config = model_shape(shape)
+    params = make_params(
+        parse_mode("plain"), decoder_of_zeros(config, jnp.dtype("float32")), None, None, NO_KERNELS
+    )
+    start, stop = 60, 90
+    seen = np.arange(start + 1, stop + 1)
+    if shape == "tiny-deepseek-v4":
+        near, heads, width = np.minimum(seen, 16), 8, 16 + 16
+        attended = 4 * near + 2 * np.minimum(seen // 4, 16) + seen // 32
+    else:
+        heads, width = 4, 16 + 16
+        attended = 2 * np.minimum(seen, 16 + 3)
+    found = prompt_work(params, start, stop)
+    assert found.attention == 2 * heads * width * attended.sum()
 
 
 def test_prompts_without_a_position_for_a_token_are_named_in_one_error(capsys: Any):

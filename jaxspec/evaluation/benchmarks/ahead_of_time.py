@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
-from jaxspec.cache import PagedKV, PagedLatent
+from jaxspec.cache import PagedEntries, PagedKV, PagedLatent
 from jaxspec.checkpoints.load import with_kv_dtype
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import ExpertFormat, Scheme
@@ -263,11 +263,10 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
 
 
 def _pages(state: Any) -> list[Any]:
-    """The keys of all layers' pages, or their latents."""
-    kinds = PagedKV | PagedLatent
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    found = [node for node in nodes if isinstance(node, kinds)]
-    return [node.pages if isinstance(node, PagedLatent) else node.k for node in found]
+    """The keys of all layers' pages, or else all that is kept in pages: latents, vectors, keys of
+    indexers and what entries are made of."""
+    keys = [kv.k for kv in nodes_of(state, PagedKV)]
+    return [*keys, *jax.tree.leaves(nodes_of(state, PagedEntries, PagedLatent))]
 
 
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:

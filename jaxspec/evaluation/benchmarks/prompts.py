@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config.entries import EntryAttentionConfig
+from jaxspec.config.entries import EntryAttentionConfig, SpansConfig
 from jaxspec.config.mixers import AttentionConfig, LatentConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.decoding import functional
@@ -55,8 +55,9 @@ class PromptWork:
 
     Attributes:
       products: of tokens and weights, without the LM head, which reads the last token alone.
-      attention: scores and weighted sums of softmax attention. What recurrent layers and indexers
-        compute beside their products is not counted.
+      attention: scores and weighted sums of softmax attention: over what an indexer chooses, and
+        over entries of spans. What recurrent layers and indexers compute beside their products is
+        not counted, nor how entries are made.
     """
 
     products: float
@@ -195,14 +196,25 @@ def _attention_operations(config: ModelConfig, start: int, stop: int) -> float:
     for mixer in (mixer for layer in config.layers for mixer in layer.mixers):
         if isinstance(mixer, LatentConfig):
             width = mixer.num_heads * (mixer.query_dim + mixer.value_dim)
-            operations += 2 * width * _seen(start, stop, None)
+            most = None if mixer.indexer is None else mixer.indexer.most
+            operations += 2 * width * _seen(start, stop, most)
         elif isinstance(mixer, EntryAttentionConfig):
             width = 4 * mixer.num_heads * mixer.head_dim
             operations += width * _seen(start, stop, mixer.window)
+            operations += width * _entries_seen(start, stop, mixer.spans)
         elif isinstance(mixer, AttentionConfig):
             most = min(filter(None, (mixer.window, mixer.chunk)), default=None)
             operations += 4 * mixer.num_heads * mixer.head_dim * _seen(start, stop, most)
     return operations
+
+
+def _entries_seen(start: int, stop: int, spans: SpansConfig | None) -> float:
+    """Added up: how many entries of spans each of tokens ``start`` to ``stop`` attends to."""
+    if spans is None:
+        return 0.0
+    entries = np.arange(start + 1, stop + 1, dtype=np.float64) // spans.size
+    most = np.inf if spans.indexer is None else spans.indexer.top_k
+    return float(np.sum(np.minimum(entries, most)))
 
 
 def _seen(start: int, stop: int, most: int | None) -> float:

@@ -59,7 +59,8 @@ def random_decoder(
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
     shapes = with_packed_experts(shapes, expert_format)
     shapes = decoder_in_schemes(shapes, quantization, lm_head_quantization, mesh)
-    return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
+    decoder = _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
+    return with_random_tables(decoder, seed)
 
 
 def decoder_in_schemes(
@@ -93,6 +94,25 @@ def _rounded_as_published(quantization: Scheme, linear: Linear) -> AnyLinear:
     """A Linear in a scheme, if files have it so: not routers, gates and others of few outputs."""
     is_small = math.prod(linear.out_shape) < LEAST_OUTPUTS
     return linear if is_small or "routes" in linear.axes else ROUNDINGS[quantization](linear)
+
+
+def with_random_tables(decoder: Decoder, seed: int) -> Decoder:
+    """A decoder whose layers with experts of token ids have other ones for each id: numbers that
+    are made as weights are round to 0."""
+
+    def changed(experts: Experts) -> Experts:
+        if experts.of_tokens is None:
+            return experts
+        ids, most = experts.of_tokens.shape
+        count, place = experts.config.routing.num_experts, experts.of_tokens.sharding
+
+        def made() -> Array:
+            numbers = jax.random.uniform(jax.random.key(seed), (ids, count))
+            return jax.lax.top_k(numbers, most)[1].astype(jnp.int32)
+
+        return experts.replace(of_tokens=jax.jit(made, out_shardings=place)())
+
+    return map_nodes(decoder, changed, Experts)
 
 
 def _with_shared_among(experts: Experts) -> Experts:

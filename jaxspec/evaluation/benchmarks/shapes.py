@@ -9,6 +9,7 @@ from typing import Any
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.rope import Llama3RopeScaling
+from jaxspec.evaluation.benchmarks.sparse_shapes import SPARSE_SHAPES
 from jaxspec.models.from_config.model import parse_model_config
 
 
@@ -190,6 +191,7 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
                 },
             }
         ),
+        **{name: parse_model_config(raw) for name, raw in SPARSE_SHAPES.items()},
         "tiny-hybrid": parse_model_config(
             {
                 "model_type": "qwen3_next",
