@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     check_head_options(make_parser(), args, [parse_mode(args.mode)])
     check_divides("--page-size", args.page_size, max(args.sp, 1))
     bench = shape_bench(args, 1, progress, args.chunk)
-    progress.print("warming up")
+    progress.print("compiling, and warming up")
     jax.block_until_ready(bench.fill(bench.new_state()))
     seconds = [timed(bench.fill, bench.new_state())[1] for _ in range(TIMES)]
     progress.print("profiling")

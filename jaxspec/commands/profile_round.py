@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
     """The profile, and results for the table and JSON."""
     check(args)
     bench = shape_bench(args, max(1 + LONG_CALL, NUM_CALLS) * args.rounds, progress)
-    progress.print("warming up")
+    progress.print("compiling, and warming up")
     jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
     unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
     progress.print("profiling")

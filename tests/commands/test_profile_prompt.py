@@ -1,12 +1,28 @@
 """The profile of reading prompts, on a CPU."""
 
 import json
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jaxspec.commands import profile_prompt
+from jaxspec.commands.shared.shape_bench import shape_bench
+from jaxspec.decoding import functional
 
 TINY = ["--shape", "tiny-hybrid", "--context", "32", "--page-size", "16", "--dtype", "float32"]
+
+
+def test_of_the_programs_only_that_which_reads_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    def decode(*_: Any, **__: Any) -> Any:
+        raise AssertionError("rounds are compiled")
+
+    monkeypatch.setattr(functional, "decode", decode)
+    args = profile_prompt.make_parser().parse_args([*TINY, "--shape", "tiny", "--layers", "1"])
+    bench = shape_bench(args, 1, Console(quiet=True), 32)
+    assert "attention" in bench.prompt_program_text()
+    with pytest.raises(AssertionError, match="rounds are compiled"):
+        bench.program_text()
 
 
 # jaxlib's type of event statistics lacks the attribute.

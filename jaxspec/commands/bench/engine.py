@@ -191,7 +191,8 @@ def compile_all(
 
     def compiled(case: tuple[Workload, Mode]) -> Bench:
         workload, mode = case
-        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
+        params = make_params(mode, target, head, mesh, kernels)
+        return Bench(mode, params, workload, one_state).compile_all()
 
     def name(case: tuple[Workload, Mode]) -> str:
         return _named(*case)

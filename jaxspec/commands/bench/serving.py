@@ -354,7 +354,7 @@ def bare_rounds(
         rounds = mode.rounds(args.new_tokens)
         context = args.shared_prefix + args.prompt_tokens
         workload = Workload(size, context, rounds, args.page_size, repeats=3)
-        return Bench(mode, params, workload, one_state)
+        return Bench(mode, params, workload, one_state).compile_all()
 
     sizes = [count for count in args.requests if count <= args.rows]
     benches = compile_side_by_side(

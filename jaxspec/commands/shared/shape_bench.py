@@ -55,5 +55,4 @@ def shape_bench(
             expert_format=experts,
         )
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
-    progress.print("compiling")
     return Bench(mode, params, workload)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.stages import Compiled
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.recurrent import RecurrentConfig
@@ -165,7 +166,8 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
 
 
 class Bench:
-    """The compiled programs of one mode, and its prompts. Holds no state: states are large.
+    """The programs of one mode, each compiled when it is first needed, and its prompts. Holds no
+    state: states are large.
 
     Args:
       one_state: a lock for Benches that are made side by side, so that only one of them has a state
@@ -187,33 +189,52 @@ class Bench:
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
         started = time.perf_counter()
-        options = functools.partial(compiler_options, params.target.embed, deterministic=False)
-        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
-        self._admit = jit(functional.admit)
+        self._admit = self._jit(functional.admit)
         with one_state or nullcontext():
-            state = jax.tree.map(_shape_of, self.new_state())
-        greedy = workload.sampling == "greedy"
-        prefill = jit(
-            functional.prefill,
-            static_argnames=("width", "greedy"),
-            compiler_options=options(reads=True),
-        )
-        decode = jit(functional.decode, static_argnames=("max_rounds", "greedy", "checked"))
-        self._prefill = prefill.lower(params, state, width=self.chunk, greedy=greedy).compile()
-        self._decode = decode.lower(
-            params,
-            state,
-            np.int32(0),
-            max_rounds=workload.rounds,
-            greedy=greedy,
-            checked=False,  # as engines compile it
-        ).compile()
+            self._state_shape = jax.tree.map(_shape_of, self.new_state())
         self.compile_seconds = time.perf_counter() - started
-        self._count = None
-        if can_count(params):
-            count = jit(count_rounds, static_argnames=("rounds", "greedy"))
-            rounds = workload.rounds
-            self._count = count.lower(params, state, rounds=rounds, greedy=greedy).compile()
+
+    def compile_all(self) -> "Bench":
+        """This one, with the programs of ``time_mode`` compiled: while XLA compiles nothing may be
+        timed."""
+        _ = self._prefill, self._decode, self._count
+        return self
+
+    @functools.cached_property
+    def _prefill(self) -> Compiled:
+        prefill = self._jit(functional.prefill, reads=True, static_argnames=("width", "greedy"))
+        return self._compiled(prefill, width=self.chunk, greedy=self._greedy)
+
+    @functools.cached_property
+    def _decode(self) -> Compiled:
+        names = "max_rounds", "greedy", "checked"
+        decode, most = self._jit(functional.decode, static_argnames=names), self.workload.rounds
+        how: dict[str, Any] = {"max_rounds": most, "greedy": self._greedy}
+        return self._compiled(decode, np.int32(0), **how, checked=False)  # as engines compile it
+
+    @functools.cached_property
+    def _count(self) -> Compiled | None:
+        if not can_count(self.params):
+            return None
+        count = self._jit(count_rounds, static_argnames=("rounds", "greedy"))
+        how: dict[str, Any] = {"rounds": self.workload.rounds, "greedy": self._greedy}
+        return count.lower(self.params, self._state_shape, **how).compile()
+
+    @property
+    def _greedy(self) -> bool:
+        return self.workload.sampling == "greedy"
+
+    def _jit(self, function: Any, *, reads: bool = False, **how: Any) -> Any:
+        """``reads``: it reads prompts."""
+        table = self.params.target.embed
+        options = compiler_options(table, deterministic=False, reads=reads)
+        return jax.jit(function, donate_argnums=1, compiler_options=options, **how)
+
+    def _compiled(self, function: Any, *arguments: Any, **static: Any) -> Compiled:
+        started = time.perf_counter()
+        program = function.lower(self.params, self._state_shape, *arguments, **static).compile()
+        self.compile_seconds += time.perf_counter() - started
+        return program
 
     def program_text(self) -> str:
         """The text of the compiled decode program."""
