@@ -24,10 +24,15 @@ type Event = dict[str, Any]  # with its "type"
 class AnswerWriter(abc.ABC):
     """Writes one answer: ``begin``, ``push`` for its parts, then ``end`` or ``failed``.
 
-    Each returns the events that are new. ``tokens`` are told before the parts that they make.
+    Each returns the events that are new. ``made_by`` is told before, and ``tokens`` before the
+    parts that they make.
     """
 
     prepared: PreparedChat
+
+    @abc.abstractmethod
+    def made_by(self, weight_version: str | None) -> None:
+        """The version of the weights; None: nobody may change them."""
 
     @abc.abstractmethod
     def begin(self) -> list[Event]:
@@ -100,6 +105,7 @@ async def answer(prepare: Preparing, told: Told) -> BaseModel:
         on_tokens=told.spend,
     )
     told.ended(prepared, [completion])
+    writer.made_by(prepared.service.weights_of(completion.version).weight_version)
     writer.begin()
     writer.tokens(completion.logprobs or [])
     writer.push(prepared.parser().push(completion.text, last=True))
@@ -132,8 +138,10 @@ async def stream(writer: AnswerWriter, told: Told) -> AsyncGenerator[Event, None
     )
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
-            events = [] if begun else writer.begin()
-            begun = True
+            events = []
+            if not begun:  # a stream is of the weights that began it
+                writer.made_by(prepared.service.weights_of(chunk.version).weight_version)
+                events, begun = writer.begin(), True
             if isinstance(chunk, Completion):
                 told.ended(prepared, [chunk])
                 events += writer.end(chunk)

@@ -7,10 +7,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from anthropic.types import Message
+from openai.types.responses import Response
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from jaxspec import LLM
 from tests.helpers.checkpoints import tiny_byte_llama, tiny_llama
+from tests.helpers.events import stream_of
 from tests.helpers.served import MODEL, Served, run, with_http
 
 KEY = {"Authorization": "Bearer secret"}
@@ -60,6 +63,42 @@ def test_other_weights_serve_under_another_version(llm: LLM, model: Path, tmp_pa
     assert len({answer["system_fingerprint"] for answer in (first, second, third)}) == 3
     usage = [answer["usage"]["prompt_tokens_details"] for answer in (second, third)]
     assert usage == 2 * [{"cached_tokens": 0}], "pages of other weights were taken"
+
+
+def test_responses_and_messages_name_the_weights_that_made_them(llm: LLM, model: Path):
+    """The official clients' classes take the field, which is none of theirs."""
+    asked = {"model": MODEL, "temperature": 0}
+    response = {**asked, "input": "abc", "max_output_tokens": 4}
+    message = {**asked, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+
+    async def test(http: httpx.AsyncClient) -> list[Any]:
+        found = []
+        for path, body in (("/v1/responses", response), ("/v1/messages", message)):
+            found += [(await http.post(path, json=body)).json(), await stream_of(http, path, body)]
+        kept = await http.get(f"/v1/responses/{found[0]['id']}")
+        return [*found, kept.json()]
+
+    whole, events, written, told, kept = with_http(llm, test, admin_key="secret")
+    created, *_, completed = (event["response"] for event in events if "response" in event)
+    for answer in (whole, created, completed, kept):
+        assert (Response.model_validate(answer).model_extra or {})["weight_version"] == "default"
+    for answer in (written, told[0]["message"]):
+        assert (Message.model_validate(answer).model_extra or {})["weight_version"] == "default"
+    for answer in (found for found in with_http(llm, test) if isinstance(found, dict)):
+        assert "weight_version" not in answer
+
+
+def test_new_weights_have_another_version_in_each_api(llm: LLM, model: Path):
+    async def test(http: httpx.AsyncClient) -> list[Any]:
+        body = {"model_path": str(model), "weight_version": "step 7"}
+        await post(http, "/update_weights_from_disk", json=body)
+        asked = {"model": MODEL, "temperature": 0, "input": "abc", "max_output_tokens": 4}
+        user = {"Authorization": "Bearer user"}
+        answer = await http.post("/v1/responses", json=asked, headers=user)
+        return [answer.json(), (await text(http)).json()]
+
+    versions = [answer["weight_version"] for answer in admin(llm, test)]
+    assert versions == ["step 7", "step 7"]
 
 
 def test_weights_that_do_not_fit_leave_those_in_use(llm: LLM, tmp_path: Path):

@@ -73,6 +73,9 @@ class MessageWriter(AnswerWriter):
         self._blocks: list[Block] = []  # the last one grows
         self._has_calls = False
 
+    def made_by(self, weight_version: str | None) -> None:
+        self._message.weight_version = weight_version
+
     def begin(self) -> list[Event]:
         return [{"type": "message_start", "message": self._message.model_dump()}]
 

@@ -230,7 +230,13 @@ class MessagesUsage(ResponseBody):
 
 
 class MessageObject(ResponseBody):
-    """A message, at the beginning of a stream without content."""
+    """A message, at the beginning of a stream without content.
+
+    ``weight_version`` is no field of Anthropic's: it is there where an admin may change the
+    weights.
+    """
+
+    optional: ClassVar = frozenset({"weight_version"})
 
     id: str
     type: Literal["message"] = "message"
@@ -240,6 +246,7 @@ class MessageObject(ResponseBody):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
+    weight_version: str | None = None
 
 
 class TokenCount(ResponseBody):

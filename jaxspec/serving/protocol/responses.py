@@ -245,7 +245,12 @@ class ResponseUsage(ResponseBody):
 
 
 class ResponseObject(ResponseBody):
-    """A response, at the beginning of a stream without output and usage."""
+    """A response, at the beginning of a stream without output and usage.
+
+    ``weight_version`` is no field of OpenAI's: it is there where an admin may change the weights.
+    """
+
+    optional: ClassVar = frozenset({"weight_version"})
 
     id: str
     object: Literal["response"] = "response"
@@ -277,6 +282,7 @@ class ResponseObject(ResponseBody):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
+    weight_version: str | None = None
 
 
 class InputItems(ResponseBody):

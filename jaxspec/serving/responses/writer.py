@@ -41,6 +41,9 @@ class ResponseWriter(AnswerWriter):
         self._number = itertools.count()
         self._tokens = TextTokens(prepared) if prepared.request.logprobs else None
 
+    def made_by(self, weight_version: str | None) -> None:
+        self._response.weight_version = weight_version
+
     def begin(self) -> list[Event]:
         return [self._of_response("created"), self._of_response("in_progress")]
 
