@@ -1,6 +1,7 @@
 """Layer states: the interface that the engine uses, and the paged KV cache."""
 
 from jaxspec.cache.entries import PagedEntries
+from jaxspec.cache.indexed import PagedIndexedKV
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.cache.layer_state import (
     CommittedPath,
@@ -24,6 +25,7 @@ __all__ = [
     "LayerStates",
     "ModelState",
     "PagedEntries",
+    "PagedIndexedKV",
     "PagedKV",
     "PagedLatent",
     "page_slots",

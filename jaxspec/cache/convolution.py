@@ -30,6 +30,21 @@ def convolution(taps: Array, weight: Array) -> Array:
     return out
 
 
+def run_taps(before: Array, tokens: Array, dilation: int = 1) -> Array:
+    """Each of consecutive tokens with the K - 1 before it, the oldest first: [B, T, K,
+    ...channels].
+
+    Args:
+      before: [B, K - 1, ...channels], the last tokens before them.
+      tokens: [B, T, ...channels].
+      dilation: only those that are a multiple of it before a token; there are as many times the
+        ``before``.
+    """
+    size, past = tokens.shape[1], before.shape[1]
+    every = jnp.concatenate([before, tokens.astype(before.dtype)], axis=1)
+    return jnp.stack([every[:, i : i + size] for i in range(0, past + 1, dilation)], axis=2)
+
+
 def run_convolution(before: Array, tokens: Array, weight: Array) -> Array:
     """``convolution`` of consecutive tokens [B, T, ...channels] after ``before`` [B, K - 1,
     ...channels].
@@ -57,18 +72,21 @@ def _convolved(every: Array, weight: Array) -> Array:
     return functools.reduce(jnp.add, terms)
 
 
-def tree_taps(before: Array, nodes: Array, ancestors: Array, depth: Array) -> Array:
+def tree_taps(
+    before: Array, nodes: Array, ancestors: Array, depth: Array, dilation: int = 1
+) -> Array:
     """Each node with its K - 1 ancestors, the oldest first: [B, N, K, ...channels].
 
     before: [B, K - 1, ...channels], the last tokens before the tree. nodes: [B, N, ...channels].
-    ancestors, depth: see tree_places.
+    ancestors, depth: see tree_places. dilation: as of run_taps.
     """
     past = before.shape[1]
     every = jnp.concatenate([before, nodes.astype(before.dtype)], axis=1)
     itself = jnp.broadcast_to(past + jnp.arange(nodes.shape[1]), depth.shape)[..., None]
     places = jnp.concatenate([tree_places(ancestors, depth, past), itself], axis=-1)
+    places = places[..., ::dilation]
     taken = take_tokens(every, places.reshape(len(nodes), -1))
-    return taken.reshape(*nodes.shape[:2], past + 1, *nodes.shape[2:])
+    return taken.reshape(*places.shape, *nodes.shape[2:])
 
 
 def tree_places(ancestors: Array, depth: Array, past: int) -> Array:

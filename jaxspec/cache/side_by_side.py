@@ -1,4 +1,4 @@
-"""The state of a layer that has two mixers side by side."""
+"""The state of a layer that has two mixers side by side, or a mixer and embeddings of n-grams."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -12,7 +12,7 @@ from pallas_kernels.selection import Kernels
 
 @pytree
 class SideBySideState(Pytree):
-    """The LayerState of two mixers: that of each."""
+    """The LayerState of two mixers, or of a mixer and n-grams: that of each."""
 
     first: Any
     second: Any

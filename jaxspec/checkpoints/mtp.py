@@ -44,11 +44,15 @@ from jaxspec.parallel import Shards, mesh_layout
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (
     *(".eh_proj.weight", ".e_proj.weight", ".input_proj.weight", ".linear_proj.weight"),
-    "mtp.fc.weight",
+    *("mtp.fc.weight", "mtp.fc_embedding.weight"),
 )
 # Layouts of which only the first layer can draft, and why.
 _FIRST_ALONE = MappingProxyType(
-    {"qwen": "that share a projection", "deepseek_v4": "of several residual streams"}
+    {
+        "qwen": "that share a projection",
+        "qwen4_exp": "that share a projection",
+        "deepseek_v4": "of several residual streams",
+    }
 )
 # The target's tensors that DeepSeek's layers have copies of.
 _COPIED = MappingProxyType({"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": HEAD})

@@ -23,6 +23,7 @@ from jaxspec.checkpoints.fused_experts import unfused
 from jaxspec.checkpoints.gguf.packed import with_packed
 from jaxspec.checkpoints.kernel_order import in_order, is_ordered
 from jaxspec.checkpoints.read_arrays import copy_in_strips, read_side_by_side
+from jaxspec.checkpoints.stored_ngrams import check_stored_ngrams, ngram_numbers
 from jaxspec.checkpoints.stored_routes import with_stored_routes
 from jaxspec.checkpoints.tied_head import HEAD, with_stored_head
 from jaxspec.config.model import ModelConfig
@@ -92,6 +93,7 @@ def load_decoder(
     stored, kind = open_checkpoint(directory, dtype, shards, kind)
     config = with_stored_head(config, stored, directory)
     config = with_stored_routes(config, stored)
+    check_stored_ngrams(config, stored)
     stored = unfused(stored, config)
     shapes = decoder_shapes(config, dtype, shards).mapped(choosing(kind))
     return load_tree(
@@ -151,7 +153,8 @@ def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Tensors that a checkpoint may have, and that are not read. ``config``: as with_stored_head
     gives it, which has compared an LM head of a tied model with the embeddings."""
     head = {HEAD} if config.tie_word_embeddings else set()
-    return head | mtp_tensors(config, names) | _keys_of_none(config) | _norms_of_none(config)
+    others = _keys_of_none(config) | _norms_of_none(config) | ngram_numbers(config).keys()
+    return head | mtp_tensors(config, names) | others
 
 
 def _keys_of_none(config: ModelConfig) -> set[str]:

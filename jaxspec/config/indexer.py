@@ -1,4 +1,4 @@
-"""Config of sparse attention: which of the positions that a token sees it attends to."""
+"""Configs of sparse attention: which of the positions that a token sees it attends to."""
 
 import dataclasses
 
@@ -51,3 +51,40 @@ class IndexerConfig:
     def scale(self) -> float:
         """The factor of the scores."""
         return (self.num_heads * self.head_dim) ** -0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanIndexerConfig:
+    """An indexer beside attention with grouped KV heads (Qwen3.8-Flash-Next): it scores spans of
+    consecutive tokens, and a token attends to those of the best spans, and to those of its own
+    unfinished one. Of equal scores the lower span is the better one.
+
+    Attributes:
+      top_k: tokens of whole spans that a token attends to at most.
+      num_heads, head_dim: of the indexer's queries. Its key of a span is the mean of its tokens'.
+      span: tokens that are chosen together.
+    """
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    span: int
+
+    def __post_init__(self):
+        check_positive(indexer_budget=self.top_k, indexer_n_heads=self.num_heads)
+        check_positive(indexer_head_dim=self.head_dim, indexer_compress_ratio=self.span)
+        if self.top_k % self.span:
+            raise ValueError(
+                f"indexer_budget ({self.top_k}) must be a multiple of indexer_compress_ratio "
+                f"({self.span})"
+            )
+
+    @property
+    def most(self) -> int:
+        """The most positions that a token attends to."""
+        return self.top_k + self.span - 1
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5

@@ -12,8 +12,9 @@ from jaxspec.config.mixers import (
     SingleMixerConfig,
 )
 from jaxspec.config.mlps import DenseAndExpertsConfig, MlpConfig
+from jaxspec.config.ngrams import NgramConfig
 from jaxspec.config.recurrent import RecurrentConfig
-from jaxspec.config.streams import StreamsConfig
+from jaxspec.config.streams import AnyStreamsConfig, GatedStreamsConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,23 +25,27 @@ class LayerConfig:
       mixer, mlp: None: there is none. A layer has one of them at least.
       norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
         ``both_of_mlp``: of what both read, and of what the MLP gives.
-        ``shared``: both read the same norm, and both are added at the end.
+        ``shared``: both read the same norm, and both are added at the end. ``none``: both read
+        streams through gates, which are normed there.
       rescaled: the residual stream after the layer is multiplied by a number of the checkpoint.
       token_input: entries that the layer reads of its token besides the residual stream, after the
         MLP (see models/token_inputs.py); 0: none.
       centred: norms subtract the mean first, as LayerNorm without a bias does.
       residual_scale: what mixer and MLP give is multiplied by it.
       streams: there are several residual streams (see models/streams.py); None: there is one.
+      ngrams: what streams that are read through gates get of the last tokens, before the mixer
+        (see models/ngrams.py); None: nothing.
     """
 
     mixer: MixerConfig | None
     mlp: MlpConfig | None
-    norms: Literal["before", "after", "both", "both_of_mlp", "shared"] = "before"
+    norms: Literal["before", "after", "both", "both_of_mlp", "shared", "none"] = "before"
     residual_scale: float = 1.0
     centred: bool = False
     rescaled: bool = False
     token_input: int = 0
-    streams: StreamsConfig | None = None
+    streams: AnyStreamsConfig | None = None
+    ngrams: NgramConfig | None = None
 
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)
@@ -49,9 +54,14 @@ class LayerConfig:
         if (self.mixer is None or self.mlp is None) and self.norms != "before":
             raise ValueError("a layer of one block has a norm before it, and none after it")
         besides = self.residual_scale, self.centred, self.rescaled, self.token_input
-        if self.streams and (self.norms != "before" or besides != (1, False, False, 0)):
+        norms = "none" if isinstance(self.streams, GatedStreamsConfig) else "before"
+        if self.streams and (self.norms != norms or besides != (1, False, False, 0)):
             raise ValueError("layers of several residual streams have norms before their blocks, "
                 "which do not subtract the mean, and nothing besides")  # fmt: skip
+        if self.norms == "none" and self.streams is None:
+            raise ValueError("a layer without norms reads residual streams through gates")
+        if self.ngrams and not (self.norms == "none" and self.is_recurrent):
+            raise ValueError("n-grams are of recurrent layers with streams read through gates")
         if self.streams and (self.mixer is None or self.mlp is None):
             raise ValueError("a layer of several residual streams has a mixer and an MLP")
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.entries import EntryAttentionConfig
-from jaxspec.config.indexer import IndexerConfig
+from jaxspec.config.indexer import IndexerConfig, MeanIndexerConfig
 from jaxspec.config.recurrent import RecurrentConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, YarnRopeScaling
 
@@ -110,6 +110,57 @@ class AttentionConfig:
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "
                 f"{self.window} positions: choose a smaller depth"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedAttentionConfig:
+    """Attention with grouped KV heads to the positions that an indexer chooses.
+
+    Attributes:
+      attention: of all that it says positions are chosen.
+    """
+
+    attention: AttentionConfig
+    indexer: MeanIndexerConfig
+
+    def __post_init__(self):
+        others = ["window", "chunk", "softcap", "sinks"]
+        if wrong := [name for name in others if getattr(self.attention, name)]:
+            raise ValueError(f"attention with an indexer goes without {', '.join(wrong)}")
+        rope = self.attention.rope
+        rotated = rope.head_dim if rope.rotary_dim is None else rope.rotary_dim
+        if rotated > self.indexer.head_dim:
+            raise ValueError(
+                f"indexer_head_dim ({self.indexer.head_dim}) must be at least {rotated}, the "
+                "entries of a head that are rotated"
+            )
+
+    @property
+    def index_rope(self) -> RopeConfig:
+        """The rope of the indexer's queries and keys: as many entries are rotated as of a head."""
+        rope, width = self.attention.rope, self.indexer.head_dim
+        rotated = rope.head_dim if rope.rotary_dim is None else rope.rotary_dim
+        return dataclasses.replace(
+            rope, head_dim=width, rotary_dim=None if rotated == width else rotated
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+        return self.attention.num_heads
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.attention.heads}, whose positions an indexer chooses"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rope configs that this mixer uses."""
+        return self.attention.rope, self.index_rope
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Any tree fits: every node sees all its ancestors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +302,12 @@ class LatentConfig:
 
 
 SingleMixerConfig = (
-    AttentionConfig | SharedAttentionConfig | LatentConfig | EntryAttentionConfig | RecurrentConfig
+    AttentionConfig
+    | IndexedAttentionConfig
+    | SharedAttentionConfig
+    | LatentConfig
+    | EntryAttentionConfig
+    | RecurrentConfig
 )
 
 

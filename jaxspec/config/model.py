@@ -5,7 +5,12 @@ from collections.abc import Callable
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.layer import LayerConfig
-from jaxspec.config.mixers import AttentionConfig, LatentConfig
+from jaxspec.config.mixers import (
+    AttentionConfig,
+    IndexedAttentionConfig,
+    LatentConfig,
+    MixerConfig,
+)
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import (
@@ -93,6 +98,12 @@ class ModelConfig:
         return self.layers[0].streams is not None
 
     @property
+    def has_norm(self) -> bool:
+        """Whether the model norms what follows the layers. Streams that are read through gates are
+        normed before that."""
+        return self.layers[-1].norms != "none"
+
+    @property
     def sources(self) -> frozenset[int]:
         """The layers whose keys and values others read."""
         return frozenset(layer.source for layer in self.layers if layer.source is not None)
@@ -122,7 +133,8 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
     Raises ValueError for a target without such layers.
     """
     layers = ((mixer, layer.mlp) for layer in target.layers for mixer in layer.mixers)
-    dense = ((mixer, mlp) for mixer, mlp in layers if isinstance(mixer, AttentionConfig))
+    layers = ((_attention_of(mixer), mlp) for mixer, mlp in layers)
+    dense = ((mixer, mlp) for mixer, mlp in layers if mixer is not None)
     mixer, mlp = next(dense, (None, None))
     if mlp is None:  # its layers have one block each
         mlp = next((layer.mlp for layer in target.layers if layer.mlp is not None), None)
@@ -142,6 +154,12 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
         layers=(layer,) * count,
         stop_token_ids=target.stop_token_ids,
     )
+
+
+def _attention_of(mixer: MixerConfig) -> AttentionConfig | None:
+    """What a mixer is besides an indexer, if it has grouped KV heads of its own."""
+    inner = mixer.attention if isinstance(mixer, IndexedAttentionConfig) else mixer
+    return inner if isinstance(inner, AttentionConfig) else None
 
 
 def dense_model(

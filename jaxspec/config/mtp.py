@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jaxspec.config.layer import LayerConfig
 
 # How families name and join the parts of such a layer; see models/heads/mtp.py.
-MtpLayout = Literal["deepseek", "deepseek_v4", "ernie", "mimo", "nemotron", "qwen"]
+MtpLayout = Literal["deepseek", "deepseek_v4", "ernie", "mimo", "nemotron", "qwen", "qwen4_exp"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ class GatedDeltaConfig:
     ``taps``: width of the convolution before it. ``folded``: tokens that are folded into the state
     at once; those since are kept beside it (see cache/recurrent.py). ``by_head``: checkpoints have
     the input's projections in two tensors, ordered by key head, as Qwen3-Next's; else in four.
+    ``gate``: what normed outputs are multiplied by, of a projection.
     """
 
     num_key_heads: int
@@ -23,6 +24,7 @@ class GatedDeltaConfig:
     taps: int = 4
     folded: int = 16
     by_head: bool = False
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self):
         check_positive(num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads)

@@ -1,6 +1,7 @@
-"""The config of several residual streams."""
+"""Configs of several residual streams."""
 
 import dataclasses
+from typing import ClassVar
 
 from jaxspec.config.checks import check_positive
 
@@ -26,3 +27,26 @@ class StreamsConfig:
 
     def __post_init__(self):
         check_positive(hc_mult=self.count, hc_sinkhorn_iters=self.iterations, hc_eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedStreamsConfig:
+    """Several residual streams that blocks read through gates of each entry, and add to
+    (Qwen3.8-Flash-Next). A stream is normed before it is read.
+
+    Attributes:
+      count: of the streams.
+      rank: entries of the vector that gates are projections of.
+    """
+
+    count: int
+    rank: int
+    folded: ClassVar[bool] = True  # what follows the layers reads through gates, too
+
+    def __post_init__(self):
+        check_positive(hc_lowrank=self.rank)
+        if self.count < 2:
+            raise ValueError(f"hc_count must be 2 or more, got {self.count}")
+
+
+AnyStreamsConfig = StreamsConfig | GatedStreamsConfig

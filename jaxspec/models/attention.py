@@ -16,7 +16,12 @@ from jaxspec.cache.spread import local_slots
 from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import Heads, IndexHeads, LatentHeads, PassKV, QueryHeads
 from jaxspec.models.entry_heads import EntryHeads, attend_to_entries, dense_attend_to_entries
-from jaxspec.models.sparse_choice import chosen_slots, dense_choice, written_keys
+from jaxspec.models.sparse_choice import (
+    chosen_mask,
+    chosen_slots,
+    dense_choice,
+    written_keys,
+)
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -24,6 +29,7 @@ from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.chosen import chosen_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.chosen import chosen_heads_attention
 from pallas_kernels.paged_attention.partial import partial_attention
 from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials, with_sinks
 from pallas_kernels.paged_attention.reference import MASKED, capped
@@ -108,6 +114,15 @@ class PagedAttend(Pytree):
         [B, T, Q, D]. ``heads`` are those that ``queries`` are of."""
         if state.spread:
             return self._spread(queries, state, heads, window)
+        if isinstance(heads, Heads) and heads.chosen is not None:
+            return chosen_heads_attention(
+                queries,
+                LayerPages(state.k, state.v, *heads.scales),
+                self.page_table,
+                heads.chosen,
+                scale=heads.scale,
+                order_invariant=self.order_invariant,
+            )
         kernels = heads.kernels
         if heads.sinks is not None and "attention_sinks" not in kernels:
             kernels = NO_KERNELS
@@ -264,8 +279,10 @@ def dense_causal_attend(
         return dense_attend_to_entries(heads), state
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
-    if isinstance(heads, Heads) and heads.chunk is not None:
+    if isinstance(heads, Heads) and (heads.chunk is not None or heads.chosen is not None):
         seen = _visible_before(heads.rope.shape[1], window, heads.chunk)
+        if heads.chosen is not None:
+            seen = chosen_mask(heads.chosen)[:, None, None]
         how = seen, heads.scale, heads.softcap, heads.sinks
         return _written_out_attention(*heads.rotated(), *how), state
     how = window, implementation, heads.scale, heads.softcap, heads.sinks
@@ -304,11 +321,8 @@ def _dense_latent_attention(
 
 def _dense_chosen_attention(heads: LatentHeads, chosen: Array) -> Array:
     """Sums of latents [B, T, Q, L] of the chosen positions [B, T, k]."""
-    batch, size = chosen.shape[:2]
-    row, token = jnp.arange(batch)[:, None, None], jnp.arange(size)[:, None]
-    mask = jnp.zeros((batch, size, size), bool).at[row, token, chosen].set(True, mode="drop")
     scores = einsum_f32("btqd,bsd->bqts", heads.absorbed, heads.stored[:, :, 0])
-    scores = jnp.where(mask[:, None], scores * heads.config.scale, MASKED)
+    scores = jnp.where(chosen_mask(chosen)[:, None], scores * heads.config.scale, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(heads.stored.dtype)
     latents = heads.stored[:, :, 0, : heads.config.latent]
     return einsum_f32("bqts,bsl->btql", weights, latents).astype(heads.stored.dtype)
@@ -357,7 +371,7 @@ def _written_out_attention(
     sinks: Array | None,
 ) -> Array:
     """dense_causal_attention with scores that are written out, to positions that are ``visible``
-    [T, S]."""
+    [T, S], or of each sequence [B, 1, 1, T, S]."""
     *outer, head_dim = q.shape
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
     scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)

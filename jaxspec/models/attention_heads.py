@@ -37,6 +37,7 @@ class Heads:
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
       query_scale: float32, of the shape of queries [B, T, Q, D] or broadcast to it, of all tokens:
         queries are multiplied by it once they are rotated; None: they are not.
+      chosen: the positions that tokens attend to, as of LatentHeads; None: all that they see.
     """
 
     partials: Array
@@ -53,6 +54,7 @@ class Heads:
     sinks: Array | None = None
     tokens: Axes = ()
     query_scale: Array | None = None
+    chosen: Array | None = None
 
     @property
     def scales(self) -> tuple[Array | None, Array | None]:

@@ -21,7 +21,8 @@ from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.pipeline_stage import Passage, new_passage
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.streams import Fold, FoldedNorm, fold_shape, joined
+from jaxspec.models.streams import AnyFold, FoldedNorm, fold_shape, joined
+from jaxspec.models.table_rows import local_rows
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.models.token_inputs import TokenTable, token_table_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE, Axes, Layout, Shards, check_divides
@@ -52,6 +53,7 @@ class Decoder(Pytree):
     Attributes:
       layers: all of them; in a pipeline the last ones (see pipeline_stage.py).
       tokens: makes what layers read of a token besides the residual stream; None: nothing.
+      norm: of what follows the layers; None: ``fold`` norms streams.
       fold: makes one residual stream of several before the last norm; None: there is one, or what
         follows reads the mean.
       exchange: memory in which devices add up row-parallel products, or thread blocks meet.
@@ -59,10 +61,10 @@ class Decoder(Pytree):
 
     embed: Array = array("vocab", "whole_hidden")
     layers: tuple[Layer, ...]
-    norm: Array = array("hidden")
+    norm: Array | None = array("hidden")
     lm_head: Linear | None  # [H, V]; None: tied to embed
     tokens: TokenTable | None = None
-    fold: Fold | None = None
+    fold: AnyFold | None = None
     config: ModelConfig = static()
     layout: Layout = static(default=WHOLE)
     exchange: Array | None = array("peers", "cells", default=None)
@@ -113,22 +115,30 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
     """
     vocab_shards = shards.of("vocab")
     vocab = -(-config.vocab_size // vocab_shards) * vocab_shards
-    hidden, head, streams = config.hidden_size, None, config.layers[0].streams
+    hidden, head = config.hidden_size, None
     check_divides("hidden_size", hidden, shards.of("hidden"))
     if not config.tie_word_embeddings:
         head = linear_shape(("whole_hidden", "vocab"), (hidden, vocab), dtype)
     return Decoder(
         embed=array_shape(vocab, hidden, dtype=dtype),
         layers=tuple(layer_shape(layer, hidden, dtype, shards) for layer in config.layers),
-        norm=vector(hidden, dtype),
+        norm=vector(hidden, dtype, when=config.has_norm),
         lm_head=head,
         tokens=token_table_shape(vocab, config.num_layers, config.token_input, hidden, dtype)
         if config.token_input
         else None,
-        fold=fold_shape(streams, hidden) if streams is not None and streams.folded else None,
+        fold=fold_shape(config.layers[0].streams, hidden, dtype),
         config=config,
         layout=shards.layout,
     )
+
+
+def norm_copy(decoder: Decoder) -> Array:
+    """A float32 copy of the final norm [H]; ones for a model whose streams are normed before they
+    are folded."""
+    if decoder.norm is None:
+        return jnp.ones(decoder.config.hidden_size, jnp.float32)
+    return jnp.array(decoder.norm, jnp.float32)
 
 
 @jax.named_scope("embed")
@@ -141,7 +151,7 @@ def embed(decoder: Decoder, tokens: Array) -> Array:
 def plain_embed(decoder: Decoder, tokens: Array) -> Array:
     """Token embeddings as checkpoints have them, and draft heads read them: [B, T] -> [B, T, H]."""
     axes = decoder.layout.vocab
-    return all_reduce(_local_rows(decoder.embed, tokens, axes), axes)
+    return all_reduce(local_rows(decoder.embed, tokens, axes), axes)
 
 
 def _scaled(decoder: Decoder, embedded: Array) -> Array:
@@ -162,24 +172,12 @@ def _rows_split(table: Array, tokens: Array, layout: Layout, columns: Axes) -> A
     if layout.tokens:  # the sequence first, then the model
         tokens = padded_tokens(tokens, layout.tokens)
         tokens = local_tokens(tokens, layout.sequence)
-    rows = _local_rows(table, tokens, layout.vocab)
+    rows = local_rows(table, tokens, layout.vocab)
     over = tuple(axis for axis in layout.vocab if axis in layout.tokens)
     rows = reduce_scatter(rows, over, dimension=1)
     rows = reduce_scatter(rows, columns, dimension=2)
     rest = {*over, *columns}
     return all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in rest))
-
-
-def _local_rows(table: Array, tokens: Array, axes: Axes) -> Array:
-    """Rows of the tokens that this device has of a table [V, C] that is split over mesh axes, zeros
-    for the others: [B, T, C]."""
-    if not axes:
-        return table[tokens]
-    size = table.shape[0]
-    local = tokens - shard_offset(size, axes)
-    here = (local >= 0) & (local < size)
-    rows = table[jnp.clip(local, 0, size - 1)]
-    return jnp.where(here[..., None], rows, 0)
 
 
 def enter(decoder: Decoder, tokens: Array, attend: PagedAttend) -> Passage:

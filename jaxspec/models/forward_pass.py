@@ -82,7 +82,7 @@ class ForwardPass:
       exchange: memory in which devices add up row-parallel products, on a single device in which
         thread blocks meet (see decoding/all_reduce_buffers.py); or None.
       centred: norms of hidden states subtract the mean first. No kernel does.
-      token_ids: int [B, T], of MLPs whose experts are those of a token's id; None: not known.
+      token_ids: int [B, T], of MLPs and layers that read them; None: not known.
     """
 
     attend: Attend
@@ -101,8 +101,8 @@ class ForwardPass:
         those of so many rows."""
         ids = self.token_ids
         if ids is None or ids.size != count:
-            raise ValueError("experts are those of token ids, which this pass does not have: it "
-                "needs all tokens of a target model on each device")  # fmt: skip
+            raise ValueError("layers read token ids, which this pass does not have: it needs all "
+                "tokens of a target model on each device")  # fmt: skip
         return ids.reshape(-1)
 
     def norm(self, x: Array, weight: Array | None) -> Array:

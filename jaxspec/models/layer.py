@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
+from jaxspec.cache.side_by_side import SideBySideState
 from jaxspec.config.model import LayerConfig
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers import LatentAttention, Mixer, mixer_shape
 from jaxspec.models.mlps import Dense, Mlp, mlp_shape
+from jaxspec.models.ngrams import Ngrams, ngrams_shape
 from jaxspec.models.one_launch import layer_launch
 from jaxspec.models.readers import OneReader
 from jaxspec.models.shapes import vector
@@ -41,6 +43,7 @@ class Layer(Pytree):
       source: index in the model of the layer whose keys and values the mixer reads, or None.
       rescale: what the residual stream is multiplied by after the layer; None: by nothing.
       streams: the layer has several residual streams; None: one.
+      ngrams: adds to the streams what they get of the last tokens, before the mixer; None: nothing.
       parallel: the MLP reads what the mixer reads.
       recomputed: a gradient keeps the hidden states around it only, and computes it again.
     """
@@ -54,6 +57,7 @@ class Layer(Pytree):
     token_input: TokenInput | None = None
     rescale: Array | None = array("features", default=None)  # [1]
     streams: Streams | None = None
+    ngrams: Ngrams | None = None
     source: int | None = static(default=None)
     residual_scale: float = static(default=1.0)
     parallel: bool = static(default=False)
@@ -68,7 +72,10 @@ class Layer(Pytree):
 
     def init_state(self, geometry: Geometry, layout: Layout) -> Any:
         """The layer's empty state: a LayerState, or None if it keeps none."""
-        return None if self.mixer is None else self.mixer.init_state(geometry, layout)
+        state = None if self.mixer is None else self.mixer.init_state(geometry, layout)
+        if self.ngrams is None:
+            return state
+        return SideBySideState(first=state, second=self.ngrams.init_state(geometry, layout))
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "Layer":
         """The same, with every array replaced by ``tensor_map``'s result for layer ``prefix``.
@@ -91,6 +98,7 @@ class Layer(Pytree):
             token_input=self.token_input and self.token_input.mapped(prefix, tensor_map),
             rescale=tensor_map.array(f"{prefix}layer_scalar", self.rescale),
             streams=self.streams and self.streams.mapped(prefix, tensor_map),
+            ngrams=self.ngrams and self.ngrams.mapped(prefix, tensor_map),
         )
 
 
@@ -199,9 +207,14 @@ def _run_streams(
     """_run_layer of a layer of several residual streams, x [B, T, N, H]; before the first of them
     [B, T, H]."""
     assert layer.mixer is not None and layer.mlp is not None
-    x = spread(x, streams.count)
+    x, ngrams, of_ngrams = spread(x, streams.count), layer.ngrams, None
+    if ngrams is not None:
+        state, of_ngrams = (None, None) if state is None else (state.first, state.second)
+        x, of_ngrams = ngrams(x, of_ngrams, step)
     connection, normed = streams.mixer.read(x, layer.input_norm, step)
     mixed, state, chosen = _mixed(layer.mixer, normed, state, step, chosen)
+    if of_ngrams is not None:
+        state = SideBySideState(first=state, second=of_ngrams)
     x = connection.after(mixed, step)
     connection, normed = streams.mlp.read(x, layer.post_norm, step)
     x = connection.after(layer.mlp(normed, step), step)
@@ -233,8 +246,11 @@ def layer_shape(
 ) -> Layer:
     """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input; ``input_norm``
     False: without a norm of it, whatever the config says."""
-    before, after = config.norms != "after", config.norms in ("after", "both")
-    mixer, mlp = config.mixer, config.mlp
+    before, after = config.norms not in ("after", "none"), config.norms in ("after", "both")
+    mixer, mlp, streams = config.mixer, config.mlp, config.streams
+    ngrams = None
+    if config.ngrams is not None and streams is not None:
+        ngrams = ngrams_shape(config.ngrams, (streams.count, hidden_size), dtype, shards)
     two_blocks, sizes = mixer is not None and mlp is not None, (hidden_size, dtype, shards)
     return Layer(
         input_norm=vector(hidden_size, dtype, when=before and input_norm),
@@ -248,7 +264,8 @@ def layer_shape(
         else None,
         source=config.source,
         rescale=vector(1, dtype, when=config.rescaled),
-        streams=streams_shape(config.streams, hidden_size) if config.streams else None,
+        streams=streams_shape(streams, hidden_size, dtype) if streams else None,
+        ngrams=ngrams,
         residual_scale=config.residual_scale,
         parallel=config.norms == "shared",
     )

@@ -8,6 +8,8 @@ is made doubly stochastic, so that streams do not grow from layer to layer.
 
 What follows the layers gets the mean of the streams, or a weighted sum. A head that reads hidden
 states gets the mean.
+
+Streams that are read through gates of each entry are of gated_streams.py.
 """
 
 import dataclasses
@@ -19,8 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.config.streams import StreamsConfig
+from jaxspec.config.streams import AnyStreamsConfig, GatedStreamsConfig, StreamsConfig
 from jaxspec.models.forward_pass import ForwardPass
+from jaxspec.models.gated_streams import (
+    GatedConnection,
+    GatedFold,
+    gated_connection_shape,
+    gated_fold_shape,
+)
 from jaxspec.models.linear import Addend
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import Piece, Split, TensorMap, Tensors
@@ -173,10 +181,14 @@ class Fold(Pytree):
         )
 
 
-class FoldedNorm(NamedTuple):
-    """What stands for the last norm of a model whose streams are folded before it."""
+AnyFold = Fold | GatedFold
 
-    fold: Fold
+
+class FoldedNorm(NamedTuple):
+    """What stands for the last norm of a model whose streams are folded before it; None: they are
+    normed when they are folded."""
+
+    fold: AnyFold
     norm: Array | None
 
 
@@ -184,8 +196,8 @@ class FoldedNorm(NamedTuple):
 class Streams(Pytree):
     """Connections of a layer's two blocks."""
 
-    mixer: HyperConnection
-    mlp: HyperConnection
+    mixer: HyperConnection | GatedConnection
+    mlp: HyperConnection | GatedConnection
 
     @property
     def count(self) -> int:
@@ -244,8 +256,14 @@ class OfStreams:
         return tensors[f"{self.name}.{kind}"].T.reshape(shape)
 
 
-def fold_shape(config: StreamsConfig, hidden_size: int) -> Fold:
-    """A Fold of ShapeDtypeStructs."""
+def fold_shape(
+    config: AnyStreamsConfig | None, hidden_size: int, dtype: jnp.dtype
+) -> AnyFold | None:
+    """What folds streams after the last layer, of ShapeDtypeStructs; None: nothing does."""
+    if isinstance(config, GatedStreamsConfig):
+        return gated_fold_shape(config, hidden_size, dtype)
+    if config is None or not config.folded:
+        return None
     count = config.count
     return Fold(
         weight=array_shape(count, hidden_size, count, dtype=jnp.float32),
@@ -255,8 +273,11 @@ def fold_shape(config: StreamsConfig, hidden_size: int) -> Fold:
     )
 
 
-def streams_shape(config: StreamsConfig, hidden_size: int) -> Streams:
+def streams_shape(config: AnyStreamsConfig, hidden_size: int, dtype: jnp.dtype) -> Streams:
     """Streams of ShapeDtypeStructs."""
+    if isinstance(config, GatedStreamsConfig):
+        gated = gated_connection_shape(config, hidden_size, dtype)
+        return Streams(mixer=gated, mlp=gated)
     count = config.count
     numbers = (2 + count) * count
 

@@ -10,6 +10,9 @@ entry in place of its last value, which nothing else reads. The entry is made of
 token's own path. So every node of a tree that ends a span has the entry of its branch, which its
 descendants find on their paths, and which moves with the node when it is accepted: nothing is
 taken back.
+
+An entry may be the mean of its tokens' values, too. Then there are no gates, and the entry is in
+place of the last token's value.
 """
 
 from collections.abc import Callable
@@ -81,11 +84,45 @@ class Spans(NamedTuple):
         return jnp.concatenate([before[..., : self.width], inside[..., self.width :]], axis=-2)
 
 
+class SpanMeans(NamedTuple):
+    """How entries of D numbers are made that are means of what is kept of their tokens.
+
+    Attributes:
+      size: N, the tokens of a span.
+      width: D.
+      finish: as of Spans.
+    """
+
+    size: int
+    width: int
+    finish: Callable[[Array, Array], Array]
+
+    @property
+    def members(self) -> int:
+        """The tokens that an entry is made of."""
+        return self.size
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether the span before counts, too."""
+        return False
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Where an entry is in what is kept of the last token of its span."""
+        return 0, self.width
+
+    def sums(self, kept: Array, present: Array) -> Array:
+        """Means [..., D] of what is kept of the members of spans [..., N, D], all of which are
+        ``present``."""
+        return jnp.mean(kept.astype(jnp.float32), axis=-2).astype(kept.dtype)
+
+
 def write_spans(
     pages: Array,
     rows: Array,
     slots: Array,
-    spans: Spans,
+    spans: Spans | SpanMeans,
     context: QueryContext,
     first_slot: int = 0,
     block: int | None = None,
@@ -93,8 +130,8 @@ def write_spans(
     """Write what is kept of T tokens of each sequence, and the entries of the spans that they end.
 
     Args:
-      pages: [P, 1, K, 2 * places].
-      rows: [B, T, 1, 2 * places], values and gates side by side.
+      pages: [P, 1, K, 2 * places], for means [P, 1, K, D].
+      rows: [B, T, 1, 2 * places], values and gates side by side; for means [B, T, 1, D].
       slots: [B, T] they are written to; 0: the null page's.
       context: of the tokens; its page table leads to the tokens before them.
       first_slot: where the first span begins.
@@ -124,8 +161,9 @@ def write_spans(
     return write_rows(pages, last[:, :, None], jnp.where(is_end, slots, 0))
 
 
-def entries_of_whole(rows: Array, spans: Spans) -> Array:
-    """The entries [B, n, D] of the spans of whole sequences: rows [B, T, 1, 2 * places]."""
+def entries_of_whole(rows: Array, spans: Spans | SpanMeans) -> Array:
+    """The entries [B, n, D] of the spans of whole sequences: rows [B, T, 1, 2 * places], for means
+    [B, T, 1, D]."""
     batch, num_tokens, _, width = rows.shape
     size, count = spans.size, num_tokens // spans.size
     inside = rows[:, : count * size].reshape(batch, count, size, width)

@@ -28,7 +28,7 @@ FAMILIES = (
     *("mistral4", "dots1", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("llama4_text", "llama4", "mistral3", "step3p7", "kimi_k25", "gemma4", "gemma4-experts"),
     *("gemma4-small", "gemma4_unified", "exaone_moe", "exaone4_5", "youtu", "axk1", "solar_open"),
-    *("mellum", "glm4v_moe", "arcee", "olmoe", "granitemoe", "deepseek_v4"),
+    *("mellum", "glm4v_moe", "arcee", "olmoe", "granitemoe", "deepseek_v4", "qwen4_exp"),
 )
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 

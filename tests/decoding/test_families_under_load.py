@@ -36,10 +36,11 @@ ALIASES = tuple(name for name in alias_checkpoints.VARIANTS if name != "glm5_nex
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
 # gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
 # positions that an indexer chooses, or pools of these, chunks, several residual streams, entries of
-# spans of tokens.
+# spans of tokens, n-grams.
 RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
     *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text", "glm5_next", "deepseek_v4"),
+    *("qwen4_exp", "qwen4_exp_text"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
@@ -53,6 +54,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "glm5_next": {},
     "deepseek_v4": {"layout": "deepseek_v4", "states": BEFORE},
+    "qwen4_exp": {"layout": "qwen4_exp", "states": BEFORE},
     "ernie4_5_moe": {"layout": "ernie"},
     "exaone_moe": {"layout": "qwen"},
     "mellum": {"layout": "qwen"},

@@ -106,6 +106,8 @@ ALIASES = (
     ("glm_moe_dsa-shared", "tp2"),
     ("deepseek_v4", "tp2"),
     ("deepseek_v4-yarn", "tp2x2"),
+    ("qwen4_exp", "tp2"),
+    ("qwen4_exp_text", "tp2x2"),
     ("glm_moe_dsa-shared", "tp2x2"),
     ("glm_moe_dsa-shared", "pp2"),
     ("llama4_text", "tp2"),

@@ -17,6 +17,7 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.mtp import BEFORE
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import NGramDrafter
@@ -186,8 +187,29 @@ LING: dict[str, Any] = {  # recurrences that forget slowly, and a limit that cou
     "expert_swiglu_limit_list": [0, 0.1, 0.2],
     "share_expert_swiglu_limit_list": [0, 0, 0.3],
 }
+QWEN4: dict[str, Any] = {  # many more spans than are chosen, and one of few tokens ends a text
+    **{key: value for key, value in EXPERTS.items() if key != "layer_types"},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "output_gate_type": "sigmoid",
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 16,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "eos_token_id": 39,
+}
 # Of MTP layers that are not Qwen's.
-MTP: dict[str, Any] = {"nemotron_h": {"layout": "nemotron", "context": 0.05}}
+MTP: dict[str, Any] = {
+    "nemotron_h": {"layout": "nemotron", "context": 0.05},
+    "qwen4_exp_text": {"layout": "qwen4_exp", "states": BEFORE},
+}
 WITHOUT_MTP = (
     *("bamba", "one group", "two groups", "granite 4", "falcon_h1", "kimi_linear"),
     *("glm5_next_text", "bailing_hybrid", "lfm2", "lfm2_moe"),
@@ -207,6 +229,7 @@ CONFIGS = {
     "qwen3_next": EXPERTS,
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": EXPERTS,
+    "qwen4_exp_text": QWEN4,
     "wide heads": WIDE_HEADS,
     "two layers": TWO_LAYERS,
 }
@@ -313,6 +336,9 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("glm5_next_text", "ngram", TREE),
         slow("bailing_hybrid", "ngram", CHAIN),
         slow("bailing_hybrid", "ngram", TREE),
+        slow("qwen4_exp_text", "ngram", TREE),
+        slow("qwen4_exp_text", "mtp", CHAIN),
+        slow("qwen4_exp_text", "mtp", TREE),
         slow("nemotron_h", "ngram", TREE),
         slow("nemotron_h", "mtp", CHAIN),
         slow("lfm2", "ngram", CHAIN),
@@ -338,6 +364,7 @@ def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, s
         ("kimi_linear", "ngram", TREE),
         ("glm5_next_text", "ngram", TREE),
         ("bailing_hybrid", "ngram", TREE),
+        ("qwen4_exp_text", "mtp", TREE),
         ("nemotron_h", "mtp", TREE),
         ("lfm2", "none", CHAIN),
         ("lfm2", "ngram", TREE),
@@ -382,6 +409,10 @@ def test_requests_that_lose_their_pages_have_the_same_text(
         slow("glm5_next_text", {"data_parallel": 2}, CHAIN),
         slow("bailing_hybrid", {"tensor_parallel": 2}, TREE),
         slow("bailing_hybrid", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("qwen4_exp_text", {"tensor_parallel": 2}, TREE),
+        slow("qwen4_exp_text", {"tensor_parallel": 4}, CHAIN),
+        slow("qwen4_exp_text", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("qwen4_exp_text", {"data_parallel": 2}, TREE),
         slow("nemotron_h", {"tensor_parallel": 2}, TREE),
         slow("nemotron_h", {"tensor_parallel": (2, 2)}, CHAIN),
         slow("lfm2", {"tensor_parallel": 2}, TREE),
@@ -414,8 +445,9 @@ def test_what_recurrent_layers_cannot_do_is_named(checkpoint, family: str):
 
 
 @pytest.mark.slow
-def test_caches_of_eight_bits(checkpoint):
-    model = checkpoint("qwen3_5_text")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen4_exp_text"])
+def test_caches_of_eight_bits(checkpoint, family: str):
+    model = checkpoint(family)
     assert texts(model, "mtp", TREE, kv_dtype="fp8") == plain(model, kv_dtype="fp8")
 
 
@@ -429,6 +461,7 @@ def test_caches_of_eight_bits(checkpoint):
         ("kimi_linear", ("ngram",)),
         ("glm5_next_text", ("ngram",)),
         ("bailing_hybrid", ("ngram",)),
+        ("qwen4_exp_text", ("mtp",)),
         ("nemotron_h", ("mtp",)),
         ("lfm2", ("ngram",)),
     ],

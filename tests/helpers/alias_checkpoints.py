@@ -1,5 +1,5 @@
 """Small random checkpoints of families whose layers are those of others under other names, of
-Gemma 4, of GLM-5-Next, and of DeepSeek-V4.
+Gemma 4, of GLM-5-Next, of DeepSeek-V4, and of Qwen3.8-Flash-Next.
 
 They are made with transformers.
 """
@@ -15,7 +15,12 @@ from safetensors.numpy import load_file
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.json.values import read_json
-from tests.helpers import deepseek_v4_checkpoints, gemma4_checkpoints, glm5_next_checkpoints
+from tests.helpers import (
+    deepseek_v4_checkpoints,
+    gemma4_checkpoints,
+    glm5_next_checkpoints,
+    qwen4_exp_checkpoints,
+)
 from tests.helpers.checkpoints import TINY, save_random_model, save_tensors
 from tests.helpers.random_experts import random_expert_target
 
@@ -360,21 +365,24 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **gemma4_checkpoints.VARIANTS,
     **glm5_next_checkpoints.VARIANTS,
     **deepseek_v4_checkpoints.VARIANTS,
+    **qwen4_exp_checkpoints.VARIANTS,
 }
 
 
 def raw_config(name: str) -> dict[str, Any]:
     """The ``config.json`` of a variant with few tokens and an LM head of its own, whose texts do
-    not end."""
+    not end, unless the model reads where they do."""
     kind, own = copy.deepcopy(VARIANTS[name])  # transformers changes what it is given
     given = own if "text_config" in own else SIZES | own
     raw = kind(**given | {"tie_word_embeddings": False}).to_dict()
+    ends = name in qwen4_exp_checkpoints.VARIANTS  # which reads where texts end
     for keys in (raw, raw.get("text_config", {})):
-        keys["eos_token_id"] = None
+        keys["eos_token_id"] = 39 if ends else None
         for key in keys.keys() & {"vocab_size", "vocab_size_per_layer_input"}:
             keys[key] = 96
     absent = {key for key, value in raw.items() if value is None} - {"sliding_window"}
-    return {key: value for key, value in raw.items() if key not in absent} | {"eos_token_id": None}
+    rest = {key: value for key, value in raw.items() if key not in absent}
+    return rest | {"eos_token_id": 39 if ends else None}
 
 
 def random_alias(name: str) -> Decoder:
@@ -394,6 +402,8 @@ def save_alias(directory: Path, name: str, **changes: Any) -> Path:
         return glm5_next_checkpoints.with_all_weights(directory)
     if name in deepseek_v4_checkpoints.VARIANTS:
         return deepseek_v4_checkpoints.with_tables(directory)
+    if name in qwen4_exp_checkpoints.VARIANTS:
+        return qwen4_exp_checkpoints.with_all_weights(directory)
     if name != "kimi_k25":
         return directory
     tensors = {  # transformers 5.24 writes other names than it reads

@@ -40,6 +40,7 @@ from jaxspec.decoding.state import EngineState, Status
 from jaxspec.engine.programs.xla_options import DETERMINISTIC
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
+from jaxspec.models.gated_streams import Gates
 from jaxspec.models.heads import (
     DraftHead,
     HeadConfig,
@@ -49,7 +50,7 @@ from jaxspec.models.heads import (
     mtp_head_config,
 )
 from jaxspec.models.linear import Linear
-from jaxspec.models.mixers import SideBySide
+from jaxspec.models.mixers import IndexedAttention, SideBySide
 from jaxspec.models.mlps import Dense, Experts, Xielu
 from jaxspec.models.nodes import map_nodes
 from tests.helpers.programs import FAST_COMPILE
@@ -107,12 +108,18 @@ def random_arrays(shapes: Any, seed: int) -> Any:
     """Arrays for a tree of ShapeDtypeStructs: matrices keep a vector's size, norms are near 1."""
     rng = np.random.default_rng(seed)
 
+    def near_one(norm: Array) -> Array:
+        return as_dtype(1 + 0.1 * rng.standard_normal(norm.shape), norm.dtype)
+
+    def normed(gates: Any) -> Any:  # of several streams: a matrix
+        return gates.replace(norm=near_one(gates.norm))
+
     def fill(leaf: jax.ShapeDtypeStruct) -> Array:
         noise = rng.standard_normal(leaf.shape)
         values = 1 + 0.1 * noise if len(leaf.shape) == 1 else noise / math.sqrt(leaf.shape[0])
         return as_dtype(values, leaf.dtype)
 
-    return jax.tree.map(fill, shapes)
+    return map_nodes(jax.tree.map(fill, shapes), normed, Gates)
 
 
 def random_target(
@@ -151,6 +158,8 @@ def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
     def quiet(mixer_: Any) -> Any:
         if isinstance(mixer_, SideBySide):
             return mixer_.replace(first=quiet(mixer_.first), second=quiet(mixer_.second))
+        if isinstance(mixer_, IndexedAttention):
+            return mixer_.replace(attention=quiet(mixer_.attention))
         return mixer_.replace(o=scaled(mixer_.o, mixer))
 
     def quieted(node: Any) -> Any:
@@ -160,7 +169,9 @@ def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
     if shared is not None and isinstance(shared.config.activation, SquaredRelu):  # it gives more
         shared = shared.replace(down=scaled(shared.down, mlp))
         mlp_ = mlp_.replace(shared=shared)
+    ngrams = layer_.ngrams and layer_.ngrams.replace(taps=times(mixer, layer_.ngrams.taps))
     return layer_.replace(
+        ngrams=ngrams,
         mixer=layer_.mixer and quiet(layer_.mixer),
         mlp=mlp_ and map_nodes(mlp_, quieted, Dense, Experts, Xielu),
     )

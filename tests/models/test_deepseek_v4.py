@@ -3,7 +3,6 @@ against whole texts. test_parity.py compares the model's logits with transformer
 tests/kernels/test_entries.py attention with its definition."""
 
 import dataclasses
-import functools
 import json
 import re
 from pathlib import Path
@@ -17,20 +16,16 @@ import pytest
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from jaxspec.cache import CommittedPath, Geometry, LayerStates, page_slots
-from jaxspec.cache.layer_state import commit_all
+from jaxspec.cache import Geometry
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.entries import EntryAttentionConfig, EntryIndexerConfig, SpansConfig
 from jaxspec.config.experts import BoundedSwiglu
 from jaxspec.config.rope import RopeConfig, YarnRopeScaling
 from jaxspec.config.streams import StreamsConfig
-from jaxspec.models import decoder
-from jaxspec.models.attention import PagedAttend
-from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
 from jaxspec.models.quantized.float8 import Float8Linear
 from jaxspec.models.tensors import joining, splitting
-from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.alias_checkpoints import random_alias, raw_config
 from tests.helpers.checkpoints import changed_copy, save_tensors
 from tests.helpers.deepseek_v4_checkpoints import ALL, SPARSE, WINDOW, as_published
@@ -39,6 +34,7 @@ from tests.helpers.four_bit_checkpoints import deepseek
 from tests.helpers.parity import assert_close, load
 from tests.helpers.quantized_checkpoints import float8_blocks, of_torch
 from tests.helpers.sampling_reference import plain_logits
+from tests.helpers.tree_logits import LONGEST, assert_nodes_have_logits_of_texts
 
 PUBLISHED = Path(__file__).parent / "published/aiconfigurator/deepseek-ai--DeepSeek-V4-Flash.json"
 
@@ -170,48 +166,6 @@ def test_what_is_written_is_what_was_read(tmp_path: Path):
         jax.tree.map(np.testing.assert_array_equal, other, model)
 
 
-# Trees: nodes end spans, on several branches, and begin inside of them.
-
-PAGE, PAGES, LONGEST = 5, 9, 45
-TABLE = jnp.asarray(np.random.default_rng(3).permutation(PAGES)[None] + 1, jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def read(
-    model: Decoder, states: LayerStates, tokens: Any, before: Any, ancestors: Any, size: int
-) -> tuple[Any, LayerStates]:
-    """Logits of tokens [T] after so many, and what is kept; of a tree with ``ancestors``."""
-    slots = before + jnp.arange(size)[None]
-    positions = slots
-    if ancestors is not None:
-        depth = jnp.sum(ancestors[:, :size], axis=1) - 1
-        positions = (before + depth)[None]
-        words = ancestors.reshape(size, -1, 32) * (1 << np.arange(32, dtype=np.uint32))
-        ancestors = jnp.sum(words, axis=-1, dtype=jnp.uint32)[None]
-    attend = PagedAttend(
-        rows=jnp.arange(1),
-        page_table=TABLE,
-        context_lens=jnp.reshape(before, 1),
-        slots=page_slots(TABLE, slots, jnp.ones_like(slots, bool), PAGE),
-        positions=positions,
-        kv_lens=jnp.reshape(before + size, 1),
-        ancestors=ancestors,
-    )
-    hidden, states, _ = decoder.run(model, tokens[None], positions, states, attend)
-    return decoder.logits(model, hidden)[0], states
-
-
-def random_tree(size: int, seed: int) -> tuple[list[list[int]], np.ndarray]:
-    """Paths to the nodes, and which nodes are ancestors: bool [N, 32]."""
-    rng, paths = np.random.default_rng(seed), [[0]]
-    for node in range(1, size):
-        paths.append([*paths[rng.integers(max(0, node - 4), node)], node])
-    ancestors = np.zeros((size, 32), bool)
-    for node, path in enumerate(paths):
-        ancestors[node, path] = True
-    return paths, ancestors
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "before"),
@@ -221,35 +175,9 @@ def random_tree(size: int, seed: int) -> tuple[list[list[int]], np.ndarray]:
     ],
 )
 def test_nodes_of_a_tree_have_the_logits_of_their_texts(family: str, before: int):
-    """And so have tokens that follow an accepted path."""
-    model, size = random_alias(family), 20
-    rng = np.random.default_rng(before)
-    text, nodes, end = (rng.integers(0, 96, count) for count in (before, size, 4))
-    paths, ancestors = random_tree(size, before)
-    accepted = max(paths, key=len)
-    texts = [[*text, *nodes[path]] for path in paths]
-    texts.append([*texts[accepted[-1]], *end])
-    padded = np.array([each + [0] * (LONGEST - len(each)) for each in texts])
-    whole = np.asarray(plain_logits(model, padded))
-
-    states = model.init_state(Geometry(1 + PAGES, PAGE, 1)).layers
-    found, states = read(model, states, text, 0, None, size=before)
-    assert_close(found, whole[-1, :before])
-    found, states = read(model, states, nodes, before, ancestors, size=size)
-    assert_close(found, np.stack([whole[i, len(texts[i]) - 1] for i in range(size)]))
-    committed = CommittedPath(
-        rows=jnp.arange(1),
-        page_table=TABLE,
-        context_lens=jnp.array([before]),
-        path=jnp.array([accepted]),
-        counts=jnp.array([len(accepted)]),
-        is_chain=False,
-    )
-    states = commit_all(states, committed, NO_KERNELS)
-    now = before + len(accepted)
-    found, _ = read(model, states, end, now, None, size=len(end))
-    assert_close(found, whole[-1, now : now + len(end)])
-    assert len(accepted) > 6, "no path goes through whole spans"
+    """And so have tokens that follow an accepted path. Nodes end spans, on several branches, and
+    begin inside of them."""
+    assert_nodes_have_logits_of_texts(random_alias(family), before)
 
 
 @pytest.mark.slow

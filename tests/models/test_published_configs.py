@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.mixers import AttentionConfig, LatentConfig, SharedAttentionConfig
+from jaxspec.config.mixers import (
+    AttentionConfig,
+    IndexedAttentionConfig,
+    LatentConfig,
+    SharedAttentionConfig,
+)
 from jaxspec.config.mlps import experts_of
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.recurrent import RecurrentConfig
@@ -156,6 +161,7 @@ EXPECTED = {
     ),
     "qwen3.5-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
     "qwen3.5-35b-a3b": Facts(40, 248320, 262144, 16, 2, 256, "default", (256, 8), recurrent=30),
+    "qwen3.8-flash-next": Facts(48, 248320, 262144, 24, 2, 256, "default", (512, 10), recurrent=36),
     "qwen3.6-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
     "apertus-8b-instruct": Facts(32, 131072, 65536, 32, 8, 128, "llama3"),
     "command-r7b-12-2024": Facts(32, 256000, 8192, 32, 8, 128, "default", windows=24),
@@ -238,7 +244,8 @@ def facts(config: ModelConfig) -> Facts:
     recurrent = sum(layer.is_recurrent for layer in config.layers)
     every = [mixer for layer in config.layers for mixer in layer.mixers]
     mixers = [mixer for mixer in every if not isinstance(mixer, RecurrentConfig)]
-    mixers = [one.attention if isinstance(one, SharedAttentionConfig) else one for one in mixers]
+    inside = SharedAttentionConfig, IndexedAttentionConfig
+    mixers = [one.attention if isinstance(one, inside) else one for one in mixers]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]
     rope = full.ropes[0] if full.ropes else None

@@ -24,6 +24,7 @@ from jaxspec.models.mixers import (
     Attention,
     EntryAttention,
     GatedDelta,
+    IndexedAttention,
     KimiDelta,
     LatentAttention,
     Mamba2,
@@ -119,7 +120,8 @@ def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
     layers = model.layers
     sources = [layer if layer.source is None else layers[layer.source] for layer in layers]
-    paged = nodes_of([layer.mixer for layer in sources], Attention, EntryAttention, LatentAttention)
+    kinds = Attention, EntryAttention, IndexedAttention, LatentAttention
+    paged = nodes_of([layer.mixer for layer in sources], *kinds)
     return sum(_cached_bytes(mixer, context) for mixer in paged)
 
 
@@ -159,7 +161,13 @@ def _local_heads(qkv: Any) -> int:
     return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]
 
 
-def _cached_bytes(attention: Attention | EntryAttention | LatentAttention, context: float) -> int:
+def _cached_bytes(
+    attention: Attention | EntryAttention | IndexedAttention | LatentAttention, context: float
+) -> int:
+    if isinstance(attention, IndexedAttention):  # the indexer's keys are on every device
+        index, inner = attention.config.indexer, attention.attention
+        keys = context / index.span * index.head_dim * inner.qkv.dtype.itemsize
+        return round(keys) + _cached_bytes(inner, min(context, index.most))
     if isinstance(attention, EntryAttention | LatentAttention):  # on every device
         return round(attention.config.entries_read(context) * attention.kv_in.dtype.itemsize)
     config, kv_heads = attention.config, _local_heads(attention.qkv)

@@ -77,7 +77,8 @@ def _kinds(hf: Keys) -> list[str]:
     return kinds
 
 
-def _experts(hf: Keys, *, normalize: bool, fused: Fused | None) -> ExpertsConfig:
+def gated_experts(hf: Keys, *, normalize: bool, fused: Fused | None) -> ExpertsConfig:
+    """Experts with a shared one, which is multiplied by a gate of the token."""
     return ExpertsConfig(
         hf["moe_intermediate_size"],
         RoutingConfig(hf["num_experts"], hf["num_experts_per_tok"], normalize=normalize),
@@ -89,7 +90,7 @@ def _experts(hf: Keys, *, normalize: bool, fused: Fused | None) -> ExpertsConfig
 
 
 def _read_next(hf: Keys) -> ModelConfig:
-    experts, dense = _experts(hf, normalize=hf["norm_topk_prob"], fused=None), dense_of(hf)
+    experts, dense = gated_experts(hf, normalize=hf["norm_topk_prob"], fused=None), dense_of(hf)
     has_experts = every_few(hf)
     return _model(hf, lambda i: experts if has_experts(i) else dense, by_head=True)
 
@@ -100,7 +101,7 @@ def _read_dense(hf: Keys) -> ModelConfig:
 
 
 def _read_moe(hf: Keys) -> ModelConfig:
-    experts = _experts(hf, normalize=True, fused="stacked")
+    experts = gated_experts(hf, normalize=True, fused="stacked")
     return _model(hf, lambda _: experts, by_head=False)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.families.family import Family, Keys, check_code, check_config_keys
+from jaxspec.models.families.family import Family, Keys, check_agrees, check_code, check_config_keys
 from jaxspec.models.json import keys as hf_keys
 from jaxspec.models.json.values import shown
 
@@ -25,6 +25,7 @@ class WithImages:
       flat: in old files the text model's keys stand beside the others, without a ``text_config``.
       defaults: what the config has where it does not say otherwise.
       shared: keys beside ``text_config`` that hold for the text model, too.
+      agreeing: keys of both that must say the same, as the text model itself computes with its own.
     """
 
     architecture: str
@@ -33,6 +34,7 @@ class WithImages:
     flat: bool = False
     defaults: Keys = dataclasses.field(default_factory=dict)
     shared: tuple[str, ...] = SHARED
+    agreeing: tuple[str, ...] = ()
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -69,4 +71,6 @@ class WithImages:
         known = hf_keys.AROUND_KEYS | {TEXT, *self.shared}
         check_config_keys(beside, known, hf_keys.FIXED_VALUES, raw["model_type"])
         shared = {key: raw[key] for key in self.shared if raw.get(key) is not None}
+        for key in shared.keys() & {*self.agreeing}:
+            check_agrees({key: None, **inside}, key, shared[key], f"that beside {TEXT}")
         return family.model({"model_type": next(iter(self.texts)), **inside, **shared})

@@ -97,7 +97,6 @@ def head_shapes(
         )
         for index, layer in enumerate(config.layers)
     )
-    streams = config.layers[0].streams
     features = target.hidden_size * len(head.capture)
     mask = MaskEntry(hidden=array_shape(features, dtype=dtype), token=head.mask_token or 0)
     lm_head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
@@ -109,7 +108,7 @@ def head_shapes(
         token_ids=array_shape(vocab, dtype=jnp.int32, when=head.draft_vocab_size is not None),
         embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.has_embeddings),
         mask=None if head.mask_token is None else mask,
-        fold=fold_shape(streams, hidden) if streams is not None and streams.folded else None,
+        fold=fold_shape(config.layers[0].streams, hidden, dtype),
         config=config,
         capture=head.capture,
         recycle_normed=head.norm_output,

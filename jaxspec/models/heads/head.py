@@ -21,7 +21,7 @@ from jaxspec.models.forward_pass import Attend, ForwardPass, make_pass
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
-from jaxspec.models.streams import Fold, FoldedNorm
+from jaxspec.models.streams import AnyFold, FoldedNorm
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel import WHOLE, Layout
 from jaxspec.parallel.collectives import all_tokens, local_tokens, padded_tokens
@@ -133,7 +133,7 @@ class DraftHead(Pytree):
     token_ids: Array | None = array("draft_ids")
     embed: Array | None = array("embed_rows", "hidden")
     mask: MaskEntry | None = None
-    fold: Fold | None = None
+    fold: AnyFold | None = None
     config: ModelConfig = static()
     capture: tuple[int, ...] = static()
     recycle_normed: bool = static(default=False)

@@ -12,6 +12,7 @@ from jax import Array
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import BEFORE, MtpConfig, MtpStates
+from jaxspec.config.streams import GatedStreamsConfig
 from jaxspec.models.decoder import FINAL_NORM, STREAMS
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.heads.config import HeadConfig
@@ -19,6 +20,7 @@ from jaxspec.models.heads.head import DraftHead, FrontOutput, FrontShape
 from jaxspec.models.json.mtp_names import MtpNames, mtp_names
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
+from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -39,7 +41,7 @@ def mtp_head_config(
     if not like:
         raise ValueError("MTP layers have attention, and the model has none to take sizes from")
     capture = FINAL_NORM if mtp.states.target_normed else target.num_layers
-    if mtp.layout == "deepseek_v4":
+    if mtp.layout in ("deepseek_v4", "qwen4_exp"):
         capture = STREAMS
         if mtp.states != BEFORE:
             raise ValueError("MTP layers of several residual streams read these before their norm: "
@@ -135,12 +137,16 @@ class StreamsMtpFront(Pytree):
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
     ) -> FrontOutput:
         batch, size, width = embedded.shape
-        streams = step.norm(hidden.reshape(batch, -1, width), self.hidden_norm)
+        streams = self._normed(hidden, width, step)
         with jax.named_scope("fc"):
             of_token = self.fc(step.norm(embedded, self.embed_norm), step.kernels)
             of_streams = self.hidden_fc(streams, step.kernels)
         x = of_token[:, :, None] + of_streams.reshape(batch, size, -1, width)
         return FrontOutput(x, of_token)  # layers of streams norm what they read by themselves
+
+    def _normed(self, hidden: Array, width: int, step: ForwardPass) -> Array:
+        """Streams [B, T * N, H] of hidden states [B, T, N * H]."""
+        return step.norm(hidden.reshape(len(hidden), -1, width), self.hidden_norm)
 
     def mapped(self, prefix: str, tensor_map: TensorMap) -> "StreamsMtpFront":
         names, module = self.names, self.names.prefix
@@ -152,14 +158,37 @@ class StreamsMtpFront(Pytree):
         )
 
 
-def _of_streams(names: MtpNames, hidden: int, dtype: jnp.dtype) -> FrontShape:
+@pytree
+class GatedStreamsMtpFront(StreamsMtpFront):
+    """The same for streams that are read through gates: the hidden norm [N * H] is of all streams
+    as one vector."""
+
+    hidden_norm: Array = array("features")
+
+    def _normed(self, hidden: Array, width: int, step: ForwardPass) -> Array:
+        """Streams [B, T * N, H] of hidden states [B, T, N * H]."""
+        return rms_norm(hidden, self.hidden_norm, step.eps).reshape(len(hidden), -1, width)
+
+
+def _of_streams(head: HeadConfig, names: MtpNames, dtype: jnp.dtype) -> FrontShape:
+    hidden, streams = head.model.hidden_size, head.model.layers[0].streams
     linear = linear_shape(("features", "hidden"), (hidden, hidden), dtype)
-    norm = vector(hidden, dtype)
-    front = StreamsMtpFront(
-        fc=linear, hidden_fc=linear, embed_norm=norm, hidden_norm=norm, names=names
+    kind, entries = StreamsMtpFront, hidden
+    if isinstance(streams, GatedStreamsConfig):
+        kind, entries = GatedStreamsMtpFront, streams.count * hidden
+    front = kind(
+        fc=linear,
+        hidden_fc=linear,
+        embed_norm=vector(hidden, dtype),
+        hidden_norm=vector(entries, dtype),
+        names=names,
     )
     return FrontShape(
-        front, mixer_input_size=hidden, norms_input=True, has_norm=True, has_lm_head=False
+        front,
+        mixer_input_size=hidden,
+        norms_input=True,
+        has_norm=head.model.has_norm,
+        has_lm_head=False,
     )
 
 
@@ -168,7 +197,7 @@ def mtp_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
     hidden = head.model.hidden_size
     assert head.mtp is not None
     if head.mtp.hidden_fc is not None:
-        return _of_streams(head.mtp, hidden, dtype)
+        return _of_streams(head, head.mtp, dtype)
     front = MtpFront(
         fc=linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=head.fc_bias),
         embed_norm=vector(hidden, dtype),

@@ -57,6 +57,23 @@ class MtpNames:
         return name.startswith(self.prefix) and not others
 
 
+_OF_QWEN = MtpNames(
+    prefix="mtp.",
+    layer="mtp.layers.0.",
+    embed_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    fc="fc",
+    norm="norm",
+)
+# The norm is that of streams, which are folded.
+_OF_QWEN4_EXP = dataclasses.replace(
+    _OF_QWEN,
+    fc="fc_embedding",
+    norm="layers.0.hyper_connection_mixer.hc_norm",
+    hidden_fc="fc_hidden",
+)
+
+
 def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
     """The names of MTP layer ``index`` of a model of ``num_layers`` layers.
 
@@ -110,22 +127,16 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 fc="layers.0.eh_proj",
                 norm="layers.0.final_layernorm",
             )
-        case "qwen":
+        case "qwen" | "qwen4_exp":
             if index:
                 raise ValueError("MTP layers that share a projection draft with the first only")
-            return MtpNames(
-                prefix="mtp.",
-                layer="mtp.layers.0.",
-                embed_norm="pre_fc_norm_embedding",
-                hidden_norm="pre_fc_norm_hidden",
-                fc="fc",
-                norm="norm",
-            )
+            return _OF_QWEN if mtp.layout == "qwen" else _OF_QWEN4_EXP
 
 
 def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
     """Prefixes of the tensors of all MTP layers, which are no part of the model."""
-    count = 1 if mtp.layout == "qwen" else mtp.num_layers  # those share a prefix
+    shared = mtp.layout in ("qwen", "qwen4_exp")  # those share a prefix
+    count = 1 if shared else mtp.num_layers
     return tuple(mtp_names(mtp, num_layers, index).prefix for index in range(count))
 
 

@@ -9,6 +9,7 @@ from jaxspec.cache import Geometry
 from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.mixers import (
     AttentionConfig,
+    IndexedAttentionConfig,
     LatentConfig,
     MixerConfig,
     SharedAttentionConfig,
@@ -25,6 +26,10 @@ from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.entry_attention import EntryAttention, entry_attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
+from jaxspec.models.mixers.indexed_attention import (
+    IndexedAttention,
+    indexed_attention_shape,
+)
 from jaxspec.models.mixers.kimi_delta import KimiDelta, kimi_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.models.mixers.mamba2 import Mamba2, mamba2_shape
@@ -39,6 +44,7 @@ __all__ = [
     "Attention",
     "EntryAttention",
     "GatedDelta",
+    "IndexedAttention",
     "KimiDelta",
     "LatentAttention",
     "Mamba2",
@@ -88,6 +94,11 @@ def mixer_shape(
     match config:
         case AttentionConfig():
             return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
+        case IndexedAttentionConfig():
+            if input_size is not None and input_size != hidden_size:
+                raise ValueError("attention with an indexer reads hidden states alone: EAGLE-3 "
+                    "heads have layers of another kind")  # fmt: skip
+            return indexed_attention_shape(config, hidden_size, dtype, shards)
         case SharedAttentionConfig():
             return shared_attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
         case GatedDeltaConfig():

@@ -1,5 +1,6 @@
 """Softmax attention with grouped KV heads, as in all dense model families."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -42,6 +43,13 @@ class Attention(Pytree):
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
+        return self.attending(x, state, step, None)
+
+    def attending(
+        self, x: Array, state: Any, step: ForwardPass, chosen: Array | None
+    ) -> tuple[Product, Any]:
+        """What a call returns, of attention to ``chosen`` positions int32 [B, T, k] (see
+        LatentHeads); None: to all that the config says."""
         product, gates = self._projected(x, step)
         q_norm, k_norm = self.q_norm, self.k_norm
         if self.config.unit_qk_norm:
@@ -49,6 +57,7 @@ class Attention(Pytree):
         heads = step.heads(
             product, x.dtype, self.config, q_norm, k_norm, self.kv_scales, self.qk_norm, self.sinks
         )
+        heads = dataclasses.replace(heads, chosen=chosen)
         out, state = step.attend(state, heads, self.config.window)
         if gates is not None:
             with jax.named_scope("activation"):

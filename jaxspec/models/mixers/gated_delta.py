@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import Geometry
 from jaxspec.cache.delta_inputs import Strengths, Unprojected, projected_inputs
@@ -48,8 +48,20 @@ class GatedDelta(Pytree):
         ba = self._strengths(plain_rows(x), step)
         with jax.named_scope("delta_rule"):
             out, state = self._mixed(qkvz, ba, state, step)
-            out = step.gated_heads(out, qkvz, self.norm, self.o)
+            if self.config.gate == "silu":
+                out = step.gated_heads(out, qkvz, self.norm, self.o)
+            else:
+                out = self._gated(out, qkvz, step.eps)
         return self.o.product(out, "o"), state
+
+    def _gated(self, out: Array, qkvz: Array, eps: float) -> Array:
+        """Outputs float32 [B, T, G, r, Dv] normed, times a sigmoid of their gates, which are last
+        in ``qkvz``: [B, T, G * r * Dv]. No kernel does it."""
+        gates = qkvz[..., -self.config.values_per_key * self.config.value_dim :]
+        scale = lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
+        opened = jax.nn.sigmoid(gates.reshape(out.shape).astype(jnp.float32))
+        gated = (out * scale * self.norm * opened).astype(qkvz.dtype)
+        return gated.reshape(*out.shape[:2], -1)
 
     def _strengths(self, x: Array, step: ForwardPass) -> Array | Unprojected:
         """Strengths and decays; where the kernel runs that may project them, what they are

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.decoder import Decoder, norm_copy
 from jaxspec.models.from_config.block_head import block_config, to_hf_block
 from jaxspec.models.heads import (
     BlockConfig,
@@ -82,6 +82,6 @@ def init_block_head(target: Decoder, config: BlockConfig, seed: int = 0) -> Bloc
     return head.replace(
         fc=reads_last(head.fc, target.config.hidden_size),
         # A copy, as training donates its state and the target's arrays must stay valid.
-        norm=jnp.array(target.norm, jnp.float32),
+        norm=norm_copy(target),
         correction=None if correction is None else init_correction(correction, seed + 1),
     )

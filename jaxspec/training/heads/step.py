@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig
-from jaxspec.models.decoder import Decoder
+from jaxspec.models.decoder import Decoder, norm_copy
 from jaxspec.models.heads import (
     BlockHead,
     DraftHead,
@@ -109,8 +109,9 @@ def init_head(
         rows = target.embed if target.lm_head is None else target.lm_head.weight.T
         rows = rows[: target.config.vocab_size] if ids is None else rows[ids]
         # Copies, as training donates its state and the target's arrays must stay valid.
-        weight, norm = (jnp.array(x, jnp.float32) for x in (rows.T, target.norm))
-        head = head.replace(lm_head=head.lm_head.replace(weight=weight), norm=norm)
+        weight = jnp.array(rows.T, jnp.float32)
+        lm_head = head.lm_head.replace(weight=weight)
+        head = head.replace(lm_head=lm_head, norm=norm_copy(target))
     return head.replace(token_ids=ids)
 
 
@@ -145,7 +146,7 @@ def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
         front=front.replace(fc=front.fc.replace(weight=weight), **norms),
         # Copies, as training donates its state and the target's arrays must stay valid.
         layers=(jax.tree.map(lambda x: jnp.array(x, jnp.float32), last),),
-        norm=jnp.array(target.norm, jnp.float32),
+        norm=norm_copy(target),
     )
 
 
