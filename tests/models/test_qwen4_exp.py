@@ -38,7 +38,9 @@ from jaxspec.models.tensors import joining, splitting
 from jaxspec.parallel import WHOLE
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.alias_checkpoints import random_alias, raw_config
-from tests.helpers.checkpoints import changed_copy
+from tests.helpers.checkpoints import changed_copy, save_tensors
+from tests.helpers.families import save_family
+from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
 from tests.helpers.qwen4_exp_checkpoints import FULL, LINEAR
 from tests.helpers.sampling_reference import plain_logits
@@ -187,6 +189,7 @@ def test_what_is_kept_of_rows_and_tokens():
         ({"indexer_kv_heads": 2}, "indexer_kv_heads = 2 is not supported, only 1"),
         ({"indexer_budget": 2047}, "(2047) must be a multiple of indexer_compress_ratio (4)"),
         ({"indexer_head_dim": 32}, "indexer_head_dim (32) must be at least 64, the entries of a"),
+        ({"ple_embedding_dtype": "float8_e4m3fn"}, "= 'float8_e4m3fn' is not supported, only 'bfl"),
         ({"output_gate_type": "tanh"}, "output_gate_type must be silu or sigmoid, got 'tanh'"),
     ],
 )
@@ -221,6 +224,35 @@ def test_files_with_other_hashes_are_named(checkpoint, tmp_path: Path, kind: str
     tensors: dict[str, Any] = {name: load_file(directory / "model.safetensors")[name] + 2}
     with pytest.raises(ValueError, match=rf"{re.escape(name)} has other numbers than follow from"):
         load(changed_copy(directory, tmp_path, **tensors))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(LEFT_OUT)
+def test_files_with_published_names_are_read(tmp_path: Path):
+    """The text model is inside of one of text and images, and has experts in one tensor."""
+    directory = save_family(tmp_path / "alone", "qwen4_exp")
+    tensors, stored = load_file(directory / "model.safetensors"), dict[str, Any]()
+    experts = re.compile(r"(.*\.experts)\.0\.gate_proj\.weight")
+    for name, x in tensors.items():
+        outer = re.sub(r"^model\.", "model.language_model.", name)
+        if (match := experts.fullmatch(name)) is not None:
+            parts = [
+                [tensors[f"{match[1]}.{i}.{kind}_proj.weight"] for i in range(8)]
+                for kind in ("gate", "up", "down")
+            ]
+            gate, up, down = map(np.stack, parts)
+            module = re.sub(r"^model\.", "model.language_model.", match[1])
+            stored[f"{module}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+            stored[f"{module}.down_proj"] = down
+        elif ".experts." not in name:
+            stored[outer] = x
+    stored["model.visual.pos_embed.weight"] = np.ones((16, 32), np.float32)
+    text = json.loads((directory / "config.json").read_text())
+    text.pop("architectures")
+    raw = published() | {"text_config": text}
+    save_tensors(tmp_path / "inside", stored, raw)
+    found, expected = load(tmp_path / "inside"), load(directory)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.slow

@@ -171,6 +171,7 @@ QWEN4_EXP_TEXT = Family(
         "mamba_ssm_dtype": (None, "float32"),
         "mtp_use_dedicated_embeddings": (None, False),
         "indexer_kv_heads": (None, 1),
+        "ple_embedding_dtype": (None, "bfloat16"),  # quantized files have others
     },
     rewrite=without_image_positions,
     renames=((r"^mtp\.hyper_connection_mixer\.", "mtp.layers.0.hyper_connection_mixer."),),
