@@ -183,11 +183,6 @@ class _Part:
         stage, begin = lax.rem(block, STAGES), block * BLOCK
         *ring, v = (ref.at[stage] for ref in self.ring)
         full = self.full.at[stage]
-        of_key = self.sizes.of_key_head(sequence, group, block)
-        of_value = self.sizes.of_value_head(sequence, group, value, block)
-        places = (of_key, ROWS), (of_value, ROWS), (of_value, DECAYS)
-        for array, (index, rows), copied in zip(arrays, places, ring, strict=True):
-            plgpu.copy_gmem_to_smem(array.at[pl.ds(index * rows, rows)], copied, full)
 
         def copy_values(source: Any, start: Any) -> None:
             tokens = source.at[sequence, pl.ds(start, BLOCK), group, value, columns]
@@ -196,6 +191,11 @@ class _Part:
         is_first = begin < self.capacity
         pl.when(is_first)(functools.partial(copy_values, v_first, begin))
         pl.when(~is_first)(functools.partial(copy_values, v_new, begin - self.held))
+        of_key = self.sizes.of_key_head(sequence, group, block)
+        of_value = self.sizes.of_value_head(sequence, group, value, block)
+        places = (of_key, ROWS), (of_value, ROWS), (of_value, DECAYS)
+        for array, (index, rows), copied in zip(arrays, places, ring, strict=True):
+            plgpu.copy_gmem_to_smem(array.at[pl.ds(index * rows, rows)], copied, full)
 
 
 def _applied(

@@ -87,7 +87,6 @@ def systems_mosaic(
             plgpu.SMEM((ROWS, k_dim), jnp.float32),
             plgpu.SMEM((ROWS, k_dim), jnp.bfloat16, transforms=swizzled(BLOCK, 16)),
             plgpu.SMEM((ROWS, ROWS), jnp.float32),
-            plgpu.SMEM((2, BLOCK, BLOCK), jnp.float32),
             plgpu.SMEM((sizes.values, DECAYS, BLOCK), jnp.float32),
             plgpu.SMEM((ROWS, BLOCK), jnp.float32),
             plgpu.SMEM((ROWS, BLOCK), jnp.bfloat16),
@@ -125,7 +124,7 @@ class _Block:
 
     def run(self, keys_out: Any, systems_out: Any, wide: Any, keys: Any, *refs: Any) -> None:
         """Write the block's keys and queries, and the systems of its value heads."""
-        pairs, sums, decays, inverses, systems, full = refs
+        pairs, decays, inverses, systems, full = refs
         sequence, group, block = self.at
         self._copy(wide, decays, full)
         _write_keys(wide, keys, self.left, self.interpret)
@@ -133,9 +132,8 @@ class _Block:
         plgpu.commit_smem()
         of_key = pl.ds(self.sizes.of_key_head(*self.at) * ROWS, ROWS)
         plgpu.copy_smem_to_gmem(keys, keys_out.at[of_key])
-        _add_up(pairs, sums)
         for value in range(self.sizes.values):
-            _write_systems(sums, decays.at[value], inverses, systems, self.interpret)
+            _write_systems(pairs, decays.at[value], inverses, systems, self.interpret)
             plgpu.commit_smem()
             index = self.sizes.of_value_head(sequence, group, value, block)
             plgpu.copy_smem_to_gmem(systems, systems_out.at[pl.ds(index * ROWS, ROWS)])
@@ -186,28 +184,11 @@ def _gram(keys: Any, interpret: bool) -> Array:
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, ROWS), jnp.float32))
 
 
-def _add_up(pairs: Any, sums: Any) -> None:
-    """From products [ROWS, ROWS] of two numbers each to those of a block's tokens [2, BLOCK,
-    BLOCK]: of keys with keys, and of keys with queries. The smallest of four is left out."""
-
-    @pl.loop(0, BLOCK)
-    def _row(row):
-        for index, first in enumerate((0, BLOCK)):
-            terms = (row, first), (row, first + 2 * BLOCK), (row + 2 * BLOCK, first)
-            loads = (
-                plgpu.load(pairs.at[at, pl.ds(of, BLOCK)], layout=BY_TOKEN, optimized=False)
-                for at, of in terms
-            )
-            sums[index, row] = functools.reduce(jnp.add, loads)
-
-    plgpu.commit_smem()
-
-
-def _write_systems(sums: Any, decays: Any, inverses: Any, systems: Any, interpret: bool) -> None:
+def _write_systems(pairs: Any, decays: Any, inverses: Any, systems: Any, interpret: bool) -> None:
     """P and M of a value head, transposed, and what they lack: see blocks.py.
 
     Args:
-      sums: [2, BLOCK, BLOCK] products of keys with keys and queries.
+      pairs: [ROWS, ROWS] products of the block's rows.
       decays: [DECAYS, BLOCK].
       inverses: [ROWS, BLOCK], which is overwritten.
     """
@@ -218,16 +199,23 @@ def _write_systems(sums: Any, decays: Any, inverses: Any, systems: Any, interpre
         plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in range(2)
     )
 
+    def products(row: Any, first: int) -> Array:
+        """Products of key ``row`` with the rows from ``first`` on: [BLOCK]. Of the four products of
+        two numbers each the smallest is left out."""
+        terms = (row, first), (row, first + 2 * BLOCK), (row + 2 * BLOCK, first)
+        loads = (
+            plgpu.load(pairs.at[at, pl.ds(of, BLOCK)], layout=BY_TOKEN, optimized=False)
+            for at, of in terms
+        )
+        return functools.reduce(jnp.add, loads)
+
     def write(row: Any, entries: Array) -> None:
         for place, half in zip((row, 2 * BLOCK + row), two_halves(entries, interpret), strict=True):
             systems[place] = half.astype(jnp.bfloat16)
 
     def step(token: Any, inverse: Array) -> Array:
         """Row ``token`` of P, by the rows before it, and of M's transpose."""
-        of_keys, of_queries = (
-            plgpu.load(sums.at[index, token], layout=BY_TOKEN, optimized=False)
-            for index in range(2)
-        )
+        of_keys, of_queries = products(token, 0), products(token, BLOCK)
         decay = jnp.exp(-jnp.abs(log_decay - decays[3, token]))  # from the earlier to the later
         below = jnp.where(column < token, of_keys * decay * decays[2, token], 0)
         known = jnp.sum(inverse * lax.broadcast_in_dim(below, shape, (1,)), axis=1)
