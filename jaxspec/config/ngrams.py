@@ -22,6 +22,7 @@ class NgramConfig:
       width: entries of a row.
       rows: of the table, with those that no head has.
       parts: tensors that the table is stored in.
+      float8: the table has 8-bit floats (e4m3), which are multiplied by one number.
       taps: of the convolution that follows; from one to the next are as many tokens as the longest
         n-gram has.
     """
@@ -33,6 +34,7 @@ class NgramConfig:
     rows: int
     parts: int
     taps: int
+    float8: bool = False
 
     def __post_init__(self):
         check_positive(ple_embed_dim=self.width, split_ngram_parts=self.parts)

@@ -16,6 +16,7 @@ from jaxspec.cache import Geometry
 from jaxspec.cache.convolution import convolution
 from jaxspec.cache.ngrams import NgramState
 from jaxspec.config.ngrams import NgramConfig
+from jaxspec.models.attention_heads import times
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.gated_streams import mapped_norm, stacked
 from jaxspec.models.linear import Linear, linear_shape
@@ -40,6 +41,7 @@ class Ngrams(Pytree):
     Table rows past the model's are padding, so that devices can split them evenly.
 
     Attributes:
+      scale: of a table of 8-bit floats, which are multiplied by it; None: they are not.
       key, value: of the rows of all heads [E, N, H] and [E, H].
       key_norm, stream_norm, input_norm: [N, H] each, of keys, of streams, and of the inputs of the
         convolution, each stream by itself.
@@ -47,6 +49,7 @@ class Ngrams(Pytree):
     """
 
     table: Array = array("vocab", "features")  # [V, P]
+    scale: Array | None = array("features", default=None)  # float32 [1]
     key: Linear
     value: Linear
     key_norm: Array = array("group", "hidden")
@@ -91,8 +94,9 @@ class Ngrams(Pytree):
     def _embedded(self, rows: Array, step: ForwardPass) -> Array:
         """The rows [B, T, heads] of the table, side by side: [B, T, E]."""
         axes = step.layout.vocab
-        found = all_reduce(local_rows(self.table, rows, axes), axes)
-        return found.reshape(*rows.shape[:2], -1).astype(self.value.dtype)
+        found = local_rows(self.table, rows, axes).astype(self.value.dtype)
+        found = all_reduce(found, axes).reshape(*rows.shape[:2], -1)
+        return found if self.scale is None else times(found, self.scale)
 
     def _values(self, streams: Array, embedded: Array, step: ForwardPass) -> Array:
         """What streams [B, T, N, H] get before the convolution, of embedded n-grams [B, T, E]."""
@@ -129,6 +133,7 @@ class Ngrams(Pytree):
 
         return self.replace(
             table=tensor_map.of_source(table, "weight", self.table),
+            scale=tensor_map.array(f"{table.name}.weight_scale", self.scale),
             key=tensor_map.linear(self.key, of_streams("key_proj")),
             value=tensor_map.linear(self.value, One(f"{module}value_proj")),
             key_norm=norm("norm_key", self.key_norm),
@@ -184,10 +189,12 @@ def ngrams_shape(
     """An Ngrams of ShapeDtypeStructs, for ``sizes``: N streams of H entries."""
     count, hidden = sizes
     devices = shards.of("vocab")
+    rows = -(-config.rows // devices) * devices
     norm = array_shape(count, hidden, dtype=dtype)
     key = config.embedding, count, hidden
     return Ngrams(
-        table=array_shape(-(-config.rows // devices) * devices, config.width, dtype=dtype),
+        table=array_shape(rows, config.width, dtype=jnp.float8_e4m3fn if config.float8 else dtype),
+        scale=array_shape(1, dtype=jnp.float32, when=config.float8),
         key=linear_shape(("features", "group", "hidden"), key, dtype),
         value=linear_shape(("features", "hidden"), (config.embedding, hidden), dtype),
         key_norm=norm,

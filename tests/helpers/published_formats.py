@@ -123,6 +123,16 @@ def as_deepseek_v4(own: Contents) -> Contents:
     return named, raw | {"expert_dtype": "fp4"}
 
 
+def with_rounded_table(own: Contents) -> Contents:
+    """With n-grams in 8-bit floats, which are multiplied by one number."""
+    tensors, raw = own
+    scale = np.array([0.01], np.float32)
+    for name in [name for name in tensors if ".ngram_embedding.shard_" in name]:
+        tensors[name] = (tensors[name] / scale).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name.rpartition('.shard_')[0]}.weight_scale"] = scale
+    return tensors, raw | {"ple_embedding_dtype": "float8_e4m3fn"}
+
+
 def as_images_and_text(own: Contents) -> Contents:
     """As Qwen 3.5 has it."""
     tensors, inner = own
@@ -300,6 +310,13 @@ PUBLISHED = MappingProxyType(
             is_of_expert,
             {"ignore": ["lm_head", "re:.*visual.*", *ONLY_EXPERTS[1:]]},
         ),
+        "Qwen3.8-Flash-Next, FP8 experts and n-grams": Published(
+            of_family("qwen4_exp"),
+            BLOCKS,
+            is_of_expert,
+            {"modules_to_not_convert": ["self_attn", "linear_attn", "ple", "shared_expert"]},
+            wrapped=with_rounded_table,
+        ),
         "DeepSeek-V3, experts as those of V4": Published(
             of_family("deepseek_v3", **EXPERTS),
             four_bits.deepseek(),
@@ -370,6 +387,9 @@ def publish(name: str, folder: Path) -> Path:
         else:
             is_kept = tensor.endswith(IN_FLOAT32) or weight.dtype.kind != "f"
             tensors[tensor] = weight if is_kept else weight.astype(ml_dtypes.bfloat16)
+
+            kept = tensor.endswith(IN_FLOAT32) or weight.dtype == np.int64
+            tensors[tensor] = weight if kept else weight.astype(ml_dtypes.bfloat16)
     config["quantization_config"] = published.form.config | published.fields
     if published.wrapped is not None:
         tensors, config = published.wrapped((tensors, config))

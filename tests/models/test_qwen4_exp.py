@@ -166,7 +166,11 @@ def test_what_is_kept_of_rows_and_tokens():
     assert attention.k.shape == (9, 2, 16, 256) and attention.index_keys.shape == (9, 1, 16, 128)
     ngrams = shapes.layers[1].ngrams
     assert ngrams is not None and ngrams.table.dtype == jnp.bfloat16
-    assert ngrams.table.shape == (320_001_536, 160)
+    assert ngrams.table.shape == (320_001_536, 160) and ngrams.scale is None
+    config = parse_model_config(changed(ple_embedding_dtype="float8_e4m3fn"))
+    ngrams = decoder_shapes(config, jnp.dtype(jnp.bfloat16)).layers[1].ngrams
+    assert ngrams is not None and ngrams.table.dtype == jnp.float8_e4m3fn
+    assert ngrams.scale is not None and ngrams.scale.shape == (1,)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_what_is_kept_of_rows_and_tokens():
         ({"indexer_kv_heads": 2}, "indexer_kv_heads = 2 is not supported, only 1"),
         ({"indexer_budget": 2047}, "(2047) must be a multiple of indexer_compress_ratio (4)"),
         ({"indexer_head_dim": 32}, "indexer_head_dim (32) must be at least 64, the entries of a"),
-        ({"ple_embedding_dtype": "float8_e4m3fn"}, "= 'float8_e4m3fn' is not supported, only 'bfl"),
+        ({"ple_embedding_dtype": "nvfp4"}, "must be bfloat16 or float8_e4m3fn, got 'nvfp4'"),
         ({"output_gate_type": "tanh"}, "output_gate_type must be silu or sigmoid, got 'tanh'"),
     ],
 )

@@ -25,6 +25,12 @@ QUANTIZED = (E4M3, "I8", "U8")  # dtypes that mean nothing without scales
 PLACE = re.compile(r"(?:^|\.)(layers\.\d+\..*)")
 
 
+def _is_part_of_scaled(module: str, stored: Tensors) -> bool:
+    """Whether a module is a part of a table whose parts have one scale together."""
+    table, _, number = module.rpartition(".shard_")
+    return number.isdecimal() and f"{table}.weight_scale" in stored
+
+
 def check_plain(
     config: Mapping[str, Any],
     keys: tuple[str, ...],
@@ -48,7 +54,7 @@ def check_plain(
         if module == name or stored.get(name) is not tensor:
             continue
         in_file = tensor.name.removesuffix(".weight")
-        if tensor.dtype in QUANTIZED:
+        if tensor.dtype in QUANTIZED and not _is_part_of_scaled(module, stored):
             problems.add(
                 f"{tensor.name} is {tensor.dtype}, but the scales of {in_file} are missing"
             )

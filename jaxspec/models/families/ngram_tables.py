@@ -8,6 +8,7 @@ from jaxspec.config.ngrams import NgramConfig
 from jaxspec.models.families.family import Keys
 from jaxspec.models.json.values import is_integer, shown
 
+FLOAT8 = "float8_e4m3fn"  # tables of quantized files
 _WORD, _LONGEST = (1 << 64) - 1, (1 << 63) - 1
 # Of the generator splitmix64 (Steele, Lea, Flood, 2014), and the step between layers' seeds.
 _GAMMA, _FACTORS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27)
@@ -39,6 +40,7 @@ def ngrams_of(hf: Keys, index: int) -> NgramConfig:
         rows=-(-sum(sizes) // padded) * padded,
         parts=hf["split_ngram_parts"],
         taps=hf["ple_conv_kernel_size"],
+        float8=hf["ple_embedding_dtype"] == FLOAT8,
     )
 
 

@@ -24,7 +24,7 @@ from jaxspec.models.families.family import (
     model_of,
     mtp_of,
 )
-from jaxspec.models.families.ngram_tables import ngrams_of
+from jaxspec.models.families.ngram_tables import FLOAT8, ngrams_of
 from jaxspec.models.families.qwen_hybrid import LINEAR, QWEN3_5_MOE_TEXT, gated_experts
 from jaxspec.models.families.rope import PARTIAL, rope_of, without_image_positions
 from jaxspec.models.families.windows import FULL
@@ -82,6 +82,9 @@ def _check_numbers(hf: Keys) -> None:
     width = hf["ple_embed_dim"]
     if width is not None and not is_positive_integer(width):
         raise ValueError(f"ple_embed_dim must be a positive integer, got {shown(width)}")
+    if hf["ple_embedding_dtype"] not in (None, "bfloat16", FLOAT8):
+        given = shown(hf["ple_embedding_dtype"])
+        raise ValueError(f"ple_embedding_dtype must be bfloat16 or {FLOAT8}, got {given}")
     if hf["output_gate_type"] not in (None, "silu", "swish", "sigmoid"):
         gate = shown(hf["output_gate_type"])
         raise ValueError(f"output_gate_type must be silu or sigmoid, got {gate}")
@@ -162,6 +165,7 @@ QWEN4_EXP_TEXT = Family(
     | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, PARTIAL: 1.0}
     | {"output_gate_type": None, "mtp": None, "hc_count": 4, "hc_lowrank": 320}
     | {"ple_layer_ids": None, "ple_embed_dim": None, "ple_conv_kernel_size": 4}
+    | {"ple_embedding_dtype": None}
     | {"ngram_size": 3, "heads_per_ngram": 8}
     | {"ngram_vocab_size_base": 20_000_000, "make_ngram_vocab_size_divisible_by": 128}
     | {"seed": 1234, "split_ngram_parts": 512, "indexer_n_heads": None, "indexer_head_dim": None}
@@ -171,7 +175,6 @@ QWEN4_EXP_TEXT = Family(
         "mamba_ssm_dtype": (None, "float32"),
         "mtp_use_dedicated_embeddings": (None, False),
         "indexer_kv_heads": (None, 1),
-        "ple_embedding_dtype": (None, "bfloat16"),  # quantized files have others
     },
     rewrite=without_image_positions,
     renames=((r"^mtp\.hyper_connection_mixer\.", "mtp.layers.0.hyper_connection_mixer."),),
