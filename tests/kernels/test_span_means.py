@@ -100,7 +100,7 @@ class Text:
 
 @pytest.mark.parametrize(
     ("chunks", "first"),
-    [([1, 7, 2, 3, 1, 16], 0), slow([5, 5, 5, 5, 5], 1), slow([30], 0)],
+    [([4] * 6, 0), slow([1, 7, 2, 3, 1, 16], 0), slow([5, 5, 5, 5, 5], 1), slow([30], 0)],
     ids=str,
 )
 def test_runs_choose_as_it_is_defined(chunks: list[int], first: int):
@@ -123,6 +123,7 @@ def test_trees_choose_as_their_paths_do(length: int, first: int):
         text.check(found, np.where(places < length, places, length + path[inside]) + first)
 
 
+@pytest.mark.slow
 def test_whole_sequences_choose_as_it_is_defined():
     tokens = random_tokens(20, 4)
     chosen = dense_choice(heads_of(tokens))
@@ -132,7 +133,7 @@ def test_whole_sequences_choose_as_it_is_defined():
         assert found.tolist() == [*wanted, *[20] * (TOP_K + SIZE - 1 - len(wanted))]
 
 
-@pytest.mark.parametrize("how", ["plain", "order_invariant", "bytes"])
+@pytest.mark.parametrize("how", ["plain", slow("order_invariant"), slow("bytes")])
 def test_attention_to_chosen_slots_is_that_of_a_mask(how: str):
     rng = np.random.default_rng(0)
     heads, kv_heads, width, count = 4, 2, 8, 7

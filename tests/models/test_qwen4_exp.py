@@ -20,6 +20,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
 
 from jaxspec.cache import Geometry
 from jaxspec.checkpoints.safetensors_io import save_tree
+from jaxspec.checkpoints.stored_ngrams import check_stored_ngrams, ngram_numbers
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.indexer import MeanIndexerConfig
 from jaxspec.config.layer import LayerConfig
@@ -38,7 +39,7 @@ from jaxspec.models.tensors import joining, splitting
 from jaxspec.parallel import WHOLE
 from pallas_kernels.selection import NO_KERNELS
 from tests.helpers.alias_checkpoints import random_alias, raw_config
-from tests.helpers.checkpoints import changed_copy, save_tensors
+from tests.helpers.checkpoints import save_tensors
 from tests.helpers.families import save_family
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.parity import load
@@ -221,13 +222,35 @@ def test_layers_of_streams_with_gates_have_nothing_besides():
         dataclasses.replace(fourth, ngrams=second.ngrams)
 
 
-@pytest.mark.parametrize("kind", ["layer_multipliers", "ngram_heads_vocab_sizes"])
-def test_files_with_other_hashes_are_named(checkpoint, tmp_path: Path, kind: str):
-    directory, _, _ = checkpoint("qwen4_exp")
-    name = f"model.layers.1.ple.ple_embedding.{kind}"
-    tensors: dict[str, Any] = {name: load_file(directory / "model.safetensors")[name] + 2}
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} has other numbers than follow from"):
-        load(changed_copy(directory, tmp_path, **tensors))
+@dataclasses.dataclass
+class Stored:
+    """A tensor of a file."""
+
+    name: str
+    values: tuple[int, ...]
+    file: Path = Path("model.safetensors")
+    dtype: str = "I64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.values),)
+
+    def read(self, *index: slice) -> np.ndarray:
+        return np.array(self.values)[index or ...]
+
+
+def test_files_with_other_hashes_are_named():
+    config = parse_model_config(published())
+    stored = {name: Stored(name, values) for name, values in ngram_numbers(config).items()}
+    module = "model.layers.1.ple.ple_embedding"
+    kinds = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    assert stored.keys() == {f"{module}.{kind}" for kind in kinds}
+    assert stored[f"{module}.layer_multipliers"].values == MULTIPLIERS
+    check_stored_ngrams(config, stored)
+    for name, tensor in stored.items():
+        other = dataclasses.replace(tensor, values=tuple(x + 2 for x in tensor.values))
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} has other numbers than follow"):
+            check_stored_ngrams(config, stored | {name: other})
 
 
 @pytest.mark.slow
