@@ -387,9 +387,6 @@ def publish(name: str, folder: Path) -> Path:
         else:
             is_kept = tensor.endswith(IN_FLOAT32) or weight.dtype.kind != "f"
             tensors[tensor] = weight if is_kept else weight.astype(ml_dtypes.bfloat16)
-
-            kept = tensor.endswith(IN_FLOAT32) or weight.dtype == np.int64
-            tensors[tensor] = weight if kept else weight.astype(ml_dtypes.bfloat16)
     config["quantization_config"] = published.form.config | published.fields
     if published.wrapped is not None:
         tensors, config = published.wrapped((tensors, config))
