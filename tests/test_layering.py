@@ -61,6 +61,7 @@ DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 KERNEL_CALLERS = {
     "jaxspec.models.forward_pass",
     "jaxspec.models.attention",
+    "jaxspec.models.block_heads",  # blocks of positions
     "jaxspec.models.entry_heads",  # a window, and entries of spans
     "jaxspec.models.sparse_choice",  # which positions are attended to
     "jaxspec.models.one_launch",  # several blocks of a layer

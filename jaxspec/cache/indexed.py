@@ -1,5 +1,5 @@
-"""Pages of attention with grouped KV heads whose positions an indexer chooses: keys, values, and
-what the indexer keeps of each token."""
+"""Pages of attention with grouped KV heads to chosen positions: keys, values, and what is kept of
+each token to choose by, for an indexer or for index heads."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -39,8 +39,8 @@ class PagedIndexedKV(PagedKV):
         Raises ValueError for a layout that spreads sequences over devices.
         """
         if layout.axes("slot"):
-            raise ValueError("attention with an indexer keeps whole sequences on a device: take "
-                "sp 1")  # fmt: skip
+            raise ValueError("attention to chosen positions keeps whole sequences on a device: "
+                "take sp 1")  # fmt: skip
         kv_heads, head_dim, index_dim = sizes
 
         def pages(heads: int, width: int, dtype: jnp.dtype) -> Any:

@@ -73,7 +73,7 @@ class RoutingConfig:
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiglu:
     """(up + 1) * gate * sigmoid(alpha * gate), where gate is at most ``limit`` and up is between
-    plus and minus ``limit`` (gpt-oss)."""
+    plus and minus ``limit`` (gpt-oss, MiniMax M3)."""
 
     alpha: float
     limit: float
@@ -154,7 +154,7 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     activation: ExpertActivation | None = None
-    shared_activation: LimitedSwiglu | BoundedSwiglu | SquaredRelu | None = None
+    shared_activation: ClampedSwiglu | LimitedSwiglu | BoundedSwiglu | SquaredRelu | None = None
     shared_fused: bool = False
     bias: bool = False
     weighs_input: bool = False

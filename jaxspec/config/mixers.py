@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxspec.config.blocks import BlockIndexConfig
 from jaxspec.config.checks import check_positive
 from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.indexer import IndexerConfig, MeanIndexerConfig
@@ -301,10 +302,59 @@ class LatentConfig:
         """Any tree fits: every node sees all its ancestors."""
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockSparseConfig:
+    """Attention with grouped KV heads to blocks of positions, which an index head chooses for each
+    KV head (MiniMax M3).
+
+    Attributes:
+      attention: its heads, to all that a token sees in the blocks.
+    """
+
+    attention: AttentionConfig
+    index: BlockIndexConfig
+
+    def __post_init__(self):
+        others = ("window", "chunk", "sinks", "softcap", "gate", "values_are_keys", "value_norm")
+        others += ("whole_qk_norm", "unit_qk_norm", "norm_after_rope", "interleaved")
+        if wrong := [name for name in others if getattr(self.attention, name)]:
+            raise ValueError(f"attention to chosen blocks goes without {', '.join(wrong)}")
+        if self.index.head_dim < self.rotated_dim:
+            raise ValueError(
+                f"index_head_dim ({self.index.head_dim}) must be at least rotary_dim "
+                f"({self.rotated_dim})"
+            )
+
+    @property
+    def rotated_dim(self) -> int:
+        """Entries of a head, and of an index head, that are rotated."""
+        rope = self.attention.rope
+        return rope.head_dim if rope.rotary_dim is None else rope.rotary_dim
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+        return self.attention.num_heads
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.attention.heads}, to blocks of {self.index.size} positions"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rope configs that this mixer uses."""
+        return self.attention.ropes
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Any tree fits: every node chooses among the blocks of its own path."""
+
+
 SingleMixerConfig = (
     AttentionConfig
     | IndexedAttentionConfig
     | SharedAttentionConfig
+    | BlockSparseConfig
     | LatentConfig
     | EntryAttentionConfig
     | RecurrentConfig

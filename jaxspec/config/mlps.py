@@ -4,15 +4,23 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.experts import BoundedSwiglu, ExpertsConfig, LimitedSwiglu, SquaredRelu
+from jaxspec.config.experts import (
+    BoundedSwiglu,
+    ClampedSwiglu,
+    ExpertsConfig,
+    LimitedSwiglu,
+    SquaredRelu,
+)
 
-Activation = Literal["silu", "gelu_tanh"] | LimitedSwiglu | BoundedSwiglu | SquaredRelu
+Activation = (
+    Literal["silu", "gelu_tanh"] | ClampedSwiglu | LimitedSwiglu | BoundedSwiglu | SquaredRelu
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """A gated MLP: down(activation(gate(x)) * up(x)), or what LimitedSwiglu or BoundedSwiglu make
-    of the two. With SquaredRelu there is no gate.
+    """A gated MLP: down(activation(gate(x)) * up(x)), or what ClampedSwiglu, LimitedSwiglu or
+    BoundedSwiglu make of the two. With SquaredRelu there is no gate.
 
     ``fused``: checkpoints have gate and up in one tensor, ``gate_up_proj``. ``gate_multiplier`` and
     ``down_multiplier``: these projections are multiplied when they are read.

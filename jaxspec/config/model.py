@@ -7,6 +7,7 @@ from jaxspec.config.checks import check_positive
 from jaxspec.config.layer import LayerConfig
 from jaxspec.config.mixers import (
     AttentionConfig,
+    BlockSparseConfig,
     IndexedAttentionConfig,
     LatentConfig,
     MixerConfig,
@@ -157,8 +158,9 @@ def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) 
 
 
 def _attention_of(mixer: MixerConfig) -> AttentionConfig | None:
-    """What a mixer is besides an indexer, if it has grouped KV heads of its own."""
-    inner = mixer.attention if isinstance(mixer, IndexedAttentionConfig) else mixer
+    """What a mixer is besides what chooses positions, if it has grouped KV heads of its own."""
+    chooses = isinstance(mixer, BlockSparseConfig | IndexedAttentionConfig)
+    inner = mixer.attention if chooses else mixer
     return inner if isinstance(inner, AttentionConfig) else None
 
 

@@ -6,7 +6,9 @@ from typing import Any, Literal
 from jaxspec.config.layer import LayerConfig
 
 # How families name and join the parts of such a layer; see models/heads/mtp.py.
-MtpLayout = Literal["deepseek", "deepseek_v4", "ernie", "mimo", "nemotron", "qwen", "qwen4_exp"]
+MtpLayout = Literal[
+    "deepseek", "deepseek_v4", "ernie", "mimo", "minimax_m3", "nemotron", "qwen", "qwen4_exp"
+]
 
 
 @dataclasses.dataclass(frozen=True)

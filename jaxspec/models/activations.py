@@ -12,7 +12,7 @@ from pallas_kernels.activations import Bound, Clamp, Gating, Gelu, Limit, units_
 
 
 @jax.named_scope("activation")
-def gated(gate_up: Array, activation: Activation | ClampedSwiglu) -> Array:
+def gated(gate_up: Array, activation: Activation) -> Array:
     """[..., 2, F] -> [..., F]; without a gate [..., 1, F] -> [..., F]"""
     if isinstance(activation, SquaredRelu):
         return jnp.square(jax.nn.relu(gate_up[..., 0, :]))

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache import PagedKV, PagedLatent
+from jaxspec.cache import PagedIndexedKV, PagedKV, PagedLatent
 from jaxspec.cache.spread import local_slots
 from jaxspec.config.mixers import LatentConfig
 from jaxspec.models.attention_heads import Heads, IndexHeads, LatentHeads, PassKV, QueryHeads
-from jaxspec.models.entry_heads import EntryHeads, attend_to_entries, dense_attend_to_entries
-from jaxspec.models.sparse_choice import (
-    chosen_mask,
-    chosen_slots,
-    dense_choice,
-    written_keys,
+from jaxspec.models.block_heads import BlockHeads, attend_to_chosen, dense_seen, with_index_keys
+from jaxspec.models.dense_attention import (
+    attention_to_visible,
+    dense_causal_attention,
+    visible_before,
 )
+from jaxspec.models.entry_heads import EntryHeads, attend_to_entries, dense_attend_to_entries
+from jaxspec.models.sparse_choice import chosen_mask, chosen_slots, dense_choice, written_keys
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -32,7 +33,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.chosen import chosen_heads_attention
 from pallas_kernels.paged_attention.partial import partial_attention
 from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials, with_sinks
-from pallas_kernels.paged_attention.reference import MASKED, capped
+from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.rope_kv_write import rope_kv_write
@@ -99,6 +100,8 @@ class PagedAttend(Pytree):
         if isinstance(heads, EntryHeads):
             how = heads.options(self.first_slot, self.order_invariant)
             return attend_to_entries(state, heads, self.slots, self.context, how)
+        if isinstance(heads, BlockHeads):
+            return self._of_blocks(state, heads)
         if isinstance(heads, QueryHeads):
             return self.attended(heads.rotated, state, heads, window), state
         return self._of_heads(state, heads, window)
@@ -106,6 +109,14 @@ class PagedAttend(Pytree):
     def _of_heads(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         queries, state = write_heads(state, heads, self.slots)
         return self.attended(queries, state, heads, window), state
+
+    def _of_blocks(self, state: PagedIndexedKV, heads: BlockHeads) -> tuple[Any, PagedIndexedKV]:
+        """Attention to the blocks that index heads choose; to all where a table has no more."""
+        queries, state = write_heads(state, heads.heads, self.slots)
+        state = with_index_keys(state, heads, self.slots)
+        how = heads.options(self.first_slot, self.order_invariant)
+        out = attend_to_chosen(queries, state, heads, self.context, how)
+        return self.attended(queries, state, heads.heads, None) if out is None else out, state
 
     def attended(
         self, queries: Array, state: PagedKV, heads: Heads | QueryHeads, window: int | None
@@ -225,7 +236,7 @@ def layout_of_pass(layout: Layout, attend: Any) -> Layout:
     return layout.split_tokens if splits else layout
 
 
-def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, PagedKV]:
+def write_heads[S: PagedKV](state: S, heads: Heads, slots: Array) -> tuple[Array, S]:
     """Queries [B, T, Q, D] of all tokens, and the state with their keys and values at ``slots``
     [B, T]."""
     if state.spread:
@@ -267,7 +278,7 @@ def _merged(
 
 def dense_causal_attend(
     state: PassKV | None,
-    heads: Heads | LatentHeads | QueryHeads | IndexHeads | EntryHeads,
+    heads: Heads | LatentHeads | QueryHeads | IndexHeads | EntryHeads | BlockHeads,
     window: int | None,
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> tuple[Any, PassKV | None]:
@@ -279,12 +290,17 @@ def dense_causal_attend(
         return dense_attend_to_entries(heads), state
     if isinstance(heads, LatentHeads):
         return _dense_latent_attention(heads, window, implementation), state
+    if isinstance(heads, BlockHeads):
+        seen, heads = dense_seen(heads), heads.heads
+        if seen is not None:
+            how = seen[:, :, None], heads.scale, None, None
+            return attention_to_visible(*heads.rotated(), *how), state
     if isinstance(heads, Heads) and (heads.chunk is not None or heads.chosen is not None):
-        seen = _visible_before(heads.rope.shape[1], window, heads.chunk)
+        seen = visible_before(heads.rope.shape[1], window, heads.chunk)
         if heads.chosen is not None:
             seen = chosen_mask(heads.chosen)[:, None, None]
         how = seen, heads.scale, heads.softcap, heads.sinks
-        return _written_out_attention(*heads.rotated(), *how), state
+        return attention_to_visible(*heads.rotated(), *how), state
     how = window, implementation, heads.scale, heads.softcap, heads.sinks
     if isinstance(heads, QueryHeads):
         assert state is not None and state.k is not None and state.v is not None
@@ -326,69 +342,3 @@ def _dense_chosen_attention(heads: LatentHeads, chosen: Array) -> Array:
     weights = jax.nn.softmax(scores, axis=-1).astype(heads.stored.dtype)
     latents = heads.stored[:, :, 0, : heads.config.latent]
     return einsum_f32("bqts,bsl->btql", weights, latents).astype(heads.stored.dtype)
-
-
-def dense_causal_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    window: int | None = None,
-    implementation: Literal["xla", "cudnn"] = "xla",
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-) -> Array:
-    """Causal attention: q [B, T, Q, D], k and v [B, T, G, D] -> [B, T, Q, D].
-
-    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores. It
-    has no soft cap and no sinks: with one of them ``xla`` runs. ``scale`` and ``softcap``: see
-    AttentionConfig; ``sinks`` [Q]: see paged_attention.
-    """
-    if softcap is not None or sinks is not None:
-        visible = _visible_before(q.shape[1], window)
-        return _written_out_attention(q, k, v, visible, scale, softcap, sinks)
-    local = None if window is None else (window - 1, 0)
-    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
-        out = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            local_window_size=local,
-            implementation=implementation,
-            scale=scale,
-        )
-    return jnp.asarray(out)
-
-
-def _written_out_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Array | None,
-) -> Array:
-    """dense_causal_attention with scores that are written out, to positions that are ``visible``
-    [T, S], or of each sequence [B, 1, 1, T, S]."""
-    *outer, head_dim = q.shape
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
-    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)
-    scores = capped(scores * (head_dim**-0.5 if scale is None else scale), softcap)
-    scores = jnp.where(visible, scores, MASKED)
-    if sinks is not None:  # as a last slot, of which no value is added
-        sink_scores = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
-        sink_scores = jnp.broadcast_to(sink_scores, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sink_scores], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
-    out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
-    return out.astype(q.dtype).reshape(*outer, head_dim)
-
-
-def _visible_before(size: int, window: int | None, chunk: int | None = None) -> Array:
-    """Which of as many tokens each token sees: bool [T, T]."""
-    token = jnp.arange(size)
-    behind = token[:, None] - token
-    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    return visible if chunk is None else visible & (token[:, None] // chunk == token // chunk)

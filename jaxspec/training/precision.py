@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxspec.models.attention import dense_causal_attend, dense_causal_attention
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.dense_attention import dense_causal_attention
 from jaxspec.models.forward_pass import Attend
 
 ComputeDtype = Literal["bfloat16", "float32"]

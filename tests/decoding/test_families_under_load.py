@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.mtp import BEFORE, BEFORE_AFTER
+from jaxspec.config.mtp import AFTER_BEFORE, BEFORE, BEFORE_AFTER
 from jaxspec.config.sampling_params import SamplingParams
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.decoding.drafters import (
@@ -35,12 +35,13 @@ EXPERTS = tuple(test_experts.FAMILIES)
 ALIASES = tuple(name for name in alias_checkpoints.VARIANTS if name != "glm5_next-unbounded")
 # What no other family has: factors of queries by position, norms after the rotation, MLPs without a
 # gate, mixer and MLP side by side, KV heads that differ by layer, or are those of another layer,
-# positions that an indexer chooses, or pools of these, chunks, several residual streams, entries of
-# spans of tokens, n-grams.
+# positions that an indexer chooses, or pools or blocks of these, chunks, several residual streams,
+# entries of spans of tokens, n-grams.
 RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
     *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text", "glm5_next", "deepseek_v4"),
     *("qwen4_exp", "qwen4_exp_text"),
+    *("minimax_m3", "minimax_m3-local"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
@@ -59,6 +60,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
     "exaone_moe": {"layout": "qwen"},
     "mellum": {"layout": "qwen"},
     "bailing_hybrid": {},
+    "minimax_m3": {"layout": "minimax_m3", "states": AFTER_BEFORE},
 }
 # Of the model's last layer, and so of its MTP layer; all texts are longer.
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}

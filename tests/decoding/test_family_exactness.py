@@ -104,6 +104,8 @@ ALIASES = (
     *(("gemma4-experts", mesh) for mesh in ("tp2", "tp2x2", "sp2", "pp2")),
     ("deepseek_v32", "tp2"),
     ("glm_moe_dsa-shared", "tp2"),
+    *(("minimax_m3", mesh) for mesh in ("tp2", "tp4", "tp2x2", "pp2")),
+    ("minimax_m3-local", "tp2"),
     ("deepseek_v4", "tp2"),
     ("deepseek_v4-yarn", "tp2x2"),
     ("qwen4_exp", "tp2"),

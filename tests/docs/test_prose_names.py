@@ -23,6 +23,7 @@ FOLDERS = (*CODE, "docs", ".ci", ".github")
 FOREIGN = {"deepseek_mtp.py", "mimo.py", "mimo_mtp.py", "qwen3_5_mtp.py", "qwen3_next_mtp.py"}
 FOREIGN |= {"step3p5.py", "step3p5_mtp.py", "ernie_mtp.py", "hy_v3_mtp.py"}
 FOREIGN |= {"exaone_moe.py", "exaone_moe_mtp.py", "exaone4_5_mtp.py"}
+FOREIGN |= {"minimax_m3/mtp.py"}
 FOREIGN |= {"deepseek_nextn.py", "deepseek_v4_nextn.py", "hunyuan_v3_nextn.py"}  # SGLang
 FOREIGN |= {"ernie4_5_mtp.py"}  # of FastDeploy
 FOREIGN |= {"jaxspec/compilation"}  # a folder in a user's cache directory

@@ -1,5 +1,5 @@
 """Small random checkpoints of families whose layers are those of others under other names, of
-Gemma 4, of GLM-5-Next, of DeepSeek-V4, and of Qwen3.8-Flash-Next.
+Gemma 4, of GLM-5-Next, of DeepSeek-V4, of Qwen3.8-Flash-Next, and of MiniMax M3.
 
 They are made with transformers.
 """
@@ -19,6 +19,7 @@ from tests.helpers import (
     deepseek_v4_checkpoints,
     gemma4_checkpoints,
     glm5_next_checkpoints,
+    minimax_m3_checkpoints,
     qwen4_exp_checkpoints,
 )
 from tests.helpers.checkpoints import TINY, save_random_model, save_tensors
@@ -366,6 +367,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **glm5_next_checkpoints.VARIANTS,
     **deepseek_v4_checkpoints.VARIANTS,
     **qwen4_exp_checkpoints.VARIANTS,
+    **minimax_m3_checkpoints.VARIANTS,
 }
 
 

@@ -50,7 +50,7 @@ from jaxspec.models.heads import (
     mtp_head_config,
 )
 from jaxspec.models.linear import Linear
-from jaxspec.models.mixers import IndexedAttention, SideBySide
+from jaxspec.models.mixers import BlockSparseAttention, IndexedAttention, SideBySide
 from jaxspec.models.mlps import Dense, Experts, Xielu
 from jaxspec.models.nodes import map_nodes
 from tests.helpers.programs import FAST_COMPILE
@@ -158,7 +158,7 @@ def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
     def quiet(mixer_: Any) -> Any:
         if isinstance(mixer_, SideBySide):
             return mixer_.replace(first=quiet(mixer_.first), second=quiet(mixer_.second))
-        if isinstance(mixer_, IndexedAttention):
+        if isinstance(mixer_, BlockSparseAttention | IndexedAttention):
             return mixer_.replace(attention=quiet(mixer_.attention))
         return mixer_.replace(o=scaled(mixer_.o, mixer))
 

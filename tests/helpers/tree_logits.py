@@ -87,4 +87,4 @@ def assert_nodes_have_logits_of_texts(
     now = before + len(accepted)
     found, _ = read(model, states, end, now, None, size=len(end))
     assert_close(found, whole[-1, now : now + len(end)])
-    assert len(accepted) > 6, "no path goes through whole spans"
+    assert len(accepted) > 6, "no path goes through whole spans or blocks"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import attention
+from jaxspec.models.dense_attention import dense_causal_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import Case, make_arguments
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
@@ -74,7 +74,7 @@ def test_paged(window: int | None, order_invariant: bool):
 @pytest.mark.parametrize("window", [None, 3])
 def test_dense(window: int | None):
     q, k, v = map(jnp.asarray, (QUERIES, KEYS, VALUES))
-    out = attention.dense_causal_attention(q, k, v, window, sinks=jnp.asarray(SINKS))
+    out = dense_causal_attention(q, k, v, window, sinks=jnp.asarray(SINKS))
     np.testing.assert_allclose(out, expected(window), atol=1e-5)
 
 

@@ -318,17 +318,20 @@ def test_declared_keys_are_the_fields_of_the_config_class(kind: str):
         assert declared[name] in (COMPUTED, vars(theirs)[name])
 
 
-# Where transformers' own defaults are of a model that is not read: heads do not divide the hidden
-# size, layers are recurrent, or a text ends at what is no token.
 QWEN4_INDEXER = {
     "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_head_dim": 256,
     "indexer_kv_heads": 1, "indexer_n_heads": 2,
 }  # fmt: skip
+# Where transformers' own defaults are of a model that is not read: heads do not divide the hidden
+# size, layers are recurrent, a text ends at what is no token, or two keys say how much of a head is
+# rotated.
 GIVEN: dict[str, dict[str, Any]] = {
     "arcee": {"eos_token_id": 2},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "glm4_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0},
+    "minimax_m3_vl": {"text_config": {"partial_rotary_factor": 0.5}},
+    "minimax_m3_vl_text": {"partial_rotary_factor": 0.5},
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,
 }

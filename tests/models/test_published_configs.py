@@ -14,6 +14,7 @@ import pytest
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import (
     AttentionConfig,
+    BlockSparseConfig,
     IndexedAttentionConfig,
     LatentConfig,
     SharedAttentionConfig,
@@ -195,6 +196,8 @@ EXPECTED = {
     "lfm2-8b-a1b": Facts(24, 65536, 128000, 32, 8, 64, "default", (32, 4), recurrent=18),
     "lfm2-350m-saved-by-transformers": Facts(16, 65536, 128000, 16, 8, 64, "default", recurrent=10),
     "minimax-m2": Facts(62, 200064, 196608, 48, 8, 128, "default", (256, 8)),
+    "minimax-m3": Facts(60, 200064, 524288, 64, 4, 128, "default", (128, 4)),
+    "minimax-m3-saved-by-transformers": Facts(60, 200064, 524288, 64, 4, 128, "default", (128, 4)),
     "ministral-3-8b-instruct": Facts(34, 131072, 262144, 32, 8, 128, "yarn"),
     "mistral-small-3.1-24b-instruct": Facts(40, 131072, 131072, 32, 8, 128, "default"),
     "mistral-small-4-saved-by-transformers": Facts(
@@ -244,7 +247,7 @@ def facts(config: ModelConfig) -> Facts:
     recurrent = sum(layer.is_recurrent for layer in config.layers)
     every = [mixer for layer in config.layers for mixer in layer.mixers]
     mixers = [mixer for mixer in every if not isinstance(mixer, RecurrentConfig)]
-    inside = SharedAttentionConfig, IndexedAttentionConfig
+    inside = SharedAttentionConfig, IndexedAttentionConfig, BlockSparseConfig
     mixers = [one.attention if isinstance(one, inside) else one for one in mixers]
     windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
     full = mixers[windows.index(None) if None in windows else 0]

@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent / "published"
 # Layers, heads, KV heads (1: latent attention keeps one vector for all heads), width of a head,
 # vocabulary.
 MODELS: dict[str, tuple[int, ...]] = {
+    "aiconfigurator/MiniMaxAI--MiniMax-M3": (60, 64, 4, 128, 200064),
     "aiconfigurator/Qwen--Qwen3-0.6B": (28, 16, 8, 128, 151936),
     "aiconfigurator/Qwen--Qwen3-1.7B": (28, 16, 8, 128, 151936),
     "aiconfigurator/Qwen--Qwen3-235B-A22B-FP8": (94, 64, 4, 128, 151936),
@@ -59,7 +60,6 @@ MODELS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 # Why a model is refused.
 REFUSED_MODELS: dict[str, str] = {
-    "aiconfigurator/MiniMaxAI--MiniMax-M3": "model_type 'minimax_m3'",
     "aiconfigurator/XiaomiMiMo--MiMo-V2-Flash": "model_type 'mimo_v2_flash'",
     "aiconfigurator/moonshotai--Kimi-K3": "model_type 'kimi_k3'",
     "aiconfigurator/stepfun-ai--Step-3.7-Flash-FP8": "architectures ['Step3p7FlashForCausalLM']",

@@ -22,6 +22,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import (
     Attention,
+    BlockSparseAttention,
     EntryAttention,
     GatedDelta,
     IndexedAttention,
@@ -120,7 +121,7 @@ def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
     layers = model.layers
     sources = [layer if layer.source is None else layers[layer.source] for layer in layers]
-    kinds = Attention, EntryAttention, IndexedAttention, LatentAttention
+    kinds = Attention, BlockSparseAttention, EntryAttention, IndexedAttention, LatentAttention
     paged = nodes_of([layer.mixer for layer in sources], *kinds)
     return sum(_cached_bytes(mixer, context) for mixer in paged)
 
@@ -162,12 +163,15 @@ def _local_heads(qkv: Any) -> int:
 
 
 def _cached_bytes(
-    attention: Attention | EntryAttention | IndexedAttention | LatentAttention, context: float
+    attention: Attention
+    | BlockSparseAttention
+    | EntryAttention
+    | IndexedAttention
+    | LatentAttention,
+    context: float,
 ) -> int:
-    if isinstance(attention, IndexedAttention):  # the indexer's keys are on every device
-        index, inner = attention.config.indexer, attention.attention
-        keys = context / index.span * index.head_dim * inner.qkv.dtype.itemsize
-        return round(keys) + _cached_bytes(inner, min(context, index.most))
+    if isinstance(attention, BlockSparseAttention | IndexedAttention):
+        return _indexed_bytes(attention, context)
     if isinstance(attention, EntryAttention | LatentAttention):  # on every device
         return round(attention.config.entries_read(context) * attention.kv_in.dtype.itemsize)
     config, kv_heads = attention.config, _local_heads(attention.qkv)
@@ -175,3 +179,15 @@ def _cached_bytes(
     slot = 2 * kv_heads * config.head_dim * size
     seen = min(context, config.window or math.inf, config.chunk or math.inf)
     return round(seen * slot)
+
+
+def _indexed_bytes(attention: BlockSparseAttention | IndexedAttention, context: float) -> int:
+    """Bytes of index keys, which every device has all of, and of what is chosen by them."""
+    inner = attention.attention
+    if isinstance(attention, BlockSparseAttention):
+        index, keys = attention.config.index, context
+    else:
+        index = attention.config.indexer
+        keys = context / index.span  # of whole spans
+    size = round(keys * index.head_dim * inner.qkv.dtype.itemsize)
+    return size + _cached_bytes(inner, min(context, index.most))

@@ -11,7 +11,12 @@ import jax
 import numpy as np
 
 from jaxspec.config.entries import EntryAttentionConfig, SpansConfig
-from jaxspec.config.mixers import AttentionConfig, IndexedAttentionConfig, LatentConfig
+from jaxspec.config.mixers import (
+    AttentionConfig,
+    BlockSparseConfig,
+    IndexedAttentionConfig,
+    LatentConfig,
+)
 from jaxspec.config.model import ModelConfig
 from jaxspec.decoding import functional
 from jaxspec.decoding.drafters import NoDrafter
@@ -205,6 +210,9 @@ def _attention_operations(config: ModelConfig, start: int, stop: int) -> float:
         elif isinstance(mixer, IndexedAttentionConfig):
             width = 4 * mixer.num_heads * mixer.attention.head_dim
             operations += width * _seen(start, stop, mixer.indexer.most)
+        elif isinstance(mixer, BlockSparseConfig):
+            width = 4 * mixer.num_heads * mixer.attention.head_dim
+            operations += width * _seen(start, stop, mixer.index.most)
         elif isinstance(mixer, AttentionConfig):
             most = min(filter(None, (mixer.window, mixer.chunk)), default=None)
             operations += 4 * mixer.num_heads * mixer.head_dim * _seen(start, stop, most)

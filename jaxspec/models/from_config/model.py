@@ -22,7 +22,9 @@ from jaxspec.models.families.windows import FULL, SLIDING
 from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.values import is_integer, naming, read_json, shown
 
-_MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+_MTP_KEYS = (
+    *("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+)
 
 
 def load_model_config(directory: str | Path, whose: str = "target") -> ModelConfig:

@@ -112,7 +112,9 @@ AROUND_KEYS = words(
     projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
     projection_hidden_size projection_layer_norm_eps projector_bias image_token_len patch_token_len
     understand_projector_stride audio_config audio_token_id boa_token_id eoa_token_index
-    vision_soft_tokens_per_image"""
+    vision_soft_tokens_per_image video_token_index projector_hidden_size image_seq_length
+    image_grid_pinpoints img_token_compression_config process_image_mode merged_hidden_size
+    vision_feature_select_strategy"""
 )
 
 # Keys that must have one of these values, in families that do not read them.

@@ -13,6 +13,7 @@ _JOINED = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 _OF_MIMO = re.compile(r"(model\.mtp_layers\.\d+\.)input_proj\.weight")
 _OF_ERNIE = re.compile(r"(model\.mtp\.\d+\.)linear_proj\.weight")
 _OF_DEEPSEEK_V4 = re.compile(r"(mtp\.\d+\.)e_proj\.weight")
+_OF_MINIMAX_M3 = re.compile(r"(model\.mtp\.layers\.\d+\.)eh_proj\.weight")
 _OF_NEMOTRON = re.compile(r"(mtp\.)layers\.0\.eh_proj\.weight")
 
 
@@ -118,12 +119,15 @@ def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
                 fc="linear_proj",
                 norm=None,
             )
+        case "minimax_m3":
+            prefix = f"model.mtp.layers.{index}."
+            names = "enorm", "hnorm", "eh_proj", "final_layernorm"
+            return MtpNames(prefix, f"{prefix}transformer_layer.", *names)
         case "nemotron":
             return MtpNames(
-                prefix="mtp.",
-                layer="mtp.layers.0.",
-                embed_norm="layers.0.enorm",
-                hidden_norm="layers.0.hnorm",
+                "mtp.",
+                "mtp.layers.0.",
+                *("layers.0.enorm", "layers.0.hnorm"),
                 fc="layers.0.eh_proj",
                 norm="layers.0.final_layernorm",
             )
@@ -142,10 +146,11 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Those of MTP layers, which are no part of the model: those that the config names, layers
-    after the model's own that have an ``eh_proj``, and those of DeepSeek-V4, ERNIE, MiMo and
-    Nemotron even if the config counts none."""
+    after the model's own that have an ``eh_proj``, and those of DeepSeek-V4, ERNIE, MiMo, MiniMax
+    M3 and Nemotron even if the config counts none."""
     prefixes = set() if config.mtp is None else {*mtp_prefixes(config.mtp, config.num_layers)}
-    for joined in (_JOINED, _OF_DEEPSEEK_V4, _OF_ERNIE, _OF_MIMO, _OF_NEMOTRON):
+    others = _OF_DEEPSEEK_V4, _OF_ERNIE, _OF_MIMO, _OF_MINIMAX_M3, _OF_NEMOTRON
+    for joined in (_JOINED, *others):
         prefixes |= {match[1] for name in names if (match := joined.fullmatch(name))}
     prefixes -= {f"model.layers.{index}." for index in range(config.num_layers)}
     return {name for name in names if name.startswith(tuple(prefixes))}

@@ -9,6 +9,7 @@ from jaxspec.cache import Geometry
 from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.mixers import (
     AttentionConfig,
+    BlockSparseConfig,
     IndexedAttentionConfig,
     LatentConfig,
     MixerConfig,
@@ -24,6 +25,7 @@ from jaxspec.config.recurrent import (
 from jaxspec.models.forward_pass import ForwardPass
 from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
+from jaxspec.models.mixers.block_sparse import BlockSparseAttention, block_sparse_shape
 from jaxspec.models.mixers.entry_attention import EntryAttention, entry_attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.indexed_attention import (
@@ -42,6 +44,7 @@ from jaxspec.parallel import ONE_SHARD, Layout, Shards
 
 __all__ = [
     "Attention",
+    "BlockSparseAttention",
     "EntryAttention",
     "GatedDelta",
     "IndexedAttention",
@@ -99,6 +102,8 @@ def mixer_shape(
                 raise ValueError("attention with an indexer reads hidden states alone: EAGLE-3 "
                     "heads have layers of another kind")  # fmt: skip
             return indexed_attention_shape(config, hidden_size, dtype, shards)
+        case BlockSparseConfig():
+            return block_sparse_shape(config, hidden_size, dtype, shards, input_size=input_size)
         case SharedAttentionConfig():
             return shared_attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
         case GatedDeltaConfig():
