@@ -19,6 +19,7 @@ from tests.helpers.deepseek_v4_checkpoints import as_published
 from tests.helpers.families import save_family
 from tests.helpers.glm5_next_checkpoints import TEXT as GLM5_NEXT
 from tests.helpers.hybrid_checkpoints import VISION, contents
+from tests.helpers.minimax_m3_checkpoints import TEXT as MINIMAX_M3
 from tests.helpers.quantized_checkpoints import (
     Format,
     Tensors,
@@ -31,6 +32,7 @@ from tests.helpers.quantized_checkpoints import (
     gptq,
     modelopt_float8,
     mxfp8,
+    mxfp8_by_name,
     of_torch,
 )
 
@@ -183,6 +185,7 @@ LISTED_BY_LING = [
     *("lm_head", "model.word_embeddings", "model.layers.0.attention", "model.layers.2.attention"),
     *(f"model.layers.{i}.mlp.gate" for i in (1, 2)),
 ]
+WHOLE_GROUPS = MINIMAX_M3 | {"intermediate_size": 64, "shared_intermediate_size": 64}
 BLOCKS, INT4, NVFP4 = float8_blocks(), compressed(4, 32), four_bits.nvfp4()
 MODELOPT = four_bits.modelopt()
 OF_MODELOPT: dict[str, Any] = {
@@ -261,6 +264,18 @@ PUBLISHED = MappingProxyType(
         "Qwen3-Next, FP8": Published(with_mtp("qwen3_next", "qwen"), BLOCKS, is_projection),
         "MiniMax-M2, FP8": Published(
             of_family("minimax_m2"), BLOCKS, is_projection, {"modules_to_not_convert": ["gate"]}
+        ),
+        "MiniMax M3, MXFP8": Published(
+            of_family("minimax_m3", text_config=WHOLE_GROUPS),
+            mxfp8_by_name(),
+            is_of_text,
+            {"ignored_layers": ["lm_head", "vision_tower", "patch_merge_mlp"]},
+        ),
+        "MiniMax M3, NVFP4 of ModelOpt": Published(
+            of_family("minimax_m3", text_config=WHOLE_GROUPS),
+            MODELOPT,
+            is_of_expert,
+            {"ignore": ["lm_head", "*self_attn*", "*shared_experts*", "*mlp.*_proj", "vision_*"]},
         ),
         "GLM-5.2, FP8": Published(
             of_family("glm_moe_dsa"),

@@ -247,6 +247,18 @@ def mxfp8() -> Format:
     )
 
 
+def mxfp8_by_name() -> Format:
+    """The same as ``quant_method: mxfp8`` has it."""
+    compressed_form = mxfp8()
+
+    def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        parts, meant = compressed_form.write(weight, rng)
+        return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, meant
+
+    said = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return Format(said | {"scale_fmt": "ue8m0", "weight_block_size": [1, 32]}, write)
+
+
 def _compressed_config(name: str, weights: Any, inputs: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {

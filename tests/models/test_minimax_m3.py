@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Geometry
+from jaxspec.checkpoints.formats import canonical
 from jaxspec.checkpoints.safetensors_io import save_tree
 from jaxspec.config.blocks import BlockIndexConfig
 from jaxspec.config.experts import ClampedSwiglu
@@ -119,6 +120,12 @@ def test_what_index_heads_do_not_do_is_named(change: dict[str, Any], message: st
     with pytest.raises(ValueError) as caught:
         parse_model_config(raw)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_blocks_of_mxfp8_have_one_size():
+    said = {"quant_method": "mxfp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ValueError, match=r"mxfp8 goes with weight_block_size \[1, 32\], not \[128"):
+        canonical(said, {})
 
 
 @pytest.mark.slow

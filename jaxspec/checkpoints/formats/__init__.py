@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxspec.checkpoints.formats.awq import read_awq
 from jaxspec.checkpoints.formats.compressed_tensors import read_compressed_tensors
-from jaxspec.checkpoints.formats.float8 import read_float8
+from jaxspec.checkpoints.formats.float8 import read_float8, read_mxfp8
 from jaxspec.checkpoints.formats.four_bits import with_pairs
 from jaxspec.checkpoints.formats.gptq import read_gptq
 from jaxspec.checkpoints.formats.modelopt import read_modelopt
@@ -43,6 +43,7 @@ METHODS = MappingProxyType(
         "compressed-tensors": read_compressed_tensors,
         "fp8": read_float8,
         "mxfp4": read_mxfp4,
+        "mxfp8": read_mxfp8,
         "modelopt": read_modelopt,
     }
 )

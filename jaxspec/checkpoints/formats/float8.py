@@ -20,6 +20,7 @@ from jaxspec.checkpoints.formats.four_bits import float4_module
 from jaxspec.checkpoints.formats.fused_float8 import of_each_expert
 from jaxspec.checkpoints.formats.plain import PROJECTION, QUANTIZED, check_plain
 from jaxspec.checkpoints.formats.views import Tensors, in_file
+from jaxspec.models.json.values import shown
 from jaxspec.models.tensors import CheckpointTensor
 
 PAIRS = ("I8", "U8")  # dtypes of bytes that hold two floats of 4 bits
@@ -53,6 +54,21 @@ def read_float8(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpo
                 tensors |= float8_module(stored, module, scales, block, inputs)
     check_plain(config, LISTS, stored, tensors)
     return tensors
+
+
+def read_mxfp8(config: Mapping[str, Any], stored: Tensors) -> dict[str, CheckpointTensor]:
+    """``read_float8`` of files with ``quant_method: mxfp8`` (MiniMax M3): blocks are [1, 32], as
+    their configs need not say.
+
+    Raises ValueError as that does, and for other blocks.
+    """
+    block = config.get("weight_block_size")
+    if block not in (None, list(GROUP)):
+        raise ValueError(
+            f"quantization_config: quant_method mxfp8 goes with weight_block_size {list(GROUP)}, "
+            f"not {shown(block)}"
+        )
+    return read_float8({**config, "weight_block_size": list(GROUP)}, stored)
 
 
 def _is_quantized(module: str, weight: CheckpointTensor | None) -> bool:

@@ -82,6 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "blocks": FP8 | {"weight_block_size": [128, 128]},
     "fp8 mxfp8": FP8 | {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+    "mxfp8 by name": {"quant_method": "mxfp8", "ignored_layers": []},
     "mistral": STATIC,
     "deepseek-v4": FP8 | {"weight_block_size": [128, 128]},
 }
@@ -102,6 +103,7 @@ CASES: list[tuple[str, dict[str, np.ndarray], list[float]]] = [
     ("blocks", {"weight": VALUES, "weight_scale_inv": number(0.5, shape=(1, 1))}, [-1.625]),
     ("fp8 mxfp8", {"weight": VALUES, "weight_scale_inv": fill(124, 2, 1)}, [-0.40625]),
     ("mxfp8", {"weight": VALUES, "weight_scale": fill(130, 2, 1)}, [-26]),
+    ("mxfp8 by name", {"weight": VALUES, "weight_scale_inv": fill(124, 2, 1)}, [-0.40625]),
     ("modelopt mxfp8", {"weight": VALUES, "weight_scale": fill(127, 2, 1)}, [-3.25]),
     ("mistral", {"weight": VALUES, "weight_scale_inv": number(0.5, BF16),
                  "activation_scale": number(2, BF16)}, [-1.625]),
