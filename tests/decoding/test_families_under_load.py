@@ -158,6 +158,7 @@ CASES = (
     *((family, f"mtp {shape}") for family in WITH_MTP for shape in ("chain", "tree")),
     ("glm_moe_dsa-shared", "mtp tree"),
     *((family, f"eagle3 {'wide ' * (family in UNLIKELY)}tree") for family in FAMILIES),
+    ("minimax_m3", "eagle3 tree"),
     *((family, "draft_model tree") for family in DENSE),
     *(("gemma4", f"assistant {shape}") for shape in ("chain", "tree", "wide tree")),
     *(("gemma4-experts", f"assistant {shape}") for shape in ("chain", "tree")),

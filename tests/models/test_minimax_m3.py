@@ -19,6 +19,7 @@ from jaxspec.config.blocks import BlockIndexConfig
 from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.config.mixers import AttentionConfig, BlockSparseConfig
 from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.model import draft_layers
 from jaxspec.config.rope import RopeConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.from_config.model import parse_model_config
@@ -75,6 +76,13 @@ def test_a_token_keeps_its_keys_values_and_an_index_key():
     states = jax.eval_shape(lambda: shapes.init_state(Geometry(9, 16, 1))).layers
     pages = [[x.shape[1::2] for x in jax.tree.leaves(state)] for state in states[2:4]]
     assert pages == [[(4, 128)] * 2, [(4, 128)] * 2 + [(1, 128)]]
+
+
+def test_draft_heads_have_the_sizes_of_layers_that_choose_blocks():
+    raw = raw_config("minimax_m3-local")
+    [layer] = draft_layers(parse_model_config(raw)).layers
+    attention = layer.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 4, 32)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from rich.console import Console
 
 from jaxspec.commands.bench import engine as bench_engine
 from jaxspec.commands.bench import serving as bench_serving
+from jaxspec.config.blocks import BlockIndexConfig
+from jaxspec.config.layer import LayerConfig
+from jaxspec.config.mixers import BlockSparseConfig
 from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.config.quantization import ExpertFormat, Scheme
 from jaxspec.decoding.drafters import EagleDrafter
@@ -167,6 +170,19 @@ def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
     each = 2 * (2 * hidden * hidden + attention + mlp + norms + hidden * vocab)
     assert found.draft_weights == pytest.approx(3 * each)
     assert found.draft_kv == 3 * found.target_kv
+
+
+def test_keys_and_values_of_chosen_blocks_are_read_and_all_index_keys():
+    index = BlockIndexConfig(head_dim=24, size=3, top_k=4)
+
+    def choosing(layer: LayerConfig) -> LayerConfig:
+        return dataclasses.replace(layer, mixer=BlockSparseConfig(layer.attention, index))
+
+    target = decoder_of_zeros(TINY.map_layers(choosing), BFLOAT16)
+    params = make_params(parse_mode("plain"), target, None, None, Kernels())
+    slot, layers = 2 * 4 * 16, 4  # 4 KV heads of 16
+    expected = 5 * 2 * layers * (100 * 24 + 4 * 3 * slot)
+    assert floor_bytes(params, batch=5, context=100).target_kv == expected
 
 
 def test_latents_of_the_context_are_read_once_for_all_heads():
