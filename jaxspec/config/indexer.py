@@ -20,6 +20,8 @@ class IndexerConfig:
       pool: so many consecutive tokens have one key together, and are chosen together; those of an
         unfinished pool always are (see pallas_kernels/latent_attention/pools.py). 1: each token
         has a key.
+      rotates_last: the last entries of its queries and keys are rotated, not the first.
+      norm_eps: of the norm of keys.
     """
 
     top_k: int
@@ -28,6 +30,8 @@ class IndexerConfig:
     interleaved: bool
     shared: bool = False
     pool: int = 1
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
 
     def __post_init__(self):
         check_positive(index_topk=self.top_k, index_n_heads=self.num_heads)

@@ -218,8 +218,9 @@ class LatentConfig:
       bias: of the projections of the input, and of the output's.
       indexer: tokens attend to the positions that it chooses; None: to all that they see.
       norm_eps: of the norms of latents.
-      gated: what a head attends to is multiplied by a sigmoid of a number of the token, of a
-        projection ``g_proj``.
+      gate: what a head attends to is multiplied by a sigmoid of the token, of a projection
+        ``g_proj``. ``heads``: by a number for each head; ``entries``: entry by entry.
+      sinks: each head has a score for attending to nothing (see paged_attention).
     """
 
     num_heads: int
@@ -233,7 +234,8 @@ class LatentConfig:
     bias: bool = False
     indexer: IndexerConfig | None = None
     norm_eps: float = 1e-6
-    gated: bool = False
+    gate: Literal["heads", "entries"] | None = None
+    sinks: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, kv_lora_rank=self.latent, scale=self.scale)
@@ -281,8 +283,10 @@ class LatentConfig:
     def expands(self, num_tokens: int, num_slots: int) -> bool:
         """Whether so many tokens of a sequence attend to so many slots with fewer multiplications
         if keys and values of the heads are computed: of each slot, instead of queries projected to
-        the latent's space and sums of latents projected to values, of each token.
+        the latent's space and sums of latents projected to values, of each token. Not with sinks.
         """
+        if self.sinks:
+            return False
         up = self.latent * (self.key_dim + self.value_dim)
         absorbed = num_tokens * (up + num_slots * 2 * self.stored_dim)
         expanded = num_slots * (up + num_tokens * (self.query_dim + self.value_dim))

@@ -18,15 +18,27 @@ class StreamsConfig:
       eps: what keeps its divisors, and the weights of reading, above 0.
       folded: what follows the layers reads a sum of the streams with weights that depend on the
         token; else their mean.
+      magnitude: None: streams are mixed, and what a block gives is multiplied by up to 2. A number:
+        they are not mixed, and it is multiplied by up to that, plus ``eps`` (Hy4).
     """
 
     count: int
     iterations: int
     eps: float
     folded: bool = False
+    magnitude: float | None = None
 
     def __post_init__(self):
         check_positive(hc_mult=self.count, hc_sinkhorn_iters=self.iterations, hc_eps=self.eps)
+        if self.magnitude is not None:
+            check_positive(hc_magnitude=self.magnitude)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """How many numbers of a token a block's connection has of each kind: see
+        HyperConnection."""
+        mixing = () if self.magnitude is not None else (self.count * self.count,)
+        return self.count, self.count, *mixing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,18 @@ from jaxspec.models.dense_attention import (
     visible_before,
 )
 from jaxspec.models.entry_heads import EntryHeads, attend_to_entries, dense_attend_to_entries
-from jaxspec.models.sparse_choice import chosen_mask, chosen_slots, dense_choice, written_keys
+from jaxspec.models.sparse_choice import (
+    chosen_mask,
+    chosen_slots,
+    dense_choice,
+    dense_chosen_attention,
+    written_keys,
+)
 from jaxspec.parallel import Axes, Layout
 from jaxspec.parallel.collectives import shard_offset
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
-from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.latent_attention.chosen import chosen_attention
+from pallas_kernels.latent_attention import latent_attention, latent_attention_with_sinks
+from pallas_kernels.latent_attention.chosen import ChosenOptions, chosen_attention
 from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.chosen import chosen_heads_attention
@@ -35,7 +41,6 @@ from pallas_kernels.paged_attention.partial import partial_attention
 from pallas_kernels.paged_attention.parts import PartialAttention, merge_partials, with_sinks
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.pages import AttentionOptions, LayerPages, QueryContext
-from pallas_kernels.products import einsum_f32
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import HeadNorms, write_rows
 from pallas_kernels.selection import NO_KERNELS
@@ -160,15 +165,14 @@ class PagedAttend(Pytree):
         pages = write_rows(state.pages, heads.stored, self.slots)
         state = state.replace(pages=pages)
         if heads.chosen is not None:
-            out = chosen_attention(
-                heads.absorbed,
-                pages,
-                self.page_table,
-                heads.chosen,
-                latent=heads.config.latent,
-                scale=heads.config.scale,
-                order_invariant=self.order_invariant,
-            )
+            options = ChosenOptions(heads.config.latent, heads.config.scale, self.order_invariant)
+            where = pages, self.page_table, heads.chosen, heads.sinks
+            return heads.values(chosen_attention(heads.absorbed, *where, options=options)), state
+        if heads.sinks is not None:
+            how = AttentionOptions(scale=heads.config.scale, first_slot=self.first_slot)
+            given = heads.absorbed, pages, self.context, heads.sinks
+            more: Any = {"latent": heads.config.latent, "order_invariant": self.order_invariant}
+            out = latent_attention_with_sinks(*given, options=how, **more)
             return heads.values(out), state
         if self._expands(heads.config, pages.shape[2]):
             out = expanded_attention(
@@ -316,12 +320,13 @@ def _dense_latent_attention(
     """Values [B, T, Q, Dv]."""
     size = heads.stored.shape[1]
     if heads.chosen is not None:
-        return heads.values(_dense_chosen_attention(heads, heads.chosen))
+        return heads.values(dense_chosen_attention(heads, heads.chosen))
     attend = functools.partial(
         dense_causal_attention,
         window=window,
         implementation=implementation,
         scale=heads.config.scale,
+        sinks=heads.sinks,
     )
     if not heads.config.expands(size, size):
         queries = heads.absorbed
@@ -333,12 +338,3 @@ def _dense_latent_attention(
         jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (heads.queries, k, v)
     )
     return attend(q, k, v_wide)[..., : v.shape[-1]]
-
-
-def _dense_chosen_attention(heads: LatentHeads, chosen: Array) -> Array:
-    """Sums of latents [B, T, Q, L] of the chosen positions [B, T, k]."""
-    scores = einsum_f32("btqd,bsd->bqts", heads.absorbed, heads.stored[:, :, 0])
-    scores = jnp.where(chosen_mask(chosen)[:, None], scores * heads.config.scale, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(heads.stored.dtype)
-    latents = heads.stored[:, :, 0, : heads.config.latent]
-    return einsum_f32("bqts,bsl->btql", weights, latents).astype(heads.stored.dtype)

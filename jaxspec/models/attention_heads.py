@@ -149,6 +149,7 @@ class LatentHeads:
         values.
       chosen: int32 [B, T, k], the positions that each token attends to, in ascending order; past
         the last one a number that is no position. None: to all that it sees.
+      sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
     """
 
     plain: Array
@@ -159,6 +160,7 @@ class LatentHeads:
     config: LatentConfig
     kernels: Kernels
     chosen: Array | None = None
+    sinks: Array | None = None
 
     @property
     def queries(self) -> Array:

@@ -3,11 +3,12 @@ whole sequences. See pallas_kernels/latent_attention/chosen.py and pools.py."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.rope import RopeConfig
-from jaxspec.models.attention_heads import IndexHeads, PooledIndexHeads
+from jaxspec.models.attention_heads import IndexHeads, LatentHeads, PooledIndexHeads
 from jaxspec.models.norms import rms_norm
 from jaxspec.models.rope import rope_angles
 from pallas_kernels.latent_attention.chosen import best_slots, choose_slots
@@ -23,7 +24,9 @@ from pallas_kernels.latent_attention.pools import (
     write_pooled,
 )
 from pallas_kernels.latent_attention.spans import SpanMeans, entries_of_whole, write_spans
+from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.pages import QueryContext
+from pallas_kernels.products import einsum_f32
 from pallas_kernels.rope_kv_write.reference import apply_rope, write_rows
 
 
@@ -113,6 +116,19 @@ def chosen_mask(chosen: Array) -> Array:
     batch, size = chosen.shape[:2]
     row, token = jnp.arange(batch)[:, None, None], jnp.arange(size)[:, None]
     return jnp.zeros((batch, size, size), bool).at[row, token, chosen].set(True, mode="drop")
+
+
+def dense_chosen_attention(heads: LatentHeads, chosen: Array) -> Array:
+    """Sums of latents [B, T, Q, L] of the chosen positions [B, T, k] of whole sequences."""
+    size = chosen.shape[1]
+    scores = einsum_f32("btqd,bsd->bqts", heads.absorbed, heads.stored[:, :, 0])
+    scores = jnp.where(chosen_mask(chosen)[:, None], scores * heads.config.scale, MASKED)
+    if heads.sinks is not None:  # as a last slot, of which no value is added
+        sunk = jnp.broadcast_to(heads.sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sunk], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :size].astype(heads.stored.dtype)
+    latents = heads.stored[:, :, 0, : heads.config.latent]
+    return einsum_f32("bqts,bsl->btql", weights, latents).astype(heads.stored.dtype)
 
 
 def _whole_keys(heads: PooledIndexHeads | MeanIndexHeads, count: int) -> Array:

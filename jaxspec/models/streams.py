@@ -67,13 +67,14 @@ class Connection(NamedTuple):
       streams: [B, T, N, H], before the block.
       read: float32 [B, T, N], the streams' weights in what the block reads.
       written: float32 [B, T, N], what its output is multiplied by in each stream.
-      kept: float32 [B, T, N, N], of a stream before the block (first) in a stream after it (last).
+      kept: float32 [B, T, N, N], of a stream before the block (first) in a stream after it (last);
+        None: each stays as it is.
     """
 
     streams: Array
     read: Array
     written: Array
-    kept: Array
+    kept: Array | None
 
     @property
     def input(self) -> Array:
@@ -86,7 +87,9 @@ class Connection(NamedTuple):
         """The streams after a block that gives what ``addend`` stands for."""
         x, precision = self.streams, lax.Precision.HIGHEST
         output = step.normed(x, addend, None)  # [B, T, H]
-        kept = jnp.einsum("btmn,btmh->btnh", self.kept, x.astype(jnp.float32), precision=precision)
+        kept = x.astype(jnp.float32)
+        if self.kept is not None:
+            kept = jnp.einsum("btmn,btmh->btnh", self.kept, kept, precision=precision)
         written = self.written[..., None] * output.astype(jnp.float32)[:, :, None]
         return (kept + written).astype(x.dtype)
 
@@ -94,13 +97,13 @@ class Connection(NamedTuple):
 @pytree
 class HyperConnection(Pytree):
     """Weights of one block's connection: of M = (2 + N) * N numbers, which are those of ``read``,
-    of ``written`` and of ``kept``. All float32.
+    of ``written`` and of ``kept``; or of 2 * N, if streams are not mixed. All float32.
 
-    ``weight``: projects streams; ``scale`` and ``base``: the three kinds are multiplied, all added.
+    ``weight``: projects streams; ``scale`` and ``base``: the kinds are multiplied, all added.
     """
 
     weight: Array = array("group", "hidden", "features")  # [N, H, M]
-    scale: Array = array("features")  # [3]
+    scale: Array = array("features")  # [3], or [2]
     base: Array = array("features")  # [M]
     config: StreamsConfig = static()
 
@@ -118,17 +121,16 @@ class HyperConnection(Pytree):
     def __call__(self, streams: Array, eps: float, axes: Axes) -> Connection:
         """The connection of tokens with streams [B, T, N, H]. ``eps``: of the norm before the
         projection; ``axes``: mesh axes that H is split over."""
-        count, numbers = self.config.count, projected(streams, self.weight, eps, axes)
-        kinds = np.repeat(np.arange(3), (count, count, count * count))
+        config, numbers = self.config, projected(streams, self.weight, eps, axes)
+        count = config.count
+        kinds = np.repeat(np.arange(len(config.kinds)), config.kinds)
         numbers = numbers * self.scale[kinds] + self.base
         read, written, kept = jnp.split(numbers, [count, 2 * count], axis=-1)
-        kept = kept.reshape(*kept.shape[:2], count, count)
-        return Connection(
-            streams=streams,
-            read=jax.nn.sigmoid(read) + self.config.eps,
-            written=2 * jax.nn.sigmoid(written),
-            kept=doubly_stochastic(kept, self.config),
-        )
+        read, written = jax.nn.sigmoid(read) + config.eps, jax.nn.sigmoid(written)
+        if config.magnitude is not None:
+            return Connection(streams, read, config.magnitude * written + config.eps, None)
+        kept = doubly_stochastic(kept.reshape(*kept.shape[:2], count, count), config)
+        return Connection(streams, read, 2 * written, kept)
 
     def mapped(self, prefix: str, block: str, tensor_map: TensorMap) -> "HyperConnection":
         """The same, with the map's result for ``<prefix>hc_<block>_*`` in place of every array."""
@@ -278,13 +280,12 @@ def streams_shape(config: AnyStreamsConfig, hidden_size: int, dtype: jnp.dtype) 
     if isinstance(config, GatedStreamsConfig):
         gated = gated_connection_shape(config, hidden_size, dtype)
         return Streams(mixer=gated, mlp=gated)
-    count = config.count
-    numbers = (2 + count) * count
+    count, numbers = config.count, sum(config.kinds)
 
     def connection() -> HyperConnection:
         return HyperConnection(
             weight=array_shape(count, hidden_size, numbers, dtype=jnp.float32),
-            scale=vector(3, jnp.float32),
+            scale=vector(len(config.kinds), jnp.float32),
             base=vector(numbers, jnp.float32),
             config=config,
         )

@@ -7,6 +7,7 @@ are the value.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,23 @@ def latent_attention(
     )
     kernel = functools.partial(mosaic.latent_attention_mosaic, **how)
     return with_reference_gradient(kernel, reference)(q, pages, context)
+
+
+@jax.named_scope("attention")
+def latent_attention_with_sinks(
+    q: Array,
+    pages: Array,
+    context: QueryContext,
+    sinks: Array,
+    *,
+    latent: int,
+    options: AttentionOptions,
+    order_invariant: bool = False,
+) -> Array:
+    """``latent_attention`` with one more score of each head, of a value of zero: float32 [Q]. No
+    kernel takes it. ``options``: the scale of the scores, and the first slot."""
+    how: Any = {"options": options, "order_invariant": order_invariant}
+    return paged_attention(q, LayerPages(pages, pages), context, sinks, **how)[..., :latent]
 
 
 def misfit(q: Array, pages: Array, latent: int, order_invariant: bool) -> str | None:

@@ -6,6 +6,7 @@ the rest costs no more than as many slots, however long a sequence is.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,19 +103,33 @@ def best_of(scores: Array, seen: Array, count: int) -> Array:
     return jnp.sort(jnp.where(best > -jnp.inf, places, scores.shape[-1]), axis=-1)
 
 
+class ChosenOptions(NamedTuple):
+    """What shapes a program of chosen_attention: a static argument.
+
+    Attributes:
+      latent: L, the leading entries of a vector that are its value.
+      scale: of the scores.
+      order_invariant: sums over slots are in float64, see paged_attention.
+      block: tokens that are read at a time; None: as fit BLOCK_BYTES.
+    """
+
+    latent: int
+    scale: float
+    order_invariant: bool = False
+    block: int | None = None
+
+
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=("latent", "scale", "order_invariant", "block"))
+@functools.partial(jax.jit, static_argnames=("options",))
 @jax.named_scope("attention")
 def chosen_attention(
     q: Array,
     pages: Array,
     page_table: Array,
     chosen: Array,
+    sinks: Array | None = None,
     *,
-    latent: int,
-    scale: float,
-    order_invariant: bool = False,
-    block: int | None = None,
+    options: ChosenOptions,
 ) -> Array:
     """Attend from T queries of each sequence to the slots that were chosen for them.
 
@@ -123,15 +138,12 @@ def chosen_attention(
       pages: [P, 1, K, L + R]; they already hold the queries' own vectors.
       page_table: int32 [B, M].
       chosen: int32 [B, T, k], a result of choose_slots.
-      latent: L, the leading entries of a vector that are its value.
-      scale: of the scores.
-      order_invariant: sums over slots are in float64, see paged_attention.
-      block: tokens that are read at a time; None: as fit BLOCK_BYTES.
+      sinks: float32 [Q], one more score of each head, of a value of zero; None: there are none.
 
     Returns [B, T, Q, L] in q's dtype. Queries of which no slot was chosen return a finite value.
     """
     batch, _, num_heads, stored = q.shape
-    page_size, count = pages.shape[2], chosen.shape[-1]
+    page_size, count, block = pages.shape[2], chosen.shape[-1], options.block
     if block is None:
         block = BLOCK_BYTES // (batch * count * (stored * q.dtype.itemsize + 4 * num_heads))
     vectors = pages.reshape(-1, stored)
@@ -143,12 +155,14 @@ def chosen_attention(
         page = jnp.take_along_axis(page_table, columns, axis=1).reshape(chosen.shape)
         rows = vectors.at[page * page_size + position % page_size].get(mode="promise_in_bounds")
         rows = jnp.where(is_slot[..., None], rows, 0)  # [B, T, k, L + R]; 0 x NaN is NaN
-        if order_invariant:
-            scores = scaled_scores_f64(q, rows, scale)
+        if options.order_invariant:
+            scores = scaled_scores_f64(q, rows, options.scale)
         else:
-            scores = scores_f32(q, rows) * scale
+            scores = scores_f32(q, rows) * options.scale
         scores = jnp.where(is_slot[:, :, None], scores, MASKED)  # [B, T, Q, k]
-        out = softmax_times_values(scores, rows[..., :latent], order_invariant)
+        sunk = None if sinks is None else sinks.astype(jnp.float32)[None, :, None]
+        latents = rows[..., : options.latent]
+        out = softmax_times_values(scores, latents, options.order_invariant, sunk)
         return out.astype(q.dtype)
 
     return in_blocks(attend, (q, chosen), block)

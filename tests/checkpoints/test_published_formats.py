@@ -29,7 +29,7 @@ FAMILIES = (
     *("llama4_text", "llama4", "mistral3", "step3p7", "kimi_k25", "gemma4", "gemma4-experts"),
     *("gemma4-small", "gemma4_unified", "exaone_moe", "exaone4_5", "youtu", "axk1", "solar_open"),
     *("mellum", "glm4v_moe", "arcee", "olmoe", "granitemoe", "deepseek_v4", "qwen4_exp"),
-    "minimax_m3",
+    *("minimax_m3", "hy_v4"),
 )
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 

@@ -41,7 +41,7 @@ RARE = (
     *("ministral3", "mistral4", "hunyuan", "apertus", "cohere2", "gemma4", "gemma4-small"),
     *("deepseek_v32", "glm_moe_dsa-shared", "llama4_text", "glm5_next", "deepseek_v4"),
     *("qwen4_exp", "qwen4_exp_text"),
-    *("minimax_m3", "minimax_m3-local"),
+    *("minimax_m3", "minimax_m3-local", "hy_v4"),
 )
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},

@@ -106,6 +106,8 @@ ALIASES = (
     ("glm_moe_dsa-shared", "tp2"),
     *(("minimax_m3", mesh) for mesh in ("tp2", "tp4", "tp2x2", "pp2")),
     ("minimax_m3-local", "tp2"),
+    ("hy_v4", "tp2"),
+    ("hy_v4", "tp2x2"),
     ("deepseek_v4", "tp2"),
     ("deepseek_v4-yarn", "tp2x2"),
     ("qwen4_exp", "tp2"),

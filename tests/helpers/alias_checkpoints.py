@@ -1,5 +1,5 @@
 """Small random checkpoints of families whose layers are those of others under other names, of
-Gemma 4, of GLM-5-Next, of DeepSeek-V4, of Qwen3.8-Flash-Next, and of MiniMax M3.
+Gemma 4, of GLM-5-Next, of DeepSeek-V4, of Qwen3.8-Flash-Next, of MiniMax M3, and of Hy4.
 
 They are made with transformers.
 """
@@ -19,6 +19,7 @@ from tests.helpers import (
     deepseek_v4_checkpoints,
     gemma4_checkpoints,
     glm5_next_checkpoints,
+    hy_v4_checkpoints,
     minimax_m3_checkpoints,
     qwen4_exp_checkpoints,
 )
@@ -368,6 +369,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **deepseek_v4_checkpoints.VARIANTS,
     **qwen4_exp_checkpoints.VARIANTS,
     **minimax_m3_checkpoints.VARIANTS,
+    **hy_v4_checkpoints.VARIANTS,
 }
 
 
@@ -406,6 +408,8 @@ def save_alias(directory: Path, name: str, **changes: Any) -> Path:
         return deepseek_v4_checkpoints.with_tables(directory)
     if name in qwen4_exp_checkpoints.VARIANTS:
         return qwen4_exp_checkpoints.with_all_weights(directory)
+    if name in hy_v4_checkpoints.VARIANTS:
+        return hy_v4_checkpoints.with_all_weights(directory)
     if name != "kimi_k25":
         return directory
     tensors = {  # transformers 5.24 writes other names than it reads

@@ -6,9 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.latent_attention.chosen import best_slots, choose_slots, chosen_attention
-from pallas_kernels.pages import QueryContext
+from pallas_kernels.latent_attention import latent_attention, latent_attention_with_sinks
+from pallas_kernels.latent_attention.chosen import (
+    ChosenOptions,
+    best_slots,
+    choose_slots,
+    chosen_attention,
+)
+from pallas_kernels.pages import AttentionOptions, QueryContext
 from tests.helpers.marks import slow
 
 BATCH, TOKENS, HEADS, WIDTH, LATENT, PAGE, COLUMNS = 2, 5, 3, 8, 6, 4, 6
@@ -36,6 +41,8 @@ def pages(width: int) -> np.ndarray:
     return filled
 
 
+SINKS = np.array([0.4, -0.3, 1.5], np.float32)
+ALL = [(exact, block, x) for exact in (False, True) for block in (2, None) for x in (None, SINKS)]
 KEYS, VECTORS = pages(WIDTH), pages(WIDTH)
 
 
@@ -113,33 +120,35 @@ def test_of_equal_scores_the_lower_slots_are_chosen():
 
 
 @pytest.mark.parametrize(
-    ("order_invariant", "block"),
-    [(False, 2), slow(False, None), slow(True, 2), slow(True, None)],
+    ("order_invariant", "block", "sinks"),
+    [*ALL[:2], *(slow(*case) for case in ALL[2:])],
 )
-def test_attention_is_to_the_chosen_slots(order_invariant: bool, block: int | None):
+def test_attention_is_to_the_chosen_slots(
+    order_invariant: bool, block: int | None, sinks: np.ndarray | None
+):
     q, slots = numbers(BATCH, TOKENS, HEADS, WIDTH), choose(True)
     found = chosen_attention(
         *map(jnp.asarray, (q, VECTORS, TABLE, slots)),
-        block=block,
-        latent=LATENT,
-        scale=0.7,
-        order_invariant=order_invariant,
+        sinks=None if sinks is None else jnp.asarray(sinks),
+        options=ChosenOptions(LATENT, 0.7, order_invariant, block),
     )
     for row in range(BATCH):
         for token in range(TOKENS):
             rows = np.stack([at(VECTORS, row, s) for s in slots[row, token] if s < SLOTS])
             exps = np.exp(0.7 * q[row, token] @ rows.T)
-            expected = exps @ rows[:, :LATENT] / exps.sum(-1, keepdims=True)
+            sunk = 0 if sinks is None else np.exp(sinks)[:, None]
+            expected = exps @ rows[:, :LATENT] / (exps.sum(-1, keepdims=True) + sunk)
             np.testing.assert_allclose(found[row, token], expected, atol=2e-6)
 
 
 def test_queries_without_a_slot_return_finite_values():
     none = np.full((BATCH, TOKENS, 4), SLOTS, np.int32)
     arguments = map(jnp.asarray, (numbers(BATCH, TOKENS, HEADS, WIDTH), VECTORS, TABLE, none))
-    assert np.isfinite(chosen_attention(*arguments, latent=LATENT, scale=1.0)).all()
+    assert np.isfinite(chosen_attention(*arguments, options=ChosenOptions(LATENT, 1.0))).all()
 
 
-def test_all_slots_give_attention_to_all():
+@pytest.mark.parametrize("sinks", [None, slow(SINKS)])
+def test_all_slots_give_attention_to_all(sinks: np.ndarray | None):
     """As latent_attention computes it."""
     q = jnp.asarray(numbers(BATCH, TOKENS, HEADS, WIDTH))
     slots = [[visible(row, token, True, 0) for token in range(TOKENS)] for row in range(BATCH)]
@@ -148,6 +157,12 @@ def test_all_slots_give_attention_to_all():
         for token in range(TOKENS):
             every[row, token, : len(slots[row][token])] = slots[row][token]
     where = jnp.asarray(VECTORS), jnp.asarray(TABLE), jnp.asarray(every)
-    found = chosen_attention(q, *where, latent=LATENT, scale=0.7)
-    plain = latent_attention(q, where[0], context(True), latent=LATENT, scale=0.7)
+    sunk = None if sinks is None else jnp.asarray(sinks)
+    found = chosen_attention(q, *where, sunk, options=ChosenOptions(LATENT, 0.7))
+    if sunk is None:
+        plain = latent_attention(q, where[0], context(True), latent=LATENT, scale=0.7)
+    else:
+        how = AttentionOptions(scale=0.7)
+        given = q, where[0], context(True), sunk
+        plain = latent_attention_with_sinks(*given, latent=LATENT, options=how)
     np.testing.assert_allclose(found, plain, atol=2e-6)

@@ -62,7 +62,9 @@ def test_layers_are_as_the_config_says():
     delta = KimiDeltaConfig(2, 8, 4, lowest=-5.0, flat_rates=True, direct=True)
     assert [layer.mixer for layer in model.layers[::2]] == [delta] * 2
     attention = model.layers[1].mixer
-    assert isinstance(attention, LatentConfig) and attention.gated and attention.interleaved
+    assert (
+        isinstance(attention, LatentConfig) and attention.gate == "heads" and attention.interleaved
+    )
     assert attention.rope is not None and attention.rope.head_dim == 4
     assert attention.rope.theta == 6e6 and attention.rope.rotary_dim is None
     assert model.is_recurrent and model.max_position == 262144

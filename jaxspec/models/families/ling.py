@@ -95,7 +95,7 @@ def _delta(hf: Keys) -> KimiDeltaConfig:
 
 def _attention(hf: Keys) -> LatentConfig:
     check_agrees(hf, "rotary_dim", hf["qk_rope_head_dim"], "qk_rope_head_dim")
-    return dataclasses.replace(latent_of({**hf, "head_dim": None}), gated=True)
+    return dataclasses.replace(latent_of({**hf, "head_dim": None}), gate="heads")
 
 
 def _experts(hf: Keys, index: int) -> ExpertsConfig:

@@ -20,8 +20,6 @@ from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.tensors import One, TensorMap
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
 
-NORM_EPS = 1e-6  # of the norm of keys, in all published models
-
 
 @pytree
 class PoolGate(Pytree):
@@ -79,16 +77,21 @@ class Indexer(Pytree):
         queries = self.q.product(latent, "q").result(*how)
         queries = queries.reshape(*x.shape[:2], config.num_heads, config.head_dim)
         keys = self.k.product(x, "k").result(*how)
-        keys = layer_norm(keys, self.k_norm, NORM_EPS, bias=self.k_norm_bias)
+        keys = layer_norm(keys, self.k_norm, config.norm_eps, bias=self.k_norm_bias)
         weights = self.weights.product(x.astype(jnp.float32), "weights").result(*how)
         queries, keys = (self._rotated(part, rope, step) for part in (queries, keys[:, :, None]))
         heads = IndexHeads(queries, keys, weights * config.scale, config.top_k)
         return heads if self.pool is None else self.pool.pooled(heads, x, step)
 
     def _rotated(self, x: Array, rope: RopeConfig | None, step: ForwardPass) -> Array:
-        """Heads [B, T, R, D], of which the first entries are rotated, as many as ``rope`` has."""
+        """Heads [B, T, R, D], of which the first entries are rotated, as many as ``rope`` has, or
+        the last."""
         if rope is None:
             return x
+        if self.config.rotates_last:
+            rest, last = jnp.split(x, [x.shape[-1] - rope.head_dim], axis=-1)
+            last = halves_of_pairs(last) if self.config.interleaved else last
+            return jnp.concatenate([rest, step.rotated(last, rope)], axis=-1)
         if self.config.interleaved:
             first, rest = jnp.split(x, [rope.head_dim], axis=-1)
             x = jnp.concatenate([halves_of_pairs(first), rest], axis=-1)

@@ -48,7 +48,9 @@ class LatentAttention(Pytree):
       key_up, value_up: from the latent to all heads' keys [Q, key_dim] and values [Q, value_dim].
         One tensor in checkpoints; two here, as no product reads both.
       indexer: None: tokens attend to all positions, or to those that an earlier layer chose.
-      gate: to a number for each head [Q], whose sigmoid multiplies its values; None: there is none.
+      gate: to a number for each head [Q], or for each of its values [Q * value_dim], whose sigmoid
+        multiplies these; None: there is none.
+      sinks: float32, a head's score for attending to nothing.
     """
 
     q_in: Linear | None
@@ -61,6 +63,7 @@ class LatentAttention(Pytree):
     o: Linear
     indexer: Indexer | None = None
     gate: Linear | None = None
+    sinks: Array | None = array("heads", default=None)
     config: LatentConfig = static()
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
@@ -103,11 +106,13 @@ class LatentAttention(Pytree):
             config=config,
             kernels=step.kernels,
             chosen=chosen if config.indexer else None,
+            sinks=self.sinks,
         )
         values, state = step.attend(state, heads, None)
         if self.gate is not None:
             gates = self.gate.product(x, "gate").result(step.layout, step.kernels)
-            values = times(values, jax.nn.sigmoid(gates.astype(jnp.float32))[..., None])
+            gates = gates.reshape(*values.shape[:3], -1).astype(jnp.float32)
+            values = times(values, jax.nn.sigmoid(gates))
         flat = values.reshape(*x.shape[:2], -1)
         return self.o.product(flat, "o"), state, chosen
 
@@ -151,6 +156,7 @@ class LatentAttention(Pytree):
             o=tensor_map.linear(self.o, One(f"{module}o_proj")),
             indexer=self.indexer and self.indexer.mapped(f"{module}indexer.", tensor_map),
             gate=tensor_map.linear(self.gate, One(f"{module}g_proj")),
+            sinks=tensor_map.array(f"{module}sinks", self.sinks),
         )
 
 
@@ -171,8 +177,9 @@ def latent_shape(
         )
         q = linear_shape(("features", "kv_heads"), (compressed, queries), dtype)
     up, indexer, gate = ("features", "kv_heads", "head_dim"), None, None
-    if config.gated:
-        gate = linear_shape(("hidden", "kv_heads"), (hidden_size, heads), dtype)
+    if config.gate is not None:
+        gates = heads * (config.value_dim if config.gate == "entries" else 1)
+        gate = linear_shape(("hidden", "kv_heads"), (hidden_size, gates), dtype)
     if config.index_dim:
         assert config.indexer is not None and compressed is not None
         indexer = indexer_shape(config.indexer, hidden_size, compressed, dtype)
@@ -191,5 +198,6 @@ def latent_shape(
         ),
         indexer=indexer,
         gate=gate,
+        sinks=vector(heads, jnp.float32, when=config.sinks),
         config=config,
     )
