@@ -23,7 +23,7 @@ from tests.helpers.alias_checkpoints import random_alias, raw_config
 from tests.helpers.checkpoints import save_tensors
 from tests.helpers.parity import assert_close, load, paged_logits
 from tests.helpers.sampling_reference import plain_logits
-from tests.helpers.tree_logits import LONGEST, check_tree
+from tests.helpers.tree_logits import LONGEST, assert_nodes_have_logits_of_texts
 
 CONFIG = read_json(Path(__file__).parent / "configs/hy4-preview-saved-by-transformers.json")
 
@@ -103,7 +103,7 @@ def test_what_is_written_is_what_was_read(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 13, 20])
 def test_nodes_of_a_tree_have_the_logits_of_their_texts(before: int):
-    check_tree(random_alias("hy_v4"), before)
+    assert_nodes_have_logits_of_texts(random_alias("hy_v4"), before)
 
 
 @pytest.mark.slow
