@@ -29,7 +29,7 @@ TEXT_MODEL = MappingProxyType(
 OF_IMAGES = (
     *("visual.", "vision_tower.", "vision_model.", "vision_encoder."),
     *("multi_modal_projector.", "mm_projector.", "patch_merger.", "vit_large_projector."),
-    "patch_merge_mlp.",
+    *("patch_merge_mlp.", "vit.", "perceive."),
     *("embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder."),
 )
 

@@ -8,7 +8,7 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file
 
-from tests.helpers.checkpoints import save_tensors
+from tests.helpers.checkpoints import TINY, save_tensors
 
 # Texts are longer than what is attended to. Hardly any scores are equal, as those without a product
 # above 0 are: of these transformers chooses any. Padding has embeddings of 0.
@@ -33,7 +33,23 @@ MODEL: dict[str, Any] = {
     "hc_magnitude": 1.5,
     "pad_token_id": None,
 }
-VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {"hy_v4": (transformers.HYV4Config, MODEL)}
+OF_IMAGES: dict[str, Any] = TINY | MODEL | {"eos_token_id": 2, "bos_token_id": 1}
+OF_IMAGES["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "out_hidden_size": 64,
+    "text_hidden_size": 64,
+}
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hy_v4": (transformers.HYV4Config, MODEL),
+    "hy_v4_vl": (
+        transformers.HYV4VLConfig,
+        {"text_config": OF_IMAGES, "vision_config": VISION, "tie_word_embeddings": False},
+    ),
+}
 
 
 def with_all_weights(directory: Path, seed: int = 5) -> Path:

@@ -46,6 +46,15 @@ def test_layers_are_as_the_config_says():
     assert (experts.activation, experts.shared_activation) == (BoundedSwiglu(10.0), None)
 
 
+def test_the_text_model_of_images_rotates_pairs_of_neighbours():
+    folder = Path(__file__).parent / "configs"
+    model = parse_model_config(read_json(folder / "hy4-saved-by-transformers.json"))
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, LatentConfig)]
+    assert len(mixers) == 78 and {mixer.interleaved for mixer in mixers} == {True}
+    assert {mixer.indexer and mixer.indexer.interleaved for mixer in mixers} == {True}
+    assert {mixer.norm_eps for mixer in mixers} == {1e-5}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

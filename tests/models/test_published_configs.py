@@ -71,6 +71,7 @@ UNUSED_IN = {
         indexer_rope_interleave"""
     ),
     "hy4-preview-saved-by-transformers": words("head_dim learnable_sink_init"),
+    "hy4-saved-by-transformers": words("head_dim learnable_sink_init"),
     # Rotated entries are told by qk_rope_head_dim, too.
     "ling-3.0-flash": words("embedding_dropout linear_silu mtp_loss_scaling_factor output_dropout")
     | words("partial_rotary_factor rotary_dim router_dtype use_qk_norm"),
@@ -187,6 +188,7 @@ EXPECTED = {
     "granite-4.0-micro": Facts(40, 100352, 131072, 40, 8, 64, "default"),
     "hy3-saved-by-transformers": Facts(80, 120832, 131072, 64, 8, 128, "default", (192, 8)),
     "hy4-preview-saved-by-transformers": Facts(34, 120832, 262144, 32, 1, 256, "default", (256, 8)),
+    "hy4-saved-by-transformers": Facts(78, 120832, 262144, 64, 1, 256, "default", (256, 8)),
     "hunyuan-7b-instruct": Facts(32, 128167, 262144, 32, 8, 128, "default"),
     "kimi-k2-instruct": Facts(61, 163840, 131072, 64, 1, 192, "yarn", (384, 8)),
     "kimi-k2.5": Facts(61, 163840, 262144, 64, 1, 192, "yarn", (384, 8)),

@@ -107,6 +107,7 @@ FAMILIES: Mapping[str, Family | WithImages] = MappingProxyType(
         "minimax_m3_vl_text": minimax_m3.MINIMAX_M3_TEXT,
         "hy_v3": routed_aliases.HY_V3,
         "hy_v4": hy_v4.HY_V4,
+        "hy_v4_vl": hy_v4.HY_V4_VL,
         "ernie4_5_moe": ernie.ERNIE4_5_MOE,
         "olmoe": softmax_routed.OLMOE,
         "granitemoe": softmax_routed.GRANITE_MOE,

@@ -1,5 +1,5 @@
-"""Hy4: several residual streams that are not mixed, latent attention with sinks and gates to the
-positions that an indexer chooses, and experts whose activation has limits."""
+"""Hy4, and the text model of that with images: several residual streams that are not mixed, latent
+attention with sinks and gates to what an indexer chooses, experts whose activation has limits."""
 
 import dataclasses
 
@@ -10,7 +10,9 @@ from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.streams import StreamsConfig
 from jaxspec.models.families.family import Family, Keys, check_agrees, dense_of, model_of, sizes
 from jaxspec.models.families.indexed import KINDS, shared_layers
+from jaxspec.models.families.rope import without_image_positions
 from jaxspec.models.families.routed import DEEPSEEK_V3, by_kind, latent_of, sigmoid_experts
+from jaxspec.models.families.with_images import WithImages
 from jaxspec.models.json.keys import words
 from jaxspec.models.json.values import is_positive_integer, is_positive_number, shown
 
@@ -47,7 +49,7 @@ def _attention(hf: Keys) -> LatentConfig:
         hf["index_topk"],
         hf["index_n_heads"],
         hf["index_head_dim"],
-        interleaved=False,
+        interleaved=hf["rope_interleave"],
         rotates_last=True,
         norm_eps=hf["rms_norm_eps"],
     )
@@ -101,3 +103,28 @@ HY_V4 = Family(
     ),
     left_out=(r"^model\.mtp_layers\.",),
 )
+
+
+def _read_text_of_images(hf: Keys) -> ModelConfig:
+    """Pairs of neighbours are rotated, and norms of latents have the model's epsilon."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        assert isinstance(layer.mixer, LatentConfig)
+        mixer = dataclasses.replace(layer.mixer, norm_eps=hf["rms_norm_eps"])
+        return dataclasses.replace(layer, mixer=mixer)
+
+    return _read(hf).map_layers(changed)
+
+
+HY_V4_VL_TEXT = dataclasses.replace(
+    HY_V4,
+    architecture="HYV4VLForConditionalGeneration",
+    read=_read_text_of_images,
+    defaults=dict(HY_V4.defaults)
+    | sizes(120832, 6144, 18432, 78, 64, 64, 262144)
+    | {"q_lora_rank": 2048, "moe_intermediate_size": 2048, "index_n_heads": 32}
+    | {"rope_interleave": True},
+    fixed={**DEEPSEEK_V3.fixed, "rope_interleave": (None, True)},
+    rewrite=without_image_positions,
+)
+HY_V4_VL = WithImages("HYV4VLForConditionalGeneration", {"hy_v4_vl_text": HY_V4_VL_TEXT})
