@@ -10,6 +10,7 @@ import pytest
 from jaxspec.checkpoints.checkpoint_files import StoredTensor
 from jaxspec.checkpoints.file_names import missing_in_files, said_missing
 from jaxspec.checkpoints.formats import canonical
+from jaxspec.checkpoints.formats.views import part_of
 from jaxspec.checkpoints.tensor_names import named
 from jaxspec.models.tensors import CheckpointTensor
 from tests.checkpoints.formats.test_symmetric_zeros import MODULE, compressed
@@ -122,3 +123,20 @@ def test_what_no_rule_explains_has_the_layers_name(tmp_path: Path):
     stored = layers_of(tmp_path, "gpt2", ["wte.weight"])
     assert [*said_missing(["model.norm.weight"], stored)] == ["model.norm.weight is missing"]
     assert [*said_missing(["model.norm.weight"], {})] == ["model.norm.weight is missing"]
+
+
+class Unsearched(dict[str, CheckpointTensor]):
+    def items(self) -> Any:
+        raise AssertionError("all tensors were looked through")
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_packed", "weight_scale_inv", "qweight"])
+def test_a_quantized_module_is_named_without_a_search(tmp_path: Path, part: str):
+    """An error looks for each module that lacks a part, and experts are tens of thousands."""
+    [old] = names = [f"layers.0.ffn.experts.0.w1.{part}"]
+    stored = Unsearched(layers_of(tmp_path, "deepseek_v4", names))
+    [name] = stored
+    module = name.removesuffix(f".{part}")
+    assert module != old.removesuffix(f".{part}")
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts\.0\.w1\.rest is missing$"):
+        part_of(stored, module, "rest")

@@ -16,6 +16,8 @@ Bounds = tuple[int, int]  # start and stop
 FLOAT_SCALES = ("F16", "BF16", "F32")
 OF_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a module
 MOST_PROBLEMS = 8  # most modules that an error names
+# Ends of names of parts, of which most modules have one.
+USUAL = (".weight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".scales")
 INPUTS_FIRST = ("qweight", "qzeros", "scales")  # parts of AWQ's and GPTQ's modules
 
 
@@ -240,10 +242,13 @@ def part_of(stored: Tensors, module: str, suffix: str) -> CheckpointTensor:
 def in_file(stored: Tensors, module: str) -> str:
     """What the file calls a module of which it has a tensor at least: names of ``stored`` are those
     of the layers."""
-    parts = ((tensor.name, name.removeprefix(module)) for name, tensor in stored.items()
-        if name.startswith((f"{module}.", f"{module}_")))  # fmt: skip
-    found = (name.removesuffix(part) for name, part in parts if name.endswith(part))
-    return next(found, module)
+    usual = {name: stored[name] for part in USUAL if (name := f"{module}{part}") in stored}
+    for tensors in (usual, stored):  # an error of many modules looks for each: few tensors first
+        for name, tensor in tensors.items():
+            part = name.removeprefix(module)
+            if name.startswith((f"{module}.", f"{module}_")) and tensor.name.endswith(part):
+                return tensor.name.removesuffix(part)
+    return module
 
 
 def modules_in_files(stored: Tensors) -> dict[str, str]:
