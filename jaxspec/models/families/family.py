@@ -59,7 +59,6 @@ class Family:
       published_as: the name of the class in published files, where it is another.
       writes: the keys that its written configs have besides those that all families share. None:
         configs of this family are not written.
-      published_as: the name of the class in published files, where it is another.
     """
 
     architecture: str
@@ -74,7 +73,6 @@ class Family:
     left_out: tuple[str, ...] = ()
     published_as: str | None = None
     writes: frozenset[str] | None = None
-    published_as: str | None = None
 
     @property
     def architectures(self) -> tuple[str, ...]:
