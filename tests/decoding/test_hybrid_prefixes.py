@@ -67,7 +67,7 @@ def served(
         slow("kimi_linear", "ngram", 5, 34, None),
         slow("glm5_next_text", "ngram", 5, 34, None),
         slow("bailing_hybrid", "ngram", 5, 34, None),
-        slow("qwen4_exp_text", "mtp", 5, 34, None),
+        slow("qwen4_exp_text", "mtp", 5, None, None),
         slow("nemotron_h", "mtp", 5, 34, None),
         slow("lfm2", "ngram", 16, None, 2),
         slow("lfm2", "ngram", 5, 34, None),
