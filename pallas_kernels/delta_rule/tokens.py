@@ -22,7 +22,8 @@ class RowStates(NamedTuple):
     Attributes:
       s: float32 [R, G, r, Dv, Dk], states before the window.
       window: [R, C, ...], tokens after it.
-      rows: int32 [B], each sequence's entry of s and window.
+      rows: int32 [B], each sequence's entry of s and window; out of range only where a sequence
+        has no tokens.
       held: int32 [B], tokens in the window; the entries after them are not read.
     """
 

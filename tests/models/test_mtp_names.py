@@ -111,6 +111,15 @@ def test_the_number_of_exaones_layers_may_stand_in_either_config(beside: bool):
     assert (found := parse_model_config(one).mtp) is not None and found.num_layers == 1
 
 
+def test_numbers_of_exaones_layers_that_cannot_be_are_named():
+    raw = raw_config("exaone4_5")
+    with pytest.raises(ValueError, match="num_nextn_predict_layers 9: the model, whose first lay"):
+        parse_model_config({**raw, "num_nextn_predict_layers": 9})
+    inside = {**raw["text_config"], "num_nextn_predict_layers": 0}
+    with pytest.raises(ValueError, match="num_nextn_predict_layers = 0 contradicts that beside"):
+        parse_model_config({**raw, "text_config": inside, "num_nextn_predict_layers": 1})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -67,9 +67,15 @@ EXAONE4 = Family(
 
 def _read_exaone4_5(hf: Keys) -> ModelConfig:
     """EXAONE 4 with MTP layers named as Qwen's. They are like the model's first layers, with norms
-    after mixer and MLP, as exaone4_5_mtp.py of vLLM and of SGLang have the one published."""
+    after mixer and MLP, as exaone4_5_mtp.py of vLLM and of SGLang have the one published. Raises
+    ValueError for more of them than the model has layers."""
     model, mtp = _read_exaone4(hf), mtp_of(hf, "qwen", AFTER)
     if mtp is not None:
+        if mtp.num_layers > len(model.layers):
+            raise ValueError(
+                f"num_nextn_predict_layers {mtp.num_layers}: the model, whose first layers MTP "
+                f"layers are like, has {len(model.layers)}"
+            )
         mtp = dataclasses.replace(mtp, layers=model.layers[: mtp.num_layers])
     return dataclasses.replace(model, mtp=mtp)
 

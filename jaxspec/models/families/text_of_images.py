@@ -51,6 +51,7 @@ EXAONE4_5 = WithImages(
         "exaone4_5_text": dataclasses.replace(EXAONE4_5_TEXT, class_of="exaone4"),
     },
     shared=(*SHARED, "num_nextn_predict_layers"),  # where vLLM looks for it
+    agreeing=("num_nextn_predict_layers",),
 )
 KIMI_K25 = WithImages(
     "Kimi_K25ForConditionalGeneration",
