@@ -65,6 +65,7 @@ def test_tensors_make_the_model_that_they_were_made_of(family: str, tmp_path: Pa
     for found in (loaded, joined):
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert model.norm is not None
     offset = float(model.norm[0] - tensors["model.norm.weight"][0])
     assert offset == pytest.approx(config.norm_offset, abs=1e-6)
 

@@ -389,6 +389,7 @@ def test_a_rotary_base_or_a_norm_that_differs_is_found(llama: tuple[Decoder, Tre
     base = config_of("llama", "LlamaForCausalLM", rope_theta=1e6)
     with pytest.raises(ValueError, match="first token's agree: look at the rotary"):
         check_against(logits, from_nnx(tree, base, names="tunix.llama3"))
+    assert target.norm is not None
     other = target.replace(norm=target.norm * 1.5)
     with pytest.raises(ValueError, match="first token's differ already"):
         check_against(logits, other)
