@@ -16,9 +16,9 @@ from typing import Self
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache.convolution import take_tokens
 from jaxspec.cache.delta_rule import DeltaInputs, by_chunks, differentiable_inverse, einsum
 from jaxspec.parallel.pytree import array, pytree
+from pallas_kernels.delta_rule.tokens import take_tokens
 
 LONGEST_CHUNK = 16  # of ``sequences``: C * C * Dk numbers of each head are in memory
 

@@ -8,7 +8,7 @@ accepted path.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -18,16 +18,21 @@ from jax import Array
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree
+from pallas_kernels.delta_rule.tokens import select_tokens, take_tokens
 from pallas_kernels.selection import Kernels
 
 
 def convolution(taps: Array, weight: Array) -> Array:
     """Depthwise causal convolution: taps [B, T, K, ...channels], the token itself last, and weight
     [K, ...channels] -> [B, T, ...channels]. Summed in this order, in float32."""
-    out = taps[:, :, 0].astype(jnp.float32) * weight[0].astype(jnp.float32)
-    for place in range(1, weight.shape[0]):
-        out = out + taps[:, :, place].astype(jnp.float32) * weight[place].astype(jnp.float32)
-    return out
+    return _weighted((taps[:, :, place] for place in range(len(weight))), weight)
+
+
+def _weighted(taps: Iterable[Array], weight: Array) -> Array:
+    """Taps [B, T, ...channels] times their weights [...channels], added in order in float32."""
+    pairs = zip(taps, weight, strict=True)
+    terms = (tap.astype(jnp.float32) * each.astype(jnp.float32) for tap, each in pairs)
+    return functools.reduce(jnp.add, terms)
 
 
 def run_taps(before: Array, tokens: Array, dilation: int = 1) -> Array:
@@ -67,9 +72,7 @@ def run_convolution(before: Array, tokens: Array, weight: Array) -> Array:
 def _convolved(every: Array, weight: Array) -> Array:
     """The convolution of all but the first K - 1 of [B, T + K - 1, ...channels]."""
     size = every.shape[1] - len(weight) + 1
-    taps = (every[:, place : place + size].astype(jnp.float32) for place in range(len(weight)))
-    terms = (tap * each.astype(jnp.float32) for tap, each in zip(taps, weight, strict=True))
-    return functools.reduce(jnp.add, terms)
+    return _weighted((every[:, place : place + size] for place in range(len(weight))), weight)
 
 
 def tree_taps(
@@ -110,14 +113,8 @@ def last_inputs(before: Array, tokens: Array, counts: Array) -> Array:
     past = before.shape[1]
     place = counts[:, None] + jnp.arange(past)
     new = take_tokens(tokens, jnp.clip(place - past, 0, tokens.shape[1] - 1))
-    is_old = (place < past).reshape(*place.shape, *(1,) * (before.ndim - 2))
     old = take_tokens(before, jnp.minimum(place, past - 1))
-    return jnp.where(is_old, old, new.astype(before.dtype))
-
-
-def take_tokens(x: Array, index: Array) -> Array:
-    """x [B, T, ...] at index [B, n]: [B, n, ...]"""
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+    return select_tokens(place < past, old, new.astype(before.dtype))
 
 
 @pytree

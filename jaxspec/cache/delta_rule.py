@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from jaxspec.parallel.pytree import Pytree, array, pytree
 from pallas_kernels.delta_rule import Tokens
+from pallas_kernels.delta_rule.tokens import select_tokens
 
 LONGEST_CHUNK = 64  # of ``sequences``: longer ones take more work, shorter ones more steps
 
@@ -97,11 +98,6 @@ class DeltaInputs(Pytree):
 
 def _float32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32))
-
-
-def select_tokens(valid: Array, x: Array, other: Array | float) -> Array:
-    """x [B, T, ...] where valid [B, T], else ``other``."""
-    return jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, other)
 
 
 def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:

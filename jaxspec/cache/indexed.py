@@ -39,8 +39,9 @@ class PagedIndexedKV(PagedKV):
         Raises ValueError for a layout that spreads sequences over devices.
         """
         if layout.axes("slot"):
-            raise ValueError("attention to chosen positions keeps whole sequences on a device: "
-                "take sp 1")  # fmt: skip
+            raise ValueError(
+                "attention to chosen positions keeps whole sequences on a device: take sp 1"
+            )
         kv_heads, head_dim, index_dim = sizes
 
         def pages(heads: int, width: int, dtype: jnp.dtype) -> Any:

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache.convolution import last_inputs, run_taps, take_tokens, tree_taps
+from jaxspec.cache.convolution import last_inputs, run_taps, tree_taps
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree
+from pallas_kernels.delta_rule.tokens import take_tokens
 from pallas_kernels.selection import Kernels
 
 Tree = tuple[Array, Array]  # ancestors and depths, see convolution.tree_places

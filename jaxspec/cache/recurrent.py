@@ -24,14 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache.convolution import (
-    convolution,
-    last_inputs,
-    run_convolution,
-    take_tokens,
-    tree_taps,
-)
-from jaxspec.cache.delta_rule import DeltaInputs, select_tokens
+from jaxspec.cache.convolution import convolution, last_inputs, run_convolution, tree_taps
+from jaxspec.cache.delta_rule import DeltaInputs
 from jaxspec.cache.layer_state import CommittedPath, Geometry, zeros_like_shapes
 from jaxspec.parallel import Layout
 from jaxspec.parallel.pytree import Pytree, array, pytree, static
@@ -44,6 +38,7 @@ from pallas_kernels.delta_rule import (
     misfit,
     run_misfit,
 )
+from pallas_kernels.delta_rule.tokens import select_tokens, take_tokens
 from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
 
 

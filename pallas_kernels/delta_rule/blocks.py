@@ -27,7 +27,13 @@ from jax import Array, lax
 from pallas_kernels import kernel_axes
 from pallas_kernels.delta_rule.systems import BY_TOKEN, DECAYS, ROWS, Blocks, systems_mosaic
 from pallas_kernels.delta_rule.tiles import COLUMNS, TILE, load, part_of, two_halves
-from pallas_kernels.delta_rule.tokens import BLOCK, RowStates, Tokens
+from pallas_kernels.delta_rule.tokens import (
+    BLOCK,
+    RowStates,
+    Tokens,
+    select_tokens,
+    take_tokens,
+)
 from pallas_kernels.mosaic_module_names import fixed_name
 from pallas_kernels.packed_product.blocks import write_plain
 from pallas_kernels.shared_memory import swizzled
@@ -63,7 +69,7 @@ def delta_run_mosaic(
     kernel = _make_kernel(sizes, capacity, states.s.shape, interpret)
     out = kernel(*systems, decays, first.v, tokens.v, states.rows, held, total, s_ref)
     place = held[:, None] + jnp.arange(size)
-    out = _where(jnp.arange(size) < counts[:, None], _taken(out, place), 0)
+    out = select_tokens(jnp.arange(size) < counts[:, None], take_tokens(out, place), 0)
     return out, jax.freeze(s_ref)
 
 
@@ -281,9 +287,9 @@ def _first(states: RowStates, counts: Array, q: Array, tokens: Tokens) -> tuple[
     is_new = ~is_old & (place < (held + counts)[:, None])
 
     def joined(old: Array, new: Array) -> Array:
-        return _where(is_old, old[rows], _where(is_new, _taken(new, of_new), 0))
+        return select_tokens(is_old, old[rows], select_tokens(is_new, take_tokens(new, of_new), 0))
 
-    return _where(is_new, _taken(q, of_new), 0), Tokens(*map(joined, window, tokens))
+    return select_tokens(is_new, take_tokens(q, of_new), 0), Tokens(*map(joined, window, tokens))
 
 
 def _decays(sizes: Blocks, states: RowStates, first: Tokens, tokens: Tokens, total: Array) -> Array:
@@ -295,22 +301,12 @@ def _decays(sizes: Blocks, states: RowStates, first: Tokens, tokens: Tokens, tot
 
     def by_block(of_first: Array, of_new: Array) -> Array:
         """[B, G, r, blocks, BLOCK]"""
-        old = _taken(of_first, jnp.minimum(place, capacity - 1))
-        new = _taken(of_new, jnp.clip(place - held[:, None], 0, size - 1))
-        found = _where(place < total[:, None], _where(place < capacity, old, new), 0)
+        old = take_tokens(of_first, jnp.minimum(place, capacity - 1))
+        new = take_tokens(of_new, jnp.clip(place - held[:, None], 0, size - 1))
+        found = select_tokens(place < total[:, None], select_tokens(place < capacity, old, new), 0)
         return found.reshape(len(held), -1, BLOCK, *found.shape[2:]).transpose(0, 3, 4, 1, 2)
 
     log_decay = jnp.cumsum(by_block(first.g, tokens.g), axis=-1)
     until = jnp.exp(log_decay[..., -1:] - log_decay)
     beta = by_block(first.beta, tokens.beta)
     return jnp.stack([jnp.exp(log_decay), until, beta, log_decay], -2).reshape(-1, BLOCK)
-
-
-def _taken(x: Array, place: Array) -> Array:
-    """x [B, T, ...] at place [B, n]."""
-    return jnp.take_along_axis(x, place.reshape(*place.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-def _where(mask: Array, x: Array, other: Array | float) -> Array:
-    """x [B, n, ...] where the mask [B, n] is true."""
-    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - 2)), x, other)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 BLOCK = 16  # consecutive tokens that the kernel of prompts takes at once
@@ -49,3 +50,13 @@ class LayerRows(NamedTuple):
     channels: Array
     nodes: Tokens
     node_channels: Array
+
+
+def take_tokens(x: Array, index: Array) -> Array:
+    """x [B, T, ...] at index [B, n]: [B, n, ...]"""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def select_tokens(valid: Array, x: Array, other: Array | float) -> Array:
+    """x [B, T, ...] where valid [B, T], else ``other``."""
+    return jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, other)

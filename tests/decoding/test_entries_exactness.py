@@ -1,13 +1,10 @@
 """DeepSeek-V4 in engines: pages of odd sizes, bfloat16 in deterministic mode, and its MTP layer on
 devices that share the model. test_families_under_load.py has the other cases."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
@@ -19,7 +16,12 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.tensors import splitting
 from jaxspec.parallel import make_mesh
 from tests.decoding import test_family_exactness as on_meshes
-from tests.decoding.test_indexed_exactness import CHAIN, PLAIN, TREE, texts
+from tests.decoding.test_indexed_exactness import (
+    CHAIN,
+    TREE,
+    assert_deterministic_in_bfloat16,
+    texts,
+)
 from tests.helpers.alias_checkpoints import random_alias, raw_config
 from tests.helpers.checkpoints import save_tensors
 from tests.helpers.random_models import mtp_head
@@ -43,17 +45,7 @@ def test_pages_of_odd_sizes_change_no_text(page_size: int, speculation: Speculat
 
 @pytest.mark.slow
 def test_texts_are_deterministic_in_bfloat16():
-    """Plain with one row, then drafted with three."""
-
-    def narrowed(x: Any) -> Any:
-        return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    model = jax.tree.map(narrowed, target())
-    own: dict[str, Any] = {"rounds_per_call": 4, "deterministic": True}
-    alone = dataclasses.replace(PLAIN, verify_width=16)
-    expected = texts(model, alone, max_rows=1, **own)
-    for shape in (CHAIN, TREE):
-        assert texts(model, dataclasses.replace(shape, verify_width=16), **own) == expected
+    assert_deterministic_in_bfloat16(target())
 
 
 @pytest.mark.slow

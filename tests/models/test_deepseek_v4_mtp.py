@@ -19,12 +19,12 @@ from jaxspec.checkpoints.mtp import MtpChoice, has_mtp_layers, load_mtp_head
 from jaxspec.config.entries import EntryAttentionConfig
 from jaxspec.config.mtp import AFTER
 from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.from_config.model import load_model_config, parse_model_config
 from jaxspec.models.heads import mtp_head_config
 from tests.helpers.checkpoints import save_tensors
 from tests.helpers.deepseek_v4_checkpoints import WINDOW, as_published
-from tests.helpers.parity import assert_close, load
+from tests.helpers.draft_steps import assert_steps_have_logits
+from tests.helpers.parity import load
 from tests.models.test_deepseek_v4 import published
 
 
@@ -115,20 +115,8 @@ def test_an_mtp_layer_has_the_logits_of_transformers_blocks(checkpoint, tmp_path
     target, config = load(tmp_path), load_model_config(tmp_path)
     assert has_mtp_layers(tmp_path, config)
     head = load_mtp_head(tmp_path, config, jnp.dtype(jnp.float32))
-    shape = len(tokens), tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    ids = jnp.asarray(tokens)
-    captured = decoder.run(
-        *(target, ids, positions, target.no_states(), dense_causal_attend, head.capture)
-    )[2]
-    assert captured is not None and captured.shape[-1] == head.feature_size(target) == 3 * 64
-    hidden = head.hidden(captured)
-    for step, logits in enumerate(expected, start=1):
-        where = positions[:, : shape[1] - step]
-        read = ids[:, step:], hidden[:, :-1], where, (None,), dense_causal_attend
-        out = head.run(target, *read)
-        assert_close(head.logits(target, out.normed), logits)
-        hidden = out.hidden
+    assert head.feature_size(target) == 3 * 64
+    assert_steps_have_logits(target, [head, head], tokens, expected)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as theirs
 from jaxspec.checkpoints.mtp import MtpChoice, has_mtp_layers, load_mtp_head, load_mtp_heads
 from jaxspec.config.mixers import BlockSparseConfig
 from jaxspec.config.mtp import AFTER_BEFORE
-from jaxspec.models import decoder
-from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.from_config.model import load_model_config, parse_model_config, with_mtp_layer
 from tests.helpers.checkpoints import save_tensors
+from tests.helpers.draft_steps import assert_steps_have_logits
 from tests.helpers.marks import LEFT_OUT
 from tests.helpers.minimax_m3_checkpoints import SPARSE
-from tests.helpers.parity import assert_close, load
+from tests.helpers.parity import load
 from tests.models.test_minimax_m3 import published
 
 FLOAT32 = jnp.dtype("float32")
@@ -120,20 +119,7 @@ def test_mtp_layers_have_the_logits_of_transformers_blocks(checkpoint, tmp_path:
     target, model_config = load(tmp_path), load_model_config(tmp_path)
     assert has_mtp_layers(tmp_path, model_config)
     heads = load_mtp_heads(tmp_path, model_config, FLOAT32)
-    shape = len(tokens), tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    ids = jnp.asarray(tokens)
-    captured = decoder.run(
-        *(target, ids, positions, target.no_states(), dense_causal_attend, heads[0].capture)
-    )[2]
-    assert captured is not None
-    hidden = heads[0].hidden(captured)
-    for step, (head, logits) in enumerate(zip(heads, expected, strict=True), start=1):
-        where = positions[:, : shape[1] - step]
-        read = ids[:, step:], hidden[:, :-1], where, (None,), dense_causal_attend
-        out = head.run(target, *read)
-        assert_close(head.logits(target, out.normed), logits)
-        hidden = out.hidden
+    assert_steps_have_logits(target, heads, tokens, expected)
 
 
 def test_mtp_layers_choose_blocks_and_have_experts():

@@ -62,14 +62,10 @@ def mtp_states(head: DraftHead) -> MtpStates:
     return MtpStates(target_normed=head.capture == (FINAL_NORM,), draft_normed=head.recycle_normed)
 
 
-@pytree
-class MtpFront(Pytree):
-    """The first layer reads ``fc`` [2 * H, H] of a normed embedding and a normed hidden state."""
+class _NamedFront:
+    """What the fronts of MTP layers have in common. Their hidden states are those captured."""
 
-    fc: Linear
-    embed_norm: Array = array("hidden")
-    hidden_norm: Array = array("hidden")
-    names: MtpNames = static()
+    names: MtpNames
 
     method = "mtp"
 
@@ -82,8 +78,18 @@ class MtpFront(Pytree):
         return f"{self.names.prefix}{self.names.lm_head}"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
-        """The captured state is the hidden state."""
+        """The captured state, or the captured streams [..., N * H]."""
         return captured
+
+
+@pytree
+class MtpFront(_NamedFront, Pytree):
+    """The first layer reads ``fc`` [2 * H, H] of a normed embedding and a normed hidden state."""
+
+    fc: Linear
+    embed_norm: Array = array("hidden")
+    hidden_norm: Array = array("hidden")
+    names: MtpNames = static()
 
     def __call__(
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
@@ -109,7 +115,7 @@ class MtpFront(Pytree):
 
 
 @pytree
-class StreamsMtpFront(Pytree):
+class StreamsMtpFront(_NamedFront, Pytree):
     """The first layer reads N streams: ``fc`` [H, H] of a normed embedding, plus ``hidden_fc``
     [H, H] of each stream of the token before, normed. Hidden states are streams side by side."""
 
@@ -118,20 +124,6 @@ class StreamsMtpFront(Pytree):
     embed_norm: Array = array("hidden")
     hidden_norm: Array = array("hidden")
     names: MtpNames = static()
-
-    method = "mtp"
-
-    @property
-    def norm_name(self) -> str:
-        return self.names.norm_name
-
-    @property
-    def lm_head_name(self) -> str:
-        return f"{self.names.prefix}{self.names.lm_head}"
-
-    def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
-        """The captured streams, [..., N * H]."""
-        return captured
 
     def __call__(
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
